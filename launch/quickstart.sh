@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# From a fresh machine to a trained model: environment, corpus, tokenizer, training, evaluation, a sample.
+#
+#   launch/quickstart.sh [RUN_FOLDER]     (default: runs/quickstart)
+#
+# The corpus is the Python standard library's own source, about 30 MB, which every machine that runs this has.
+# Can be run again: each part that is there already is kept, and the training resumes or says that it is complete.
+set -euo pipefail
+here=$(cd "$(dirname "$0")/.." && pwd)
+run=$(realpath -m "${1:-$here/runs/quickstart}")
+cd "$here"
+launch/setup.sh
+VENV=${VENV:-$here/.venv}
+export PATH="$VENV/bin:$PATH"
+say() { printf '\033[1m[quickstart] %s\033[0m\n' "$*"; }
+start=$SECONDS
+
+gpus=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+case ${gpus:-0} in
+    0) ranks=2 config=ds_configs/pipeline2_zero1_bf16.json device="the CPU" ;;
+    1) ranks=1 config=ds_configs/zero1_bf16.json device="one GPU" ;;
+    *) ranks=2 config=ds_configs/pipeline2_zero1_bf16.json device="two GPUs" ;;
+esac
+if [ "${gpus:-0}" = 0 ]; then
+    cores=$(nproc)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / ranks > 0 ? cores / ranks : 1))}
+fi
+
+mkdir -p "$run"
+if [ ! -e "$run/corpus/valid.jsonl" ]; then
+    say "corpus: the standard library's source files"
+    python tools/make_corpus.py --out "$run/corpus"
+fi
+if [ ! -e "$run/tokenizer/tokenizer.model" ]; then
+    say "tokenizer: SentencePiece, 4096 pieces"
+    python tools/train_tokenizer.py "$run/corpus/train.jsonl" --out "$run/tokenizer" --vocab_size 4096
+fi
+for split in train valid; do
+    if [ ! -e "$run/data/$split.idx" ]; then
+        say "tokens: $split"
+        python tools/prepare_data.py "$run/corpus/$split.jsonl" --tokenizer "$run/tokenizer" --out "$run/data/$split"
+    fi
+done
+
+say "training on $device: $ranks ranks, $config"
+deepspeed --num_accelerators "$ranks" --master_port "${MASTER_PORT:-29500}" pretrain/train.py \
+    --config launch/quickstart.yaml --deepspeed_config "$config" --train_data "$run/data/train" \
+    --valid_data "$run/data/valid" --tokenizer "$run/tokenizer" --save "$run"
+
+say "result"
+python tools/summarize.py "$run" --below_unigram_entropy
+say "a sample"
+python tools/generate.py "$run" --prompt 'def read_' --max_new_tokens 120 --seed 1
+
+cat <<END
+
+Done in $((SECONDS - start)) s. Everything lies in $run:
+  corpus/ tokenizer/ data/      text, SentencePiece model, .bin/.idx tokens
+  checkpoints/                  DeepSpeed's sharded checkpoints
+  metrics.jsonl events.jsonl    what happened; run.json: everything that it depended on
+Next:
+  python tools/generate.py $run --prompt 'class Parser:'
+  python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
+  deepspeed --num_accelerators $ranks pretrain/train.py --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 600
+(Each with $VENV/bin first in PATH: source $VENV/bin/activate)
+END

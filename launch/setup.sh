@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Sets up a Python environment for this checkout: launch/setup.sh [--dev] [--nvme]
+#
+#   --dev   also what the tests need (pytest, ruff, mypy, tensorboard)
+#   --nvme  also the operator for NVMe offload (needs Debian's libaio-dev)
+#
+# VENV names the environment's folder (default: .venv beside this script's folder). Can be run again: what is there
+# and up to date is left alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+VENV=${VENV:-$PWD/.venv}
+dev= nvme=
+for word in "$@"; do
+    case $word in
+        --dev) dev=1 ;;
+        --nvme) nvme=1 ;;
+        *) echo "launch/setup.sh: $word: found an unknown flag; expected --dev or --nvme" >&2; exit 2 ;;
+    esac
+done
+
+say() { printf '\033[1m[set-up] %s\033[0m\n' "$*"; }
+die() { echo "launch/setup.sh: $*" >&2; exit 2; }
+
+# Debian packages: installed where we may, named where we may not.
+need() { # need PACKAGE COMMAND-THAT-SUCCEEDS-IF-PRESENT...
+    local package=$1; shift
+    "$@" >/dev/null 2>&1 && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "Debian package $package"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
+    else
+        die "$package is missing. Remedy: sudo apt-get install $package"
+    fi
+}
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || die "no $python. Remedy: sudo apt-get install python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "found $("$python" --version); expected Python 3.10 or newer. Remedy: PYTHON=/path/to/python3.1x $0"
+need g++ command -v c++
+need python3-venv "$python" -c 'import ensurepip, venv'
+need python3-dev "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))'
+[ -z "$nvme" ] || need libaio-dev test -e /usr/include/libaio.h
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) dev=$dev gpu=$(has_gpu && echo 1 || true) $PWD"
+stamp=$VENV/.ds-pretrain-setup
+if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
+    say "environment $VENV is up to date"
+else
+    [ -x "$VENV/bin/python" ] || { say "environment $VENV"; "$python" -m venv "$VENV"; }
+    quiet=-q; [ ! -t 1 ] || quiet=
+    pip() { "$VENV/bin/python" -m pip install $quiet --disable-pip-version-check -c launch/constraints.txt "$@"; }
+    pip setuptools wheel ninja
+    torch=$(grep '^torch==' launch/constraints.txt)
+    if has_gpu; then
+        say "PyTorch for NVIDIA GPUs ($torch)"
+        pip "$torch"
+    else
+        say "PyTorch for CPUs ($torch+cpu; the general build if pip finds no such file)"
+        pip "$torch+cpu" 2>/dev/null || pip "$torch"
+    fi
+    say "DeepSpeed, transformers and this package"
+    pip --no-build-isolation -e ".${dev:+[dev,monitors]}"
+    echo "$want" > "$stamp"
+fi
+export PATH="$VENV/bin:$PATH"
+say "compiled operators (about a minute the first time; kept in ${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions})"
+"$VENV/bin/python" -m pretrain.ops ${nvme:+--nvme}

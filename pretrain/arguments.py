@@ -1,0 +1,130 @@
+"""The flags of `pretrain/train.py`, which are also the keys of its YAML file.
+
+What DeepSpeed's JSON owns (batch sizes, precision, ZeRO, optimizer, clipping) is not here, except for the flags
+under "fills auto": they fill values that the JSON leaves at "auto", and are refused where it does not.
+"""
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from pretrain.errors import ConfigError, did_you_mean
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002 (argparse's own word)
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Everything about a run that neither the DeepSpeed JSON nor the model's config.json says."""
+
+    # what to train, and how
+    deepspeed_config: str = _flag("", "DeepSpeed JSON file (comments and \"auto\" values allowed)")
+    model: str = _flag("", "preset name, transformers config.json, or a folder that holds one")
+    model_overrides: str | None = _flag(None, "changes to the config.json, in its own words: n_layer=4,vocab_size=8000")
+    save: str = _flag("", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl")
+
+    # data
+    train_data: str = _flag("", "prefix of the .bin/.idx pair to train on")
+    valid_data: str | None = _flag(None, "prefix of a separate validation pair (otherwise --split cuts one off)")
+    test_data: str | None = _flag(None, "prefix of a separate test pair, evaluated once at the end")
+    split: str = _flag("969,30,1", "shares of train, valid, test documents of --train_data where no own pair is given")
+    tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json")
+    seq_length: int = _flag(1024, "tokens a sample")
+    eod_mask_loss: bool = _flag(False, "give the prediction after an end-of-document token no loss")
+
+    # length and schedule
+    train_steps: int | None = _flag(None, "optimizer steps of the whole run")
+    train_tokens: int | None = _flag(None, "tokens of the whole run, instead of --train_steps")
+    lr_schedule: str = _flag("cosine", "cosine, linear, constant or wsd (warm-up, stable, decay)")
+    lr_warmup_steps: int | None = _flag(None, "steps from 0 to the peak rate (default: 1% of the run)")
+    lr_decay_steps: int | None = _flag(None, "step at which the lowest rate is reached (default: the run's last)")
+    lr_wsd_steps: int | None = _flag(None, "steps of wsd's final decay (default: 20% of the run)")
+    min_lr_ratio: float = _flag(0.1, "lowest rate as a share of the peak rate")
+    seed: int = _flag(1234, "of initial weights, data order and dropout")
+
+    # intervals, in steps
+    log_interval: int = _flag(10, "steps between two rows of metrics.jsonl")
+    eval_interval: int = _flag(1000, "steps between two evaluations; 0: only at the end")
+    eval_steps: int = _flag(10, "global batches an evaluation")
+    save_interval: int = _flag(1000, "steps between two checkpoints; 0: only at the end")
+    resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required; never")
+    exit_step: int | None = _flag(None, "save and stop after this step, short of the run's end")
+
+    # fills "auto" in the DeepSpeed JSON
+    micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu: samples")
+    gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps")
+    global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together")
+    learning_rate: float | None = _flag(None, "optimizer.params.lr: the peak rate")
+    weight_decay: float | None = _flag(None, "optimizer.params.weight_decay (matrices only)")
+    adam_beta1: float | None = _flag(None, "optimizer.params.betas[0]")
+    adam_beta2: float | None = _flag(None, "optimizer.params.betas[1]")
+    adam_epsilon: float | None = _flag(None, "optimizer.params.eps")
+    gradient_clipping: float | None = _flag(None, "gradient_clipping: largest global norm")
+    precision: str | None = _flag(None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32")
+    nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk (or DS_PRETRAIN_NVME_PATH)")
+
+    # machine
+    emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
+    peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU (default: by name)")
+    deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning, error")
+    local_rank: int = _flag(-1, "set by DeepSpeed's launcher; not for users")
+
+
+class _Parser(HfArgumentParser):
+    """argparse, with its errors in our one-line form."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command line", found=message, expected="the flags that --help lists")
+
+
+def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
+    """The keys of a YAML file as command-line words, so that both are judged by the same parser."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--config", found=f"{path} ({error})", expected="a readable YAML file") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}", found=type(values).__name__, expected="a mapping of flag: value")
+    words: list[str] = []
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"{path}: {key}", found="an unknown key", expected="a flag of pretrain/train.py",
+                              remedy=did_you_mean(name, names))
+        if isinstance(value, (dict, list)):
+            raise ConfigError(f"{path}: {key}", found=repr(value), expected="a single value")
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def parse_arguments(argv: list[str] | None = None) -> RunArguments:
+    """Flags, with those of `--config FILE.yaml` underneath. Raises ConfigError; `--help` exits 0."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    names = [f.name for f in dataclasses.fields(RunArguments)]
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    try:
+        known, words = before.parse_known_args(words)
+    except SystemExit:
+        raise ConfigError("--config", found="no value", expected="a YAML file") from None
+    if known.config is not None:
+        words = _flags_from_yaml(known.config, names) + words
+    parser = _Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py",
+                     description="Pretrain a GPT-style model. --config FILE.yaml holds the same keys; flags win.")
+    parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    if unknown:
+        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
+        raise ConfigError(unknown[0], found="an unknown flag", expected="a flag that --help lists",
+                          remedy=did_you_mean(name, names))
+    return parsed

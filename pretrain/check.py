@@ -1,0 +1,200 @@
+"""One function judges a run before it costs: JSON, flags, model, data, tokenizer, world size and device together."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.arguments import RunArguments
+from pretrain.data.dataset import SampleDataset, open_datasets
+from pretrain.data.indexed import read_meta
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.device import Device
+from pretrain.ds_config import DsSettings, complete_ds_config, read_ds_config
+from pretrain.ds_rules import check_rules, notes
+from pretrain.errors import ConfigError, did_you_mean
+from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.schedule import KINDS, Schedule, check_schedule_words, make_schedule
+
+RESUME_WORDS = ("auto", "required", "never")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SCANNED_TOKENS = 16 * 2**20  # at either end of a data file without a sidecar; more would take seconds
+_CHUNK_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been judged: everything that the engine and the loop need, nothing left open."""
+
+    args: RunArguments
+    ds_config: dict[str, Any]  # complete, as handed to deepspeed.initialize
+    model: ModelConfig
+    zero_stage: int
+    pipeline_stages: int
+    data_parallel_size: int
+    world_size: int  # ranks
+    micro_batch_size: int  # samples
+    gradient_accumulation_steps: int
+    global_batch_size: int  # samples
+    precision: str  # fp32, bf16, fp16
+    grad_accum_dtype: str | None  # None: as `precision`
+    activation_checkpoint_interval: int  # blocks; 0: off
+    partition_method: str
+    offload_optimizer: str  # none, cpu, nvme
+    offload_param: str  # none, cpu, nvme
+    train_steps: int
+    datasets: dict[str, SampleDataset]
+    tokenizer: Tokenizer | None
+    eod_token: int | None
+    peak_lr: float | None  # None: the JSON has its own scheduler
+    schedule: Schedule | None  # learning rate by applied steps; None likewise
+    notes: tuple[str, ...]  # what has no effect or may surprise, one line each
+
+    @property
+    def uses_pipeline_module(self) -> bool:
+        """ZeRO-2 and 3 need the plain module; everything else is a PipelineModule, of one stage or more."""
+        return self.zero_stage < 2
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_batch_size * self.args.seq_length
+
+    @property
+    def epochs(self) -> float:
+        """How often the run sees its training data."""
+        return self.train_steps * self.global_batch_size / self.datasets["train"].samples_per_epoch
+
+
+def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
+    """Judge a run, the cheapest questions first. Raises ConfigError for the first thing that is wrong."""
+    _check_flags(args)
+    _check_save(args.save)
+    if world_size < 1:
+        raise ConfigError("world size", found=world_size, expected="at least 1 rank")
+    file = read_ds_config(args.deepspeed_config)
+    model = load_model_config(args.model, args.model_overrides)
+    if args.seq_length > model.max_positions:
+        raise ConfigError("--seq_length", found=args.seq_length,
+                          expected=f"at most {model.max_positions}, the positions of --model {args.model}",
+                          remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
+    settings = complete_ds_config(file, args, model=model, world_size=world_size, device=device)
+    check_rules(settings)
+    schedule = make_schedule(args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
+    if args.exit_step is not None and args.exit_step > settings.train_steps:
+        raise ConfigError("--exit_step", found=args.exit_step, expected=f"at most the run's {settings.train_steps} steps")
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
+    datasets = open_datasets(args)
+    eod_token = _check_data(args, datasets, tokenizer, model)
+    return Plan(
+        args=args, ds_config=settings.config, model=model, zero_stage=settings.zero_stage,
+        pipeline_stages=settings.pipeline_stages, data_parallel_size=settings.data_parallel_size,
+        world_size=world_size, micro_batch_size=settings.micro_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        global_batch_size=settings.global_batch_size, precision=settings.precision,
+        grad_accum_dtype=settings.grad_accum_dtype,
+        activation_checkpoint_interval=settings.activation_checkpoint_interval,
+        partition_method=settings.partition_method, offload_optimizer=settings.offload("optimizer"),
+        offload_param=settings.offload("param"), train_steps=settings.train_steps, datasets=datasets,
+        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=schedule,
+        notes=notes(settings) + _evaluation_notes(args, datasets, settings.global_batch_size))
+
+
+def _check_flags(args: RunArguments) -> None:
+    """Flags that can be judged by themselves."""
+    at_least_one = ("seq_length", "log_interval", "eval_steps")
+    at_least_zero = ("eval_interval", "save_interval", "seed", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
+                     "weight_decay", "adam_epsilon", "gradient_clipping")
+    above_zero = ("exit_step", "learning_rate", "peak_tflops")
+    for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (value > low if strict else value >= low):
+                raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
+    words = (("resume", RESUME_WORDS), ("deepspeed_log_level", LOG_LEVELS), ("lr_schedule", KINDS))
+    for name, known in words:
+        if getattr(args, name) not in known:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
+                              remedy=did_you_mean(getattr(args, name), known))
+    check_schedule_words(args)
+    if (args.train_steps is None) == (args.train_tokens is None):
+        raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
+                          found="neither of them" if args.train_steps is None else "both")
+
+
+def _check_save(save: str) -> None:
+    """The run folder, or the nearest folder above it that exists, must be one that can be written to."""
+    if not save:
+        raise ConfigError("--save", found="nothing", expected="a run folder, made where it does not exist")
+    folder = Path(save).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError("--save", found=f"{folder}, a file", expected="a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("--save", found=f"{folder}, which cannot be written to", expected="a writable folder")
+
+
+def _peak_lr(settings: DsSettings) -> float | None:
+    if settings.peak_lr is not None and settings.peak_lr <= 0:
+        raise settings.refuse("optimizer.params.lr", "a rate above 0")
+    return settings.peak_lr
+
+
+def _too_few(where: str, found: str, needed: int, model: ModelConfig) -> ConfigError:
+    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {model.vocab_size}",
+                       remedy=f"--model_overrides vocab_size={needed}, or another --model")
+
+
+def _check_data(args: RunArguments, datasets: dict[str, SampleDataset], tokenizer: Tokenizer | None,
+                model: ModelConfig) -> int | None:
+    """Data, tokenizer and model must mean the same tokens. Returns the end-of-document token where one is known."""
+    if "train" not in datasets:
+        raise ConfigError(f"--train_data {args.train_data}", found="no training tokens",
+                          expected=f"at least {args.seq_length + 1} for one sample", remedy="change --split")
+    eod_token = tokenizer.eod_token if tokenizer else None
+    pairs = {"train_data": args.train_data, "valid_data": args.valid_data, "test_data": args.test_data}
+    for (flag, prefix), name in zip(pairs.items(), ("train", "valid", "test"), strict=True):
+        if not prefix:
+            continue
+        meta = read_meta(prefix) or {}
+        largest = meta.get("max_token")
+        largest = _largest_token(datasets[name]) if not isinstance(largest, int) else largest
+        if largest >= model.vocab_size:
+            raise _too_few(f"--{flag} {prefix}", f"token {largest}", largest + 1, model)
+        made_with = meta.get("tokenizer_sha256")
+        if tokenizer is not None and made_with is not None and made_with != tokenizer.fingerprint:
+            raise ConfigError(f"--tokenizer {args.tokenizer}", expected=f"sha256 {made_with[:12]}..., that of {prefix}",
+                              found=f"sha256 {tokenizer.fingerprint[:12]}...",
+                              remedy=f"use {meta.get('tokenizer', 'the same tokenizer')}, or prepare the data again")
+        if tokenizer is None and isinstance(meta.get("eod_token"), int):
+            eod_token = meta["eod_token"]
+    if args.eod_mask_loss and eod_token is None:
+        raise ConfigError("--eod_mask_loss", found="no end-of-document token in the tokenizer or the data's .meta.json",
+                          expected="a known one", remedy="give --tokenizer, or leave --eod_mask_loss out")
+    return eod_token
+
+
+def _largest_token(dataset: SampleDataset) -> int:
+    """Of the first and last 16 Mi tokens of a data file."""
+    indexed = dataset.indexed
+    total = indexed.num_tokens
+    starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
+    starts |= set(range(max(total - SCANNED_TOKENS, 0), total, _CHUNK_TOKENS))
+    return max(int(indexed.tokens(start, min(start + _CHUNK_TOKENS, total)).max()) for start in starts)
+
+
+def _evaluation_notes(args: RunArguments, datasets: dict[str, SampleDataset], batch: int) -> tuple[str, ...]:
+    """What is worth knowing of the evaluations. Raises ConfigError where not even one global batch is there."""
+    if "valid" not in datasets:
+        return ("no validation data: nothing is evaluated while training",)
+    there = datasets["valid"].samples_per_epoch
+    if there < batch:
+        raise ConfigError("--valid_data" if args.valid_data else "--split", expected=f"at least {batch}, a global batch",
+                          found=f"{there} validation samples of --seq_length {args.seq_length}",
+                          remedy="give more validation data, or --split 1,0,0 to evaluate nothing")
+    if there < args.eval_steps * batch:
+        return (f"an evaluation of {args.eval_steps * batch} samples goes round the {there} validation samples again",)
+    return ()

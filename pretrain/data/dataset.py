@@ -1,0 +1,140 @@
+"""Samples: a sample is a pure function of (tokens, seed, index), whatever the ranks, batch sizes and workers.
+
+A range of tokens is cut into windows of seq_length + 1 that overlap by one token. Each epoch cuts at another start
+and visits the windows in another order. Nothing is stored: the order is a keyed permutation, computed as needed.
+"""
+
+import hashlib
+import itertools
+import math
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.arguments import RunArguments
+from pretrain.data.indexed import IndexedDataset
+from pretrain.errors import ConfigError
+
+_NAMES = ("train", "valid", "test")
+_FEISTEL_ROUNDS = 8
+_MASK_64 = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: 64 bits to 64 bits, each depending on all."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def permute(index: int, size: int, key: int) -> int:
+    """Where a keyed permutation of range(size) sends `index`: a Feistel network, O(1) memory.
+
+    The network permutes range(4^k) >= size; walking its cycle until inside range(size) restricts it to that.
+    """
+    assert 0 <= index < size
+    half = max((size - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_mix(key ^ _mix(right * _FEISTEL_ROUNDS + number)) & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+class SampleDataset:
+    """Windows of seq_length + 1 tokens out of tokens [first_token, last_token) of a `.bin/.idx` pair.
+
+    Raises ConfigError where the range does not hold one window.
+    """
+
+    def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
+                 last_token: int | None = None, name: str = "train") -> None:
+        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
+        self.first_token = first_token
+        self.last_token = indexed.num_tokens if last_token is None else last_token
+        if self.num_tokens < seq_length + 1:
+            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
+                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
+                              remedy="give more data, a larger share in --split, or a smaller --seq_length")
+        # One window less than would fit, so that every epoch has at least seq_length starts to choose from.
+        self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last_token - self.first_token
+
+    def sample(self, index: int) -> npt.NDArray[np.int64]:
+        """Sample `index` (which counts on over epochs): int64 [seq_length + 1]."""
+        start = self.sample_start(index)
+        return self.indexed.tokens(start, start + self.seq_length + 1)
+
+    def sample_start(self, index: int) -> int:
+        """First token of sample `index`, in the flat stream."""
+        assert index >= 0
+        epoch, position = divmod(index, self.samples_per_epoch)
+        key = _mix(_mix(self.seed & _MASK_64) ^ epoch)
+        spare = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length
+        shift = _mix(key) % (spare + 1)
+        return self.first_token + shift + permute(position, self.samples_per_epoch, key) * self.seq_length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the samples apart from the seed: the data, the range of tokens, seq_length."""
+        content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """"969,30,1" as shares that sum to 1; missing ones are 0. Raises ConfigError."""
+    expected = "up to three shares, train,valid,test, the first above 0: 969,30,1"
+    try:
+        shares = [float(word) for word in split.split(",")]
+    except ValueError:
+        raise ConfigError("--split", found=repr(split), expected=expected) from None
+    if len(shares) > 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or shares[0] <= 0:
+        raise ConfigError("--split", found=repr(split), expected=expected)
+    shares += [0.0] * (3 - len(shares))
+    return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
+
+
+def split_documents(num_documents: int, shares: tuple[float, float, float]) -> list[tuple[int, int]]:
+    """[first, last) documents of train, valid, test: consecutive and rounded, as Megatron-LM and GPT-NeoX cut them."""
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * num_documents))
+    surplus = bounds[-1] - num_documents
+    bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
+    return list(itertools.pairwise(bounds))
+
+
+def open_datasets(args: RunArguments) -> dict[str, SampleDataset]:
+    """The datasets "train", "valid" and "test" of a run; the last two only where there are documents for them.
+
+    A set with its own pair takes nothing from --train_data. Raises ConfigError: a missing or damaged pair, a bad
+    --split, a share too small for one sample.
+    """
+    if not args.train_data:
+        raise ConfigError("--train_data", found="nothing", expected="the prefix of a .bin/.idx pair",
+                          remedy="tools/prepare_data.py writes one")
+    shares = parse_split(args.split)
+    own = {"valid": args.valid_data, "test": args.test_data}
+    kept = tuple(0.0 if own.get(name) else share for name, share in zip(_NAMES, shares, strict=True))
+    total = sum(kept)
+    indexed = IndexedDataset(args.train_data)
+    ranges = split_documents(indexed.num_documents, (kept[0] / total, kept[1] / total, kept[2] / total))
+    # The default share of test, 1 in 1000, is meant for large corpora: a small one has no test set.
+    fewest_tokens = {"train": 0, "valid": 1, "test": args.seq_length + 1}
+    datasets: dict[str, SampleDataset] = {}
+    for name, (first, last) in zip(_NAMES, ranges, strict=True):
+        prefix = own.get(name)
+        source = IndexedDataset(prefix) if prefix else indexed
+        start, stop = (0, source.num_tokens) if prefix else indexed.document_offsets[[first, last]].tolist()
+        if prefix or stop - start >= fewest_tokens[name]:
+            datasets[name] = SampleDataset(source, seq_length=args.seq_length, seed=args.seed, first_token=start,
+                                           last_token=stop, name=name)
+    return datasets

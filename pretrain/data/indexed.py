@@ -1,0 +1,258 @@
+"""Token files: Megatron's `.bin/.idx` pair, byte-compatible with Megatron-LM and GPT-NeoX.
+
+`.bin` holds the tokens and nothing else. `.idx` (little-endian): `MMIDIDX\\0\\0` | u64 version 1 | u8 dtype code |
+u64 number of sequences | u64 length of the document index (documents + 1) | int32 lengths | int64 byte offsets |
+int64 document index (first sequence of each document; leading 0 and the total included).
+"""
+
+import hashlib
+import json
+import os
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.errors import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_LARGEST_UINT16_VOCAB = 65_499  # the peers' readers infer the type from the vocabulary with this limit
+_REWRITE = "write it again with tools/prepare_data.py"
+
+
+def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
+    """The token type that Megatron-LM and GPT-NeoX infer for a vocabulary: uint16 up to 65,499, otherwise int32."""
+    return np.dtype(np.uint16 if vocab_size <= _LARGEST_UINT16_VOCAB else np.int32)
+
+
+def read_meta(prefix: str | Path) -> dict[str, Any] | None:
+    """PREFIX.meta.json (vocab_size, tokenizer_sha256, entropy_nats, ...); None for files that a peer wrote."""
+    path = Path(f"{prefix}.meta.json")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), found=str(error), expected="a JSON file", remedy=_REWRITE) from None
+    if not isinstance(meta, dict):
+        raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
+    return meta
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair as one flat stream of tokens cut into documents. Reads no token before it is asked.
+
+    num_tokens, num_documents; dtype of the file; document_offsets: int64 [num_documents + 1], in tokens.
+    Raises ConfigError, naming the file, where the pair is missing, truncated or not consistent.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        index = _read_file(self.idx_path)
+        code, num_sequences, index_length = _check_header(self.idx_path, index)
+        self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
+        lengths = np.frombuffer(index, "<i4", num_sequences, _HEADER.size)
+        pointers = np.frombuffer(index, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
+        document_index = np.frombuffer(index, "<i8", index_length, _HEADER.size + 12 * num_sequences)
+        sequence_offsets = self._check_sequences(lengths, pointers)
+        self._check_documents(document_index, num_sequences)
+        self.document_offsets: npt.NDArray[np.int64] = sequence_offsets[document_index]
+        self.num_tokens, self.num_documents = int(sequence_offsets[-1]), index_length - 1
+        self._check_bin()
+        self._tokens: npt.NDArray[Any] = np.zeros(0, self.dtype)
+        if self.num_tokens:
+            self._tokens = np.memmap(self.bin_path, self.dtype.newbyteorder("<"), mode="r")
+
+    def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, stop) of the flat stream, as int64 [stop - start]."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of {self.num_tokens}")
+        return self._tokens[start:stop].astype(np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the index and 64 blocks spread over the tokens (all of them would cost minutes)."""
+        digest = hashlib.sha256(self.idx_path.read_bytes())
+        for start in np.linspace(0, max(self.num_tokens - 1024, 0), 64).astype(np.int64).tolist():
+            digest.update(self._tokens[start : start + 1024].tobytes())
+        return digest.hexdigest()
+
+    def _check_sequences(self, lengths: npt.NDArray[Any], pointers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Token offsets [sequences + 1], once lengths and byte offsets agree."""
+        if len(lengths) and int(lengths.min()) < 0:
+            raise ConfigError(str(self.idx_path), found=f"a sequence of {lengths.min()} tokens",
+                              expected="lengths of 0 or more", remedy=_REWRITE)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        expected = offsets[:-1] * self.dtype.itemsize
+        wrong = np.flatnonzero(pointers != expected)
+        if len(wrong):
+            at = int(wrong[0])
+            raise ConfigError(str(self.idx_path), found=f"sequence {at} at byte {pointers[at]} of the .bin",
+                              expected=f"byte {expected[at]} (sequences follow each other)", remedy=_REWRITE)
+        return offsets
+
+    def _check_documents(self, document_index: npt.NDArray[Any], num_sequences: int) -> None:
+        ordered = len(document_index) > 0 and bool((np.diff(document_index) >= 0).all())
+        if not ordered or document_index[0] != 0 or document_index[-1] != num_sequences:
+            shown = f"{document_index[0]} to {document_index[-1]}" if len(document_index) else "nothing"
+            raise ConfigError(str(self.idx_path), found=f"a document index of {shown}",
+                              expected=f"rising from 0 to {num_sequences}", remedy=_REWRITE)
+
+    def _check_bin(self) -> None:
+        try:
+            found = self.bin_path.stat().st_size
+        except OSError as error:
+            raise ConfigError(str(self.bin_path), found=_reason(error), expected="the tokens that the .idx describes",
+                              remedy=_REWRITE) from None
+        expected = self.num_tokens * self.dtype.itemsize
+        if found != expected:
+            what = "truncated, or of another .idx" if found < expected else "too long, or of another .idx"
+            raise ConfigError(str(self.bin_path), found=f"{found} bytes ({what})",
+                              expected=f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.name})",
+                              remedy=_REWRITE)
+
+
+def _reason(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        remedy = "give the prefix of a .bin/.idx pair, without .bin; tools/prepare_data.py writes one"
+        raise ConfigError(str(path), found=_reason(error), expected="a Megatron .idx file", remedy=remedy) from None
+
+
+def _check_header(path: Path, index: bytes) -> tuple[int, int, int]:
+    """(dtype code, number of sequences, length of the document index) of an .idx whose size fits them."""
+    where = str(path)
+    if index[: len(_MAGIC)] != _MAGIC:
+        raise ConfigError(where, found=f"first bytes {index[:9]!r}", expected=f"{_MAGIC!r}", remedy=_REWRITE)
+    if len(index) < _HEADER.size:
+        raise ConfigError(where, found=f"{len(index)} bytes (truncated)",
+                          expected=f"a header of {_HEADER.size} bytes", remedy=_REWRITE)
+    _, version, code, num_sequences, index_length = _HEADER.unpack_from(index)
+    if version != 1:
+        raise ConfigError(where, found=f"version {version}", expected="version 1", remedy=_REWRITE)
+    if code not in _DTYPES:
+        why = " (float to one peer, unsigned to another)" if code in (6, 7) else ""
+        raise ConfigError(where, found=f"dtype code {code}{why}",
+                          expected="1 u8, 2 i8, 3 i16, 4 i32, 5 i64 or 8 u16", remedy=_REWRITE)
+    size = _HEADER.size + 12 * num_sequences + 8 * index_length
+    if len(index) != size:
+        raise ConfigError(where, found=f"{len(index)} bytes",
+                          expected=f"{size} bytes for {num_sequences} sequences and {index_length} index entries",
+                          remedy=_REWRITE)
+    return code, num_sequences, index_length
+
+
+class IndexedWriter:
+    """Writes a `.bin/.idx` pair, one sequence a document, under temporary names until `finalize`.
+
+    Use as a context manager: leaving it without `finalize` removes the temporary files and touches nothing else.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
+        assert self.dtype in _CODES, f"{self.dtype} has no code in the .idx format"
+        self.num_tokens = 0
+        self._lengths, self._open_tokens = array("i"), 0
+        self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
+        try:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = self._temporary["bin"].open("wb")
+        except OSError as error:
+            raise ConfigError(str(self.prefix), found=_reason(error), expected="a prefix in a folder that can be"
+                              " written to") from None
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int]) -> None:
+        """Tokens [n], with a document ending before each position in `ends` (rising, at most n).
+
+        What comes before the first end goes on from the last call; what follows the last end is still open.
+        Raises ConfigError for tokens that the dtype cannot hold.
+        """
+        values = np.asarray(tokens)
+        limits = np.iinfo(self.dtype)
+        if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
+            raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
+                              expected=f"what {self.dtype.name} holds ({limits.min} to {limits.max})")
+        self._bin.write(values.astype(self.dtype.newbyteorder("<")).tobytes())
+        start = -self._open_tokens
+        for end in ends:
+            self._end_document(end - start)
+            start = end
+        self._open_tokens = values.size - start
+        self.num_tokens += values.size
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """One whole document, int [n]."""
+        self.add_documents(tokens, [np.asarray(tokens).size])
+
+    def _end_document(self, num_tokens: int) -> None:
+        if num_tokens > np.iinfo(np.int32).max:
+            raise ConfigError(str(self.prefix), found=f"a document of {num_tokens} tokens",
+                              expected="at most 2147483647 tokens a document", remedy="split it into several")
+        self._lengths.append(num_tokens)
+
+    def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
+        """Put the pair (and PREFIX.meta.json) in place. The .idx comes last: without it nothing can be opened."""
+        assert not self._open_tokens, "finalize() inside a document"
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        _write_synced(self._temporary["idx"], self._index_bytes())
+        final = {ending: Path(f"{self.prefix}.{ending}") for ending in ("bin", "idx")}
+        final["meta"] = Path(f"{self.prefix}.meta.json")
+        final["idx"].unlink(missing_ok=True)
+        final["meta"].unlink(missing_ok=True)
+        os.replace(self._temporary["bin"], final["bin"])
+        if meta is not None:
+            _write_synced(self._temporary["meta"], json.dumps(meta, indent=1).encode() + b"\n")
+            os.replace(self._temporary["meta"], final["meta"])
+        os.replace(self._temporary["idx"], final["idx"])
+        folder = os.open(self.prefix.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _index_bytes(self) -> bytes:
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        offsets = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], out=offsets[1:])
+        header = _HEADER.pack(_MAGIC, 1, _CODES[self.dtype], len(lengths), len(lengths) + 1)
+        arrays = (lengths.astype("<i4"), (offsets * self.dtype.itemsize).astype("<i8"),
+                  np.arange(len(lengths) + 1, dtype="<i8"))
+        return header + b"".join(values.tobytes() for values in arrays)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._bin.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,73 @@
+"""What the machine can compute in, found without importing torch."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or the CPU) of this machine, as far as the checks need to know it."""
+
+    kind: str  # "cpu" or "cuda"
+    fp16: bool  # can train in float16
+    bf16: bool  # can train in bfloat16
+    memory_bytes: int  # of one accelerator, or of the machine; 0: unknown
+
+
+def detect_device() -> Device:
+    """The device that torch and DeepSpeed are going to pick; `DS_ACCELERATOR=cpu` overrides, as for DeepSpeed."""
+    return cpu_device() if _wants_cpu() else cuda_device()
+
+
+def cpu_device() -> Device:
+    """bf16 runs on every CPU (emulated where it must be); fp16 needs AVX512_FP16, or matrix products take minutes."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        flags = ""
+    try:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory_bytes = 0
+    return Device("cpu", fp16="avx512_fp16" in flags, bf16=True, memory_bytes=memory_bytes)
+
+
+def cuda_device() -> Device:
+    """The first NVIDIA device; an Ampere one is assumed where nvidia-smi says nothing."""
+    capability, memory_bytes = 8.0, 0
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            answer = ""
+        found = re.match(r"\s*(\d+\.\d+)\s*,\s*(\d+)", answer)
+        if found:
+            capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
+    return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes)
+
+
+def _wants_cpu() -> bool:
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen == "cpu"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return True
+    return not Path("/dev/nvidia0").exists() or not _torch_has_cuda()
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA build: its version.py says so, in a line, without the 1.5 s import."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None

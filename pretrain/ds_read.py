@@ -1,0 +1,166 @@
+"""Reading a DeepSpeed JSON: comments and trailing commas allowed, the line of every key remembered."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError
+
+_SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+_WORDS = {"true": True, "false": False, "null": None}
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_DEEPEST = 32
+
+
+@dataclass(frozen=True)
+class DsFile:
+    """A DeepSpeed JSON as the user wrote it."""
+
+    path: str
+    values: dict[str, Any]
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # keys from the top down -> line, from 1
+
+    def where(self, dotted: str) -> str:
+        """`file:line: dotted.key`, the line being that of the innermost part that the file has."""
+        keys = tuple(dotted.split("."))
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.lines:
+                return f"{self.path}:{self.lines[keys[:length]]}: {dotted}"
+        return f"{self.path}: {dotted}"
+
+    def get(self, dotted: str, default: Any = None) -> Any:
+        """The value under `dotted`, or `default` where the file has none."""
+        return get_value(self.values, dotted, default)
+
+
+def get_value(values: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
+    """`values["a"]["b"]` for "a.b", or `default` where a part is missing."""
+    node: Any = values
+    for key in dotted.split("."):
+        if not isinstance(node, Mapping) or key not in node:
+            return default
+        node = node[key]
+    return node
+
+
+def read_ds_config(path: str) -> DsFile:
+    """Raises ConfigError, with file and line, for what is no JSON object or names a key twice."""
+    if not path:
+        raise ConfigError("--deepspeed_config", found="nothing", expected="a DeepSpeed JSON file",
+                          remedy="ds_configs/README.md says which one when")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError("--deepspeed_config", found=f"{path} ({error.strerror or error})",
+                          expected="a readable file") from None
+    except UnicodeDecodeError:
+        raise ConfigError("--deepspeed_config", found=f"{path}, which is not UTF-8 text",
+                          expected="a DeepSpeed JSON file") from None
+    reader = _Reader(path, text)
+    values = reader.document()
+    return DsFile(path, values, reader.lines)
+
+
+class _Reader:
+    """A recursive-descent reader; json.loads would neither allow comments nor tell where a key stands."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text, self.at = path, text, 0
+        self.lines: dict[tuple[str, ...], int] = {}
+
+    def document(self) -> dict[str, Any]:
+        self._skip()
+        if not self._peek("{"):
+            raise self._error("an object: { ... }")
+        values = self._object(())
+        self._skip()
+        if self.at < len(self.text):
+            raise self._error("the end of the file after the closing brace")
+        return values
+
+    def _value(self, keys: tuple[str, ...]) -> Any:
+        if len(keys) > _DEEPEST:
+            raise self._error(f"at most {_DEEPEST} levels")
+        if self._peek("{"):
+            return self._object(keys)
+        if self._peek("["):
+            return self._list(keys)
+        if self._peek('"'):
+            return self._string("a closed string")
+        if number := _NUMBER.match(self.text, self.at):
+            self.at = number.end()
+            return json.loads(number[0])
+        word = _WORD.match(self.text, self.at)
+        if word is None or word[0] not in _WORDS:
+            raise self._error("a value: a number, a string in double quotes, true, false, null, {...} or [...]")
+        self.at = word.end()
+        return _WORDS[word[0]]
+
+    def _object(self, keys: tuple[str, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        self._take("{")
+        while not self._peek("}"):
+            line = self._line()
+            name = self._string('a key in double quotes, or "}"')
+            path = (*keys, name)
+            if name in values:
+                dotted = ".".join(path)
+                raise ConfigError(f"{self.path}:{line}: {dotted}", expected="every key once",
+                                  found=f"the key a second time (first: line {self.lines[path]})")
+            self.lines[path] = line
+            self._take(":")
+            values[name] = self._value(path)
+            self._skip()
+            if not self._peek("}"):
+                self._take(",")
+        self._take("}")
+        return values
+
+    def _list(self, keys: tuple[str, ...]) -> list[Any]:
+        values: list[Any] = []
+        self._take("[")
+        while not self._peek("]"):
+            values.append(self._value((*keys, str(len(values)))))
+            self._skip()
+            if not self._peek("]"):
+                self._take(",")
+        self._take("]")
+        return values
+
+    def _string(self, expected: str) -> str:
+        found = _STRING.match(self.text, self.at)
+        if found is None:
+            raise self._error(expected)
+        try:
+            value = json.loads(found[0])
+        except json.JSONDecodeError:
+            raise self._error("a string with JSON's own escapes") from None
+        self.at = found.end()
+        return str(value)
+
+    def _peek(self, character: str) -> bool:
+        return self.text.startswith(character, self.at)
+
+    def _take(self, character: str) -> None:
+        self._skip()
+        if not self._peek(character):
+            raise self._error(f'"{character}"')
+        self.at += 1
+        self._skip()
+
+    def _skip(self) -> None:
+        found = _SPACE.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def _line(self) -> int:
+        return self.text.count("\n", 0, self.at) + 1
+
+    def _error(self, expected: str) -> ConfigError:
+        rest = self.text[self.at:].split("\n")[0].strip()[:40]
+        return ConfigError(f"{self.path}:{self._line()}", found=repr(rest) if rest else "the end of the line or file",
+                           expected=expected, remedy="JSON with // or # comments is read")

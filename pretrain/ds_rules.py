@@ -1,0 +1,234 @@
+"""What may not be combined in a DeepSpeed JSON: one small function a rule. DeepSpeed 0.19.8 crashes on some of these
+combinations in the middle of its set-up, and quietly does something else on the others.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from ctypes.util import find_library
+
+from pretrain.arguments import RunArguments
+from pretrain.ds_config import DsSettings
+from pretrain.ds_keys import optimizer_params
+from pretrain.ds_optimizers import CPU_OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
+from pretrain.ds_schema import ZERO
+from pretrain.errors import ConfigError
+
+_ZERO = "zero_optimization"
+_NVME_KEYS = {
+    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
+    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
+_STAGE_12_KEYS = ("round_robin_gradients", "parameter_alignment")
+_STAGE_3_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "sub_group_size",
+                 "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
+                 "save_muon_momentum_buffer_in_memory")
+_NO_ADAM_FUSED = ("set_grad_none",)
+_TORCH_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
+
+
+def check_rules(settings: DsSettings) -> None:
+    """Raises ConfigError for the first rule that is broken."""
+    for rule in RULES:
+        rule(settings)
+
+
+def offload_needs_a_stage(s: DsSettings) -> None:
+    if s.offload("optimizer") != "none" and s.zero_stage == 0:
+        raise s.refuse(f"{_ZERO}.offload_optimizer.device", '"none" at stage 0',
+                       "set zero_optimization.stage to 1 or more")
+    if s.offload("param") != "none" and s.zero_stage != 3:
+        raise s.refuse(f"{_ZERO}.offload_param.device", f'"none" at stage {s.zero_stage}',
+                       "parameters can be offloaded at stage 3 only")
+    if s.offload("optimizer") == "nvme" and s.zero_stage != 3:
+        raise s.refuse(f"{_ZERO}.offload_optimizer.device", f'"none" or "cpu" at stage {s.zero_stage}',
+                       "NVMe needs stage 3; at stages 1 and 2 DeepSpeed would quietly use the CPU")
+
+
+def offload_pairs(s: DsSettings) -> None:
+    if s.offload("param") == "nvme" and s.offload("optimizer") != "nvme":
+        raise s.refuse(f"{_ZERO}.offload_param.device", 'offload_optimizer.device "nvme" beside it',
+                       "checkpoints of NVMe parameters with another optimizer place cannot be loaded")
+
+
+def offload_keys(s: DsSettings) -> None:
+    for block, names in _NVME_KEYS.items():
+        own = s.get(f"{_ZERO}.{block}") or {}
+        for name in names:
+            if name in own and own.get("device") == "cpu":
+                raise s.refuse(f"{_ZERO}.{block}.{name}", 'no such key with "device": "cpu"',
+                               'it acts with "device": "nvme" only; remove it')
+    if "nvme" not in (s.offload("optimizer"), s.offload("param")):
+        if "aio" in s.config:
+            raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
+    elif find_library("aio") is None:
+        raise ConfigError("libaio", found="no such library", expected="libaio, which DeepSpeed's NVMe offload needs",
+                          remedy="apt-get install libaio-dev")
+
+
+def stage_keys(s: DsSettings) -> None:
+    own = s.get(_ZERO, {})
+    for name, value in own.items():
+        if s.zero_stage != 3 and (name.startswith("stage3_") or f"stage3_{name}" in ZERO or name in _STAGE_3_KEYS):
+            if value is False or (name == "zero_hpz_partition_size" and value <= 1):
+                continue  # asks for nothing
+            raise s.refuse(f"{_ZERO}.{name}", f"no such key at stage {s.zero_stage}", "it acts at stage 3; remove it")
+        if name in _STAGE_12_KEYS and value and s.zero_stage not in (1, 2):
+            raise s.refuse(f"{_ZERO}.{name}", f"no such key at stage {s.zero_stage}",
+                           "it acts at stages 1 and 2; remove it")
+        if name.startswith("stage3_") and name.removeprefix("stage3_") in own:
+            raise s.refuse(f"{_ZERO}.{name}", f'one of "{name}" and "{name.removeprefix("stage3_")}"', found="both")
+
+
+def zero_plus_plus(s: DsSettings) -> None:
+    size = s.get(f"{_ZERO}.zero_hpz_partition_size", 1)
+    if size > 1 and s.world_size % size:
+        raise s.refuse(f"{_ZERO}.zero_hpz_partition_size", f"a divisor of the {s.world_size} ranks")
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if s.get(f"{_ZERO}.{name}") and s.device.kind == "cpu":
+            raise s.refuse(f"{_ZERO}.{name}", "false on a CPU", "the quantisation kernels are CUDA's")
+    if s.zero_stage in (1, 2) and s.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
+        raise s.refuse(f"{_ZERO}.allgather_bucket_size", "an even number")
+
+
+def precision_of_device(s: DsSettings) -> None:
+    if s.precision == "fp16" and not s.device.fp16 and not s.args.emulate_fp16:
+        raise s.refuse("fp16.enabled", f"a precision that this {s.device.kind} device can compute in",
+                       "use bf16, or give --emulate_fp16 (very slow, for tests)")
+    if s.precision == "bf16" and not s.device.bf16:
+        raise s.refuse("bf16.enabled", f"a precision that this {s.device.kind} device can compute in",
+                       "use fp16 or fp32")
+    if s.args.emulate_fp16 and s.precision != "fp16":
+        raise ConfigError("--emulate_fp16", found=f"it with {s.precision}", expected="fp16.enabled in the JSON",
+                          remedy="leave it out")
+
+
+def accumulation_dtype(s: DsSettings) -> None:
+    dtype = s.grad_accum_dtype or s.precision
+    where = "data_types.grad_accum_dtype"
+    if dtype not in (s.precision, "fp32"):
+        raise s.refuse(where, f'"{s.precision}", as the model, or "fp32"')
+    if dtype != s.precision and s.zero_stage == 0:
+        raise s.refuse(where, f'"{s.precision}" at stage 0', "DeepSpeed accumulates in another type from stage 1 on")
+    if s.get("data_types.param_dtype") not in (None, s.precision):
+        raise s.refuse("data_types.param_dtype", f'"{s.precision}", as bf16 and fp16 say', "remove the key")
+    if s.get("bf16.immediate_grad_update") and not s.uses_bf16_optimizer:
+        raise s.refuse("bf16.immediate_grad_update", "no such key here",
+                       'it acts with bf16 at stage 0, or at stage 1 with "grad_accum_dtype": "fp32" and no offload')
+
+
+def low_precision_master_weights(s: DsSettings) -> None:
+    for block, name in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        if not s.get(f"{block}.{name}"):
+            continue
+        states = s.get("bf16.bf16_optimizer_states") and block == "bf16"
+        offloaded = s.offload("optimizer") != "none" and s.optimizer in ("adam", "adamw")
+        if s.precision != block or s.zero_stage == 0:
+            raise s.refuse(f"{block}.{name}", f"{block} and ZeRO stage 1, 2 or 3 with it")
+        if not offloaded and not (states and s.offload("optimizer") == "none"):
+            raise s.refuse(f"{block}.{name}", 'Adam on the CPU: zero_optimization.offload_optimizer.device "cpu"')
+    if s.get("bf16.bf16_optimizer_states") and not s.get("bf16.bf16_master_weights_and_grads"):
+        raise s.refuse("bf16.bf16_optimizer_states", "bf16_master_weights_and_grads true with it")
+
+
+def gradient_scaling(s: DsSettings) -> None:
+    scales = (s.get("prescale_gradients"), s.get("gradient_predivide_factor", 1.0) != 1.0)
+    for name, given in zip(("prescale_gradients", "gradient_predivide_factor"), scales, strict=True):
+        if given and s.zero_stage >= 2:
+            raise s.refuse(name, f"no such key at ZeRO stage {s.zero_stage}", "it acts at stages 0 and 1; remove it")
+
+
+def optimizer_places(s: DsSettings) -> None:
+    kind = s.get("optimizer.type")
+    if s.offload("optimizer") != "none" and s.optimizer not in CPU_OPTIMIZERS:
+        raise s.refuse("optimizer.type", "Adam, AdamW, Lion or Adagrad, which run on the CPU",
+                       "or remove zero_optimization.offload_optimizer")
+    if s.zero_stage > 0 and s.optimizer not in ZERO_OPTIMIZERS and not s.get("zero_allow_untested_optimizer"):
+        raise s.refuse("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
+                       "or use Adam, AdamW, Lion, Muon or Adagrad")
+    if s.optimizer in ("lion", "lamb") and s.device.kind == "cpu" and s.offload("optimizer") == "none":
+        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"' if s.optimizer == "lion" else ""
+        raise s.refuse("optimizer.type", "an optimizer that runs on this CPU device", f"use AdamW{offload}")
+    if s.optimizer == "lamb" and s.precision == "fp16" and s.get("fp16.loss_scale"):
+        raise s.refuse("optimizer.type", "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
+
+
+def muon_places(s: DsSettings) -> None:
+    if s.optimizer != "muon":
+        return
+    if s.zero_stage == 0 or s.uses_bf16_optimizer:
+        raise s.refuse("optimizer.type", "ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
+    if s.zero_stage == 3 and s.get(f"{_ZERO}.reduce_scatter", True):
+        raise s.refuse(f"{_ZERO}.reduce_scatter", "false for Muon at stage 3", "Muon needs whole gradients",
+                       found="true")
+
+
+def optimizer_arguments(s: DsSettings) -> None:
+    """Keys that the class which DeepSpeed picks for this type, device and place does not take or does not heed."""
+    params = s.get("optimizer.params", {})
+    if optimizer_params(s.optimizer) is None:
+        return
+    offloaded = s.offload("optimizer") != "none"
+    for name in params:
+        where = f"optimizer.params.{name}"
+        if name == "adam_w_mode" and s.optimizer == "adamw" and params[name] is False:
+            raise s.refuse(where, "true with AdamW", 'use "type": "Adam" for weight decay inside the gradient')
+        if params.get("torch_adam") and s.optimizer != "muon" and name not in _TORCH_ADAM_KEYS:
+            raise s.refuse(where, 'no such key with "torch_adam": true', "torch.optim.AdamW does not take it")
+        if name == "foreach" and not params.get("torch_adam"):
+            raise s.refuse(where, 'no such key without "torch_adam": true', "remove it")
+        if name == "fp32_optimizer_states" and not offloaded:
+            raise s.refuse(where, "no such key without offload_optimizer", "it acts on CPU optimizers; remove it")
+        if name in (*_NO_ADAM_FUSED, "lr_decay", "initial_accumulator_value") and offloaded:
+            raise s.refuse(where, "no such key with offload_optimizer", "CPU optimizers do not take it; remove it")
+    if s.get("optimizer.legacy_fusion"):
+        raise s.refuse("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
+
+
+def scheduler_params(s: DsSettings) -> None:
+    kind = s.get("scheduler.type")
+    for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
+        if s.get(f"scheduler.params.{name}") is None:
+            raise s.refuse(f"scheduler.params.{name}", f"a value: {kind} needs it", found="nothing")
+    if kind is None:
+        return
+    total, warmup = s.get("scheduler.params.total_num_steps"), s.get("scheduler.params.warmup_num_steps", 0)
+    if total is not None and warmup >= total:
+        raise s.refuse("scheduler.params.warmup_num_steps", f"less than total_num_steps, {total}")
+    unset = RunArguments()
+    for name in ("lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "min_lr_ratio"):
+        value = getattr(s.args, name)
+        fills = name == "lr_warmup_steps" and s.file.get("scheduler.params.warmup_num_steps") == "auto"
+        if value != getattr(unset, name) and not fills:
+            raise ConfigError(f"--{name}", found=value, expected=f'no value beside the JSON\'s scheduler, "{kind}"',
+                              remedy='remove the flag, or the "scheduler" block')
+
+
+def measuring(s: DsSettings) -> None:
+    for name, on in (("wall_clock_breakdown", s.get("wall_clock_breakdown")),
+                     ("flops_profiler.enabled", s.get("flops_profiler.enabled"))):
+        if on and s.pipeline_stages > 1:
+            raise s.refuse(name, f"false with {s.pipeline_stages} pipeline stages", "DeepSpeed's timers crash there")
+    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
+        if s.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
+            raise s.refuse(f"{name}.enabled", f"the package {package} installed", f"pip install {package}")
+    if s.get("aio.use_gds") and s.device.kind == "cpu":
+        raise s.refuse("aio.use_gds", "false on a CPU")
+
+
+def notes(s: DsSettings) -> tuple[str, ...]:
+    """Harmless keys of JSONs from elsewhere that have no effect in this layout, one line each."""
+    said = []
+    if s.zero_stage < 2 and s.file.get(f"{_ZERO}.overlap_comm"):
+        said.append(f"zero_optimization.overlap_comm has no effect at stage {s.zero_stage}: DeepSpeed turns it off")
+    if s.pipeline_stages == 1 and s.partition_method != "parameters":
+        said.append("pipeline.partition_method has no effect with one stage")
+    if s.file.get("steps_per_print") not in (None, float("inf")):
+        said.append("steps_per_print makes DeepSpeed print beside the progress line")
+    return tuple(said)
+
+
+RULES: tuple[Callable[[DsSettings], None], ...] = (
+    precision_of_device, offload_needs_a_stage, offload_pairs, stage_keys, zero_plus_plus, accumulation_dtype,
+    low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
+    offload_keys, scheduler_params, measuring,
+)

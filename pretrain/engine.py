@@ -1,0 +1,139 @@
+"""Layer specs + DeepSpeed JSON -> an engine; one step and one evaluation over either kind of engine.
+
+ZeRO-0/1 run as a PipelineModule of one or more stages, ZeRO-2/3 as the plain module. Only this file branches on it.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.optim.lr_scheduler import LambdaLR
+
+from pretrain import upstream
+from pretrain.check import Plan
+from pretrain.data.loader import MicroBatch
+from pretrain.model.init import initialize_parameters
+from pretrain.model.specs import as_module, as_pipeline
+from pretrain.optimizer import parameter_groups
+
+
+def quieten_deepspeed(level: str) -> None:
+    """Set DeepSpeed's logger to `level`: debug, info, warning or error."""
+    deepspeed.utils.logger.setLevel(getattr(logging, level.upper()))
+
+
+def emulate_fp16() -> None:
+    """Let DeepSpeed run fp16 on a device that says it has none; torch then computes it slowly."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def _build_module(plan: Plan) -> torch.nn.Module:
+    if plan.uses_pipeline_module:
+        return as_pipeline(plan.model, num_stages=plan.pipeline_stages, partition_method=plan.partition_method,
+                           activation_checkpoint_interval=plan.activation_checkpoint_interval)
+    with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.zero_stage == 3):
+        return as_module(plan.model, activation_checkpoint_interval=plan.activation_checkpoint_interval)
+
+
+def _scheduler(plan: Plan, schedule: Callable[[int], float] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """`schedule` (learning rate by applied steps) as DeepSpeed takes it; None: the JSON's own scheduler, or none."""
+    if schedule is None:
+        return None
+    peak = plan.peak_lr or 1.0
+    return lambda optimizer: LambdaLR(optimizer, lambda step: schedule(step) / peak)
+
+
+def build_engine(plan: Plan, schedule: Callable[[int], float] | None) -> DeepSpeedEngine:
+    """The engine, with initial weights that depend on (seed, parameter name) alone. The process group must exist."""
+    if plan.args.emulate_fp16:
+        emulate_fp16()
+    module = _build_module(plan)
+    initialize_parameters(module, plan.model, seed=plan.args.seed)
+    # Every rank its own dropout; plain DeepSpeed starts each pipeline stage from the same state.
+    torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameter_groups(module.parameters()),
+                                      config=plan.ds_config, lr_scheduler=_scheduler(plan, schedule))
+    upstream.apply(engine)
+    return engine
+
+
+def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """One optimizer step over this rank's micro-batches: forward, backward, reduction, clipping, update, schedule.
+
+    Returns:
+        The loss of the global batch per unmasked token, before the update: a scalar on the device, on every rank.
+    """
+    if isinstance(engine, PipelineEngine):
+        return engine.train_batch(iter(micro_batches)).reshape(())
+    engine.train()
+    total = torch.zeros((), device=engine.device)
+    for batch in micro_batches:
+        tokens_BT, (labels_BT, weights_BT) = _to_device(engine, batch)
+        loss = engine(tokens_BT, labels_BT, weights_BT)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    return _mean_over_data_parallel(engine, total / len(micro_batches))
+
+
+@torch.no_grad()
+def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """The loss of a global batch per unmasked token, without dropout: a scalar on the device, on every rank."""
+    if isinstance(engine, PipelineEngine):
+        return engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches)).reshape(())
+    engine.eval()
+    total = torch.zeros((), device=engine.device)
+    for batch in micro_batches:
+        tokens_BT, (labels_BT, weights_BT) = _to_device(engine, batch)
+        total += engine(tokens_BT, labels_BT, weights_BT)
+    return _mean_over_data_parallel(engine, total / len(micro_batches))
+
+
+def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> MicroBatch:
+    tokens_BT, (labels_BT, weights_BT) = batch
+    move: dict[str, Any] = {"device": engine.device, "non_blocking": True}
+    return tokens_BT.to(**move), (labels_BT.to(**move), weights_BT.to(**move))
+
+
+def _mean_over_data_parallel(engine: DeepSpeedEngine, value: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(value, group=engine.data_parallel_group)
+    return value / data_parallel_size(engine)
+
+
+def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:
+    """The sum of a host number over the ranks that hold other samples of the same step; synchronises the device."""
+    total = torch.tensor(value, dtype=torch.float64, device=engine.device)
+    torch.distributed.all_reduce(total, group=engine.data_parallel_group)
+    return float(total)
+
+
+def data_parallel_rank(engine: DeepSpeedEngine) -> int:
+    return torch.distributed.get_rank(engine.data_parallel_group)
+
+
+def data_parallel_size(engine: DeepSpeedEngine) -> int:
+    return torch.distributed.get_world_size(engine.data_parallel_group)
+
+
+def grad_norm(engine: DeepSpeedEngine) -> float:
+    """Global norm of the last step's gradients before clipping, unscaled; NaN before the first step."""
+    norm = engine.get_global_grad_norm()
+    return float("nan") if norm is None else float(norm)
+
+
+def loss_scale(engine: DeepSpeedEngine) -> float:
+    """fp16's current loss scale; 1 in other precisions."""
+    if not engine.fp16_enabled():
+        return 1.0
+    scale = engine._get_optimizer_loss_scale()
+    return float(scale if scale is not None else engine.optimizer.loss_scale)
+
+
+def learning_rate(engine: DeepSpeedEngine) -> float:
+    """That of the next step."""
+    return float(engine.get_lr()[0])

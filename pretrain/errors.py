@@ -1,0 +1,21 @@
+"""The one exception for bad input."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """Bad input, told in one line: `where: found FOUND; expected EXPECTED. REMEDY`.
+
+    `main()` functions turn it into that line on stderr and exit code 2.
+    """
+
+    def __init__(self, where: str, *, found: object, expected: str, remedy: str = "") -> None:
+        line = f"{where}: found {found}; expected {expected}"
+        super().__init__(" ".join(f"{line}. {remedy}".rstrip(". ").split()) + ".")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean "x"?`, or "" where nothing in `known` is close to `word`."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f'did you mean "{close[0]}"?' if close else ""

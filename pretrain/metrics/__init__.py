@@ -1,0 +1,1 @@
+"""What a run reports: the files of its folder, the progress line, FLOPs and MFU."""

@@ -1,0 +1,122 @@
+"""Steps -> rows of metrics.jsonl and the progress line. The device is read only on logged steps."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from pretrain.check import Plan
+from pretrain.data.loader import MicroBatch
+from pretrain.engine import grad_norm, loss_scale
+from pretrain.metrics.flops import flops_per_token, peak_tflops
+from pretrain.metrics.run_folder import RunFolder
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(now, peak): the allocator's on a GPU, this process's resident set on a CPU."""
+    device = get_accelerator()
+    if device.device_name() != "cpu":
+        return device.memory_allocated(), device.max_memory_allocated()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * _PAGE_BYTES
+    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_peak_tflops(plan: Plan) -> float | None:
+    if plan.args.peak_tflops is not None:
+        return plan.args.peak_tflops
+    return None if get_accelerator().device_name() == "cpu" else peak_tflops(
+        torch.cuda.get_device_name(), plan.precision)
+
+
+class Meter:
+    """Times the steps between two logged ones and reports on rank 0.
+
+    On a terminal the progress line is rewritten in place; elsewhere each logged step is a line of its own.
+    """
+
+    def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, *, rank: int, first_step: int) -> None:
+        self.plan, self.engine, self.folder, self.rank = plan, engine, folder, rank
+        self._flops_per_token = flops_per_token(plan.model, plan.args.seq_length)
+        self._peak_tflops = _device_peak_tflops(plan)
+        self._live = sys.stdout.isatty()
+        self._last_step, self._last_time, self._data_seconds = first_step, time.perf_counter(), 0.0
+
+    def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
+        """`load(consumed_samples)`, whose time counts as waiting for data."""
+        start = time.perf_counter()
+        micro_batches = load(consumed_samples)
+        self._data_seconds += time.perf_counter() - start
+        return micro_batches
+
+    def restart(self, step: int) -> None:
+        """Leave out the time since the last row: an evaluation or a save."""
+        self._last_step, self._last_time, self._data_seconds = step, time.perf_counter(), 0.0
+
+    def due(self, step: int) -> bool:
+        return step % self.plan.args.log_interval == 0 or step in (1, self.plan.train_steps)
+
+    def log(self, step: int, loss: torch.Tensor, lr: float, consumed_samples: int) -> None:
+        """Report step number `step` (from 1), if it is a logged one. `lr` is the rate that it used."""
+        if not self.due(step):
+            return
+        row = self._row(step, float(loss), lr, consumed_samples)
+        self.restart(step)
+        self.folder.metrics(row)
+        if self.engine.monitor.enabled and not self.plan.uses_pipeline_module and self.rank == 0:
+            # DeepSpeed 0.19 writes the loss for its PipelineEngine only
+            self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
+        self._show(self._line(row))
+
+    def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> None:
+        """Report an evaluation on the split `name` ("valid", "test")."""
+        value = float(loss)
+        perplexity = float(torch.tensor(value, dtype=torch.float64).exp())
+        self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": value,
+                             "eval_ppl": perplexity})
+        self.say(f"step {step:>7}  {name} loss {value:.4f}  perplexity {perplexity:.2f}")
+        self.restart(step)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.rank == 0:
+            print(f"\r\033[K{text}" if self._live else text, flush=True)
+
+    def _row(self, step: int, loss: float, lr: float, consumed_samples: int) -> dict[str, Any]:
+        steps = max(step - self._last_step, 1)
+        step_seconds = (time.perf_counter() - self._last_time) / steps
+        tokens = self.plan.global_batch_size * self.plan.args.seq_length
+        tflops = tokens * self._flops_per_token / step_seconds / self.plan.world_size / 1e12
+        now_bytes, peak_bytes = memory_bytes()
+        return {
+            "step": step, "consumed_samples": consumed_samples,
+            "consumed_tokens": consumed_samples * self.plan.args.seq_length, "loss": loss, "lr": lr,
+            "grad_norm": grad_norm(self.engine), "loss_scale": loss_scale(self.engine),
+            "skipped_steps": self.engine.skipped_steps, "step_time_ms": step_seconds * 1e3,
+            "data_time_ms": self._data_seconds / steps * 1e3, "tokens_per_second": tokens / step_seconds,
+            "tflops_per_device": tflops, "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
+            "memory_bytes": now_bytes, "peak_memory_bytes": peak_bytes,
+            "eta_seconds": (self.plan.train_steps - step) * step_seconds,
+        }
+
+    def _line(self, row: dict[str, Any]) -> str:
+        parts = [f"step {row['step']:>7}/{self.plan.train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
+                 f"grad norm {row['grad_norm']:.3f}"]
+        if self.plan.precision == "fp16":
+            parts.append(f"scale {row['loss_scale']:g} (skipped {row['skipped_steps']})")
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else f"{row['tflops_per_device']:.2f} TFLOP/s")
+        hours, seconds = divmod(int(row["eta_seconds"]), 3600)
+        parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {hours}:{seconds // 60:02}:{seconds % 60:02}"]
+        return "  ".join(parts)
+
+    def _show(self, line: str) -> None:
+        if self.rank == 0:
+            print(f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", flush=True)

@@ -1,0 +1,270 @@
+"""What is trained: a transformers config.json, read into one dataclass whatever the architecture.
+
+Imports neither torch nor transformers, so that a run is judged in well under a second.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError, did_you_mean
+from pretrain.model.config_keys import (
+    KEYS,
+    WORDS,
+    check_keys,
+    check_types,
+    listing,
+    parse_overrides,
+    read_config_json,
+)
+
+PRESETS = Path(__file__).parent / "presets"
+# transformers' word -> ours
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
+                "swish": "silu"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
+
+    architecture: str  # "gpt2", "gpt_neox" or "llama": whose config.json, and whose names in an export
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    max_positions: int  # tokens
+    norm: str  # "layernorm" (weight and bias) or "rmsnorm" (weight)
+    norm_eps: float
+    activation: str  # "gelu", "gelu_tanh" or "silu"
+    gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
+    position: str  # "learned" or "rope"
+    rope_theta: float
+    rotary_size: int  # the first so many elements of a head rotate; 0 where positions are learned
+    rope_scaling: dict[str, Any] | None  # {"rope_type": "linear" | "llama3", "factor": ...}
+    parallel_residual: bool  # x + attention(norm1(x)) + mlp(norm2(x))
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    embedding_dropout: float
+    attention_dropout: float
+    residual_dropout: float
+    initializer_range: float  # standard deviation of the initial matrices
+    scale_residual_init: bool  # divided by sqrt(2 * num_layers) for the two projections that end in the residual
+    hf_config: dict[str, Any]  # the config.json, overrides applied
+
+    def key(self, field: str) -> str:
+        """The config.json key of a field: `num_layers` is `n_layer` for gpt2."""
+        return WORDS[self.architecture].get(field, field)
+
+    def layer_parameters(self) -> int:
+        """Parameters of one block."""
+        norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
+        heads = self.num_heads * self.head_size
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        attention = self.hidden_size * (qkv + heads) + self.qkv_bias * qkv + self.attention_out_bias * self.hidden_size
+        inner = 2 if self.gated_mlp else 1
+        mlp = (inner + 1) * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (inner * self.intermediate_size + self.hidden_size)
+        return 2 * norm + attention + mlp
+
+    def num_parameters(self) -> int:
+        """All parameters; a tied matrix counts once."""
+        final_norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
+        vocab = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        positions = self.max_positions * self.hidden_size if self.position == "learned" else 0
+        return vocab + positions + self.num_layers * self.layer_parameters() + final_norm
+
+    def non_embedding_parameters(self) -> int:
+        """All parameters but the token and position embeddings; an untied head counts."""
+        positions = self.max_positions * self.hidden_size if self.position == "learned" else 0
+        return self.num_parameters() - self.vocab_size * self.hidden_size - positions
+
+
+def preset_names() -> list[str]:
+    """Names that `--model` takes, beside files and folders."""
+    return sorted(path.stem for path in PRESETS.glob("*.json"))
+
+
+def _find(model: str) -> Path:
+    preset = PRESETS / f"{model}.json"
+    if "/" not in model and preset.is_file():
+        return preset
+    folder = Path(model).is_dir()
+    path = Path(model, "config.json") if folder else Path(model)
+    if path.is_file():
+        return path
+    if folder or "/" in model or model.endswith(".json"):
+        raise ConfigError(f"--model {model}", found=f"no file {path}", expected="a transformers config.json")
+    names = preset_names()
+    raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
+                      remedy=did_you_mean(model, names))
+
+
+def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
+    """The model that `--model` and `--model_overrides` name.
+
+    Args:
+        model: preset name, path of a config.json, or of a folder that holds one.
+        overrides: `key=value,key=value` in the words of that config.json.
+
+    Raises:
+        ConfigError: no such preset or file, an architecture, key or value that is not implemented, a bad override.
+    """
+    if not model:
+        raise ConfigError("--model", found="nothing", expected=f"a config.json, its folder, or one of "
+                          f"{', '.join(preset_names())}")
+    path = _find(model)
+    where = f"--model {model}" if path.parent == PRESETS else str(path)
+    values = read_config_json(path)
+    architecture = values.get("model_type")
+    if architecture not in _READERS:
+        raise ConfigError(f"{where}: model_type", found=repr(architecture), expected=f"one of {listing(_READERS)}",
+                          remedy=did_you_mean(str(architecture), _READERS))
+    check_keys(values, architecture, where)
+    changed = parse_overrides(overrides, architecture, values) if overrides else {}
+    values = {**values, **changed}
+    check_keys(values, architecture, "--model_overrides" if changed else where)
+    check_types(values, architecture, where)
+    complete = {**KEYS[architecture], **values}
+    config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values),
+                         **_READERS[architecture](complete, where))
+    _check_sizes(config, where)
+    return config
+
+
+def _activation(name: str, where: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise ConfigError(where, found=repr(name), expected=f"one of {listing(_ACTIVATIONS)}",
+                          remedy=did_you_mean(name, _ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
+def _ratio(whole: int, part: int) -> int:
+    return whole // part if part > 0 else 0  # _check_sizes refuses the 0
+
+
+def _gpt2(values: dict[str, Any], where: str) -> dict[str, Any]:
+    head_size = _ratio(values["n_embd"], values["n_head"])
+    inner = values["n_inner"]
+    return {
+        "vocab_size": values["vocab_size"], "hidden_size": values["n_embd"], "num_layers": values["n_layer"],
+        "num_heads": values["n_head"], "num_kv_heads": values["n_head"], "head_size": head_size,
+        "intermediate_size": 4 * values["n_embd"] if inner is None else inner,
+        "max_positions": values["n_positions"], "norm": "layernorm", "norm_eps": values["layer_norm_epsilon"],
+        "activation": _activation(values["activation_function"], f"{where}: activation_function"),
+        "gated_mlp": False, "position": "learned", "rope_theta": 0.0, "rotary_size": 0, "rope_scaling": None,
+        "parallel_residual": False, "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": values["tie_word_embeddings"], "embedding_dropout": values["embd_pdrop"],
+        "attention_dropout": values["attn_pdrop"], "residual_dropout": values["resid_pdrop"],
+        "initializer_range": values["initializer_range"], "scale_residual_init": True,
+    }
+
+
+def _gpt_neox(values: dict[str, Any], where: str) -> dict[str, Any]:
+    head_size = _ratio(values["hidden_size"], values["num_attention_heads"])
+    rope = _rope(values, where, theta_key="rotary_emb_base", share_key="rotary_pct", head_size=head_size)
+    bias = values["attention_bias"]
+    return {
+        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"],
+        "num_layers": values["num_hidden_layers"], "num_heads": values["num_attention_heads"],
+        "num_kv_heads": values["num_attention_heads"], "head_size": head_size,
+        "intermediate_size": values["intermediate_size"], "max_positions": values["max_position_embeddings"],
+        "norm": "layernorm", "norm_eps": values["layer_norm_eps"],
+        "activation": _activation(values["hidden_act"], f"{where}: hidden_act"), "gated_mlp": False,
+        "position": "rope", **rope, "parallel_residual": values["use_parallel_residual"], "qkv_bias": bias,
+        "attention_out_bias": bias, "mlp_bias": True, "tie_word_embeddings": values["tie_word_embeddings"],
+        "embedding_dropout": values["hidden_dropout"], "attention_dropout": values["attention_dropout"] or 0.0,
+        "residual_dropout": values["hidden_dropout"], "initializer_range": values["initializer_range"],
+        "scale_residual_init": False,
+    }
+
+
+def _llama(values: dict[str, Any], where: str) -> dict[str, Any]:
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    head_size = _ratio(values["hidden_size"], heads) if values["head_dim"] is None else values["head_dim"]
+    bias = values["attention_bias"]
+    return {
+        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"],
+        "num_layers": values["num_hidden_layers"], "num_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads, "head_size": head_size,
+        "intermediate_size": values["intermediate_size"], "max_positions": values["max_position_embeddings"],
+        "norm": "rmsnorm", "norm_eps": values["rms_norm_eps"],
+        "activation": _activation(values["hidden_act"], f"{where}: hidden_act"), "gated_mlp": True,
+        "position": "rope", **_rope(values, where, theta_key="rope_theta", share_key=None, head_size=head_size),
+        "parallel_residual": False, "qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": values["mlp_bias"],
+        "tie_word_embeddings": values["tie_word_embeddings"], "embedding_dropout": 0.0,
+        "attention_dropout": values["attention_dropout"] or 0.0, "residual_dropout": 0.0,
+        "initializer_range": values["initializer_range"], "scale_residual_init": False,
+    }
+
+
+_READERS = {"gpt2": _gpt2, "gpt_neox": _gpt_neox, "llama": _llama}
+
+
+def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str | None,
+          head_size: int) -> dict[str, Any]:
+    """Rotary fields, from the older words (rope_theta, rope_scaling, rotary_pct ...) or from `rope_parameters`."""
+    if values["rope_scaling"] and values["rope_parameters"]:
+        raise ConfigError(f"{where}: rope_scaling", found="rope_parameters beside it", expected="one of the two")
+    key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    nested = dict(values[key] or {})
+    theta = nested.pop("rope_theta", None) or values[theta_key] or 10000.0
+    share = nested.pop("partial_rotary_factor", None)
+    if share is None:
+        share = values[share_key] if share_key else 1.0
+    if share_key is None and share != 1.0:
+        raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=share, expected="1.0 for this architecture")
+    for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", share)):  # gpt_neox files may say it twice
+        if values.get(name) is not None and name != theta_key and values[name] != resolved:
+            raise ConfigError(f"{where}: {name}", found=values[name],
+                              expected=f"{resolved}, as the file's other rotary keys say")
+    scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
+    return {"rope_theta": float(theta), "rotary_size": int(head_size * share), "rope_scaling": scaling}
+
+
+def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dict[str, Any] | None:
+    nested = dict(nested)
+    old_word = nested.pop("type", "default")
+    kind = nested.pop("rope_type", old_word)
+    wanted = {"default": [], "linear": ["factor"],
+              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+    if kind not in wanted:
+        raise ConfigError(f"{where}.rope_type", found=repr(kind), expected=f"one of {listing(wanted)}")
+    if kind == "llama3":
+        nested.setdefault("original_max_position_embeddings", max_positions)
+    for name in sorted(set(nested) ^ set(wanted[kind])):
+        found = "an unknown key" if name in nested else "nothing"
+        raise ConfigError(f"{where}.{name}", found=found, expected=f"the keys {listing(wanted[kind])} for {kind}")
+    for name, value in nested.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ConfigError(f"{where}.{name}", found=repr(value), expected="a number above 0")
+    if kind == "llama3" and nested["high_freq_factor"] <= nested["low_freq_factor"]:
+        raise ConfigError(f"{where}.high_freq_factor", found=nested["high_freq_factor"],
+                          expected=f"more than low_freq_factor ({nested['low_freq_factor']})")
+    return None if kind == "default" else {"rope_type": kind, **nested}
+
+
+def _check_sizes(config: ModelConfig, where: str) -> None:
+    """ConfigError for sizes that give no model."""
+    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
+                  "intermediate_size", "max_positions", "norm_eps"):
+        if getattr(config, field) <= 0:
+            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="more than 0")
+    for field in ("embedding_dropout", "attention_dropout", "residual_dropout"):
+        if not 0 <= getattr(config, field) < 1:
+            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="0 <= p < 1")
+    if config.initializer_range < 0:
+        raise ConfigError(f"{where}: initializer_range", found=config.initializer_range, expected="0 or more")
+    for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+        if getattr(config, whole) % getattr(config, part):
+            raise ConfigError(f"{where}: {config.key(whole)}", found=getattr(config, whole),
+                              expected=f"a multiple of {config.key(part)} ({getattr(config, part)})")
+    if config.position == "rope" and not (0 < config.rotary_size <= config.head_size and config.rotary_size % 2 == 0):
+        raise ConfigError(f"{where}: {config.key('rotary_size')}", found=f"{config.rotary_size} rotary elements a head",
+                          expected=f"an even number from 2 to the head size ({config.head_size})")

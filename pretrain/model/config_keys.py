@@ -1,0 +1,193 @@
+"""The words of a transformers config.json: which keys each architecture has, what they mean, which we refuse.
+
+Tables and their reading only; `config.py` makes a ModelConfig of them. Imports no torch: the check runs before it.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError, did_you_mean
+
+# Keys that change the model, with transformers' defaults (which also give the type). None: see NULLABLE.
+KEYS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+        "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
+    },
+    "gpt_neox": {
+        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+        "intermediate_size": 24576, "hidden_act": "gelu", "rotary_pct": 0.25, "rotary_emb_base": 10000.0,
+        "partial_rotary_factor": None, "rope_theta": None, "rope_scaling": None, "rope_parameters": None,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "max_position_embeddings": 2048,
+        "initializer_range": 0.02, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "use_parallel_residual": True, "attention_bias": True,
+    },
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+        "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None,
+        "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
+    },
+}
+
+# The type of the keys whose default is None; all of them may be null.
+NULLABLE: dict[str, type] = {
+    "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
+    "rope_scaling": dict, "rope_parameters": dict,
+}
+
+# ModelConfig's word -> the architecture's word, where they differ: for error messages and "did you mean".
+WORDS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_positions": "n_positions",
+        "intermediate_size": "n_inner", "activation": "activation_function", "norm_eps": "layer_norm_epsilon",
+        "embedding_dropout": "embd_pdrop", "residual_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop",
+    },
+    "gpt_neox": {
+        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "activation": "hidden_act",
+        "max_positions": "max_position_embeddings", "norm_eps": "layer_norm_eps", "rotary_size": "rotary_pct",
+        "embedding_dropout": "hidden_dropout", "residual_dropout": "hidden_dropout",
+        "parallel_residual": "use_parallel_residual",
+    },
+    "llama": {
+        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+        "head_size": "head_dim", "activation": "hidden_act", "max_positions": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+    },
+}
+
+# Keys that change the maths in a way that we do not compute: only the value that leaves it unchanged is accepted.
+FIXED: dict[str, Any] = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "add_cross_attention": False, "pretraining_tp": 1, "quantization_config": None, "sliding_window": None,
+    "use_sliding_window": False, "is_encoder_decoder": False, "tie_encoder_decoder": False, "pruned_heads": {},
+    "layer_types": None, "cross_attention_hidden_size": None, "chunk_size_feed_forward": 0,
+}
+
+# Keys that do not change what is trained: generation, classification heads, bookkeeping.
+IGNORED = frozenset(
+    """architectures model_type torch_dtype dtype transformers_version name_or_path finetuning_task tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    bad_words_ids begin_suppress_tokens suppress_tokens use_cache is_decoder gradient_checkpointing output_attentions
+    output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict torchscript use_bfloat16
+    tf_legacy_loss id2label label2id num_labels problem_type task_specific_params prefix classifier_dropout
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values
+    num_return_sequences exponential_decay_length_penalty""".split()  # noqa: SIM905 (readable)
+)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise ValueError(f'the key "{min(twice)}" twice')
+    return dict(pairs)
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), found=error, expected="a readable transformers config.json") from None
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), found=type(values).__name__, expected="a JSON object")
+    return values
+
+
+def known_keys(architecture: str) -> set[str]:
+    """Every key that a config.json of this architecture may have."""
+    return set(KEYS[architecture]) | set(FIXED) | IGNORED
+
+
+def suggest(word: str, architecture: str) -> str:
+    """`did you mean "n_layer"?` for a misspelt key and for another architecture's word of the same meaning."""
+    meanings = [word, *(ours for words in WORDS.values() for ours, theirs in words.items() if theirs == word)]
+    for meaning in meanings:
+        own = WORDS[architecture].get(meaning, meaning)
+        if own != word and own in KEYS[architecture]:
+            return f'did you mean "{own}"?'
+    return did_you_mean(word, KEYS[architecture])
+
+
+def check_keys(values: dict[str, Any], architecture: str, where: str) -> None:
+    """ConfigError for a key that we do not know, and for one whose maths we do not compute."""
+    known = known_keys(architecture)
+    for key, value in values.items():
+        if key not in known and not key.startswith("_"):
+            raise ConfigError(f"{where}: {key}", found="an unknown key", expected=f"a key of a {architecture} config",
+                              remedy=suggest(key, architecture) or "Remove it if the model is the same without it")
+        if key in FIXED and value is not None and value != FIXED[key]:
+            raise ConfigError(f"{where}: {key}", found=json.dumps(value),
+                              expected=f"{json.dumps(FIXED[key])} (nothing else is implemented)",
+                              remedy="Remove the key, or choose a model without it")
+
+
+def _type_of(key: str, architecture: str) -> type:
+    default = KEYS[architecture].get(key, FIXED.get(key))
+    return NULLABLE.get(key, str) if default is None else type(default)
+
+
+def check_types(values: dict[str, Any], architecture: str, where: str) -> None:
+    """ConfigError where a key that changes the model has a value of another type than it should."""
+    for key in KEYS[architecture]:
+        value, wanted = values.get(key), _type_of(key, architecture)
+        if key not in values or (value is None and (key in NULLABLE or key == "attention_dropout")):
+            continue
+        accepted: tuple[type, ...] = (int, float) if wanted is float else (wanted,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+            raise ConfigError(f"{where}: {key}", found=json.dumps(value), expected=f"a value of type {wanted.__name__}")
+
+
+def _parse_value(text: str, wanted: type) -> Any:
+    """`text` as a value of type `wanted`; ValueError where it is none."""
+    if wanted is bool:
+        return {"true": True, "false": False}[text.lower()]
+    if wanted in (int, float):
+        return wanted(text)
+    if wanted is str:
+        return text
+    raise ValueError
+
+
+def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> dict[str, Any]:
+    """`n_layer=4,vocab_size=8000` as typed values. ConfigError names the key; `current` is the file's content."""
+    changed: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        where = f"--model_overrides {key}"
+        if not equals or not key or not value:
+            raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
+        if key not in known_keys(architecture) or key == "model_type":
+            raise ConfigError(where, found="an unknown key", expected=f"a key of a {architecture} config.json",
+                              remedy=suggest(key, architecture))
+        if key in changed:
+            raise ConfigError(where, found="the key twice", expected="one value a key")
+        changed[key] = _override_value(key, value, architecture, current, where)
+    return changed
+
+
+def _override_value(key: str, text: str, architecture: str, current: dict[str, Any], where: str) -> Any:
+    if text.lower() in ("none", "null") and (key in NULLABLE or current.get(key) is None):
+        return None
+    if key in KEYS[architecture] or FIXED.get(key) is not None:
+        wanted = _type_of(key, architecture)
+    else:
+        wanted = int if key.endswith("_id") else type(current.get(key, ""))
+    try:
+        return _parse_value(text, wanted)
+    except (ValueError, KeyError):
+        remedy = "Write such a value into a config.json of your own" if wanted not in (bool, int, float) else ""
+        raise ConfigError(where, found=repr(text), expected=f"a value of type {wanted.__name__}",
+                          remedy=remedy) from None
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names for an error message."""
+    return ", ".join(sorted(names))

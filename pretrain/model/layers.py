@@ -1,0 +1,136 @@
+"""The layers: tensors in, tensors out; nothing here knows of pipelines or ZeRO.
+
+Shapes: B batch, T positions, D hidden, H heads, K key/value heads, E elements a head, F inner of the MLP, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch import nn
+
+from pretrain.model.config import ModelConfig
+from pretrain.model.rope import Rope
+
+
+class Linear(nn.Linear):
+    """A matrix that is left as allocated: initialize_parameters or a checkpoint fills it, so torch need not."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class TokenEmbedding(nn.Module):
+    """One matrix [V, D]: tokens to hidden states, and, where it is tied, hidden states to logits.
+
+    Both go through `forward`, as ZeRO-3 gathers a partitioned weight when its module is called.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        # learned positions are added before the dropout, and then have it
+        self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """int [B, T] -> [B, T, D]; floating [B, T, D] -> logits [B, T, V]."""
+        if x.is_floating_point():
+            return F.linear(x, self.weight)
+        return self.dropout(F.embedding(x, self.weight))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, added; then the dropout of the embeddings."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x_BTD + self.weight[: x_BTD.shape[1]])
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads."""
+
+    def __init__(self, config: ModelConfig, rope: Rope | None) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.dropout = config.attention_dropout
+        self.rope = rope
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x_BTD.shape
+        heads_BHTE = self.qkv(x_BTD).view(batch, length, -1, self.head_size).transpose(1, 2)
+        q_BHTE, k_BKTE, v_BKTE = heads_BHTE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.rope is not None:
+            q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.num_kv_heads != self.num_heads)
+        return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
+
+
+def _activation(name: str) -> nn.Module:
+    return nn.SiLU() if name == "silu" else nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
+        self.up = Linear(hidden, inner, bias=bias)
+        self.down = Linear(inner, hidden, bias=bias)
+        self.activation = _activation(config.activation)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        up_BTF = self.up(x_BTD)
+        inner_BTF = self.activation(up_BTF) if self.gate is None else self.activation(self.gate(x_BTD)) * up_BTF
+        return self.down(inner_BTF)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """LayerNorm or RMSNorm over D."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+class Block(nn.Module):
+    """Attention and MLP around the residual stream: one after the other, or both from the same input."""
+
+    def __init__(self, config: ModelConfig, rope: Rope | None) -> None:
+        super().__init__()
+        self.parallel = config.parallel_residual
+        self.norm1 = build_norm(config)
+        self.attention = Attention(config, rope)
+        self.norm2 = build_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        after_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
+        mlp_input_BTD = x_BTD if self.parallel else after_BTD
+        return after_BTD + self.dropout(self.mlp(self.norm2(mlp_input_BTD)))
+
+
+class FinalNorm(nn.Module):
+    """The norm before the head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = build_norm(config)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.norm(x_BTD)
+
+
+class Head(Linear):
+    """Logits [B, T, V] from a matrix of its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)

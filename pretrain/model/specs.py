@@ -1,0 +1,148 @@
+"""The model as one list of layer specs, built as DeepSpeed's PipelineModule or as a plain module.
+
+Both give every parameter the same name: the index of its layer in the list ("3.mlp.up.weight"), or
+"tied_modules.embed.weight" for the matrix that the first and the last layer share. Checkpoints rely on it.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.model.config import ModelConfig
+from pretrain.model.layers import Block, FinalNorm, Head, PositionEmbedding, TokenEmbedding
+from pretrain.model.loss import token_weighted_cross_entropy
+from pretrain.model.rope import Rope
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
+    return embedding(x_BTD)
+
+
+def build_specs(config: ModelConfig) -> list[LayerSpec]:
+    """Token embedding, learned positions if any, blocks, final norm, head. One tensor passes between layers."""
+    rope = Rope(config) if config.position == "rope" else None
+    tied = config.tie_word_embeddings
+    specs = [TiedLayerSpec("embed", TokenEmbedding, config) if tied else LayerSpec(TokenEmbedding, config)]
+    if config.position == "learned":
+        specs.append(LayerSpec(PositionEmbedding, config))
+    specs += [LayerSpec(Block, config, rope) for _ in range(config.num_layers)]
+    specs.append(LayerSpec(FinalNorm, config))
+    # a forward_fn, though it only calls: a layer that is a module would be written to the checkpoint a second time
+    specs.append(TiedLayerSpec("embed", TokenEmbedding, config, forward_fn=_tied_head) if tied
+                 else LayerSpec(Head, config))
+    return specs
+
+
+def _worth_recomputing(layers: list[Layer]) -> bool:
+    """Only a group with a block: embeddings, norm and head keep little but their outputs."""
+    return any(isinstance(layer, Block) for layer in layers)
+
+
+class PipelineLM(PipelineModule):
+    """The PipelineModule of a list of specs. (A class name that DeepSpeed 0.19 treats specially must not be used.)"""
+
+    def _is_checkpointable(self, funcs: list[Layer]) -> bool:
+        return _worth_recomputing(funcs)
+
+    def _count_layer_params(self) -> list[int]:
+        with torch.device("meta"):  # DeepSpeed builds the whole model, layer by layer, on every rank to count it
+            return super()._count_layer_params()
+
+    @torch.no_grad()  # else autograd warns of a broadcast in the history of the tied weights
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+
+@contextlib.contextmanager
+def _prints_to_log() -> Iterator[None]:
+    """PipelineModule prints its partition; let DeepSpeed's log level decide on that too."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    for line in printed.getvalue().splitlines():
+        logger.info(line)
+
+
+def as_pipeline(config: ModelConfig, *, num_stages: int, partition_method: str = "parameters",
+                activation_checkpoint_interval: int = 0) -> PipelineModule:
+    """The layers of this rank's stage, uninitialised; the process group must exist and LOCAL_RANK be set.
+
+    Args:
+        activation_checkpoint_interval: recompute every group of so many layers in the backward pass; 0: none.
+            Always the non-reentrant way, whatever the JSON's `use_reentrant` says.
+    """
+    with _prints_to_log():
+        module = PipelineLM(
+            build_specs(config), num_stages=num_stages, loss_fn=token_weighted_cross_entropy,
+            partition_method=partition_method, activation_checkpoint_func=non_reentrant_checkpoint)
+    module.set_checkpoint_interval(activation_checkpoint_interval)
+    return module
+
+
+class CausalLM(nn.Module):
+    """All layers in one process, with the parameter names of a PipelineModule: for ZeRO-2/3, evaluation and export."""
+
+    def __init__(self, specs: list[LayerSpec], activation_checkpoint_interval: int = 0) -> None:
+        super().__init__()
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.tied_modules = nn.ModuleDict()
+        self.layers: list[Layer] = []  # in the order of execution; a plain list, so that it names no parameters
+        for index, spec in enumerate(specs):
+            self.layers.append(self._build(index, spec))
+
+    def _build(self, index: int, spec: LayerSpec) -> Layer:
+        if not isinstance(spec, TiedLayerSpec):
+            self.add_module(str(index), spec.build())
+            return self.get_submodule(str(index))
+        if spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = spec.build()
+        module = self.tied_modules[spec.key]
+        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+
+    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """[B, T, V]"""
+        x, interval = tokens_BT, self.activation_checkpoint_interval or len(self.layers)
+        for start in range(0, len(self.layers), interval):
+            group = self.layers[start : start + interval]
+            if self.activation_checkpoint_interval and torch.is_grad_enabled() and _worth_recomputing(group):
+                x = checkpoint(_run, group, x, use_reentrant=False)
+            else:
+                x = _run(group, x)
+        return x
+
+    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
+                weights_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [B, T, V] of tokens alone; with labels and their weights (see loss.py) the scalar loss."""
+        logits_BTV = self.logits(tokens_BT)
+        if labels_BT is None:
+            return logits_BTV
+        if weights_BT is None:
+            raise ValueError("forward: labels_BT without weights_BT; the loss needs both")
+        return token_weighted_cross_entropy(logits_BTV, (labels_BT, weights_BT))
+
+
+def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0) -> CausalLM:
+    """The whole model as a plain module, uninitialised; under `deepspeed.zero.Init` its parameters are partitioned."""
+    return CausalLM(build_specs(config), activation_checkpoint_interval)
+
+
+def layer_names(config: ModelConfig) -> list[str]:
+    """By layer index: the prefix of that layer's parameters, as in a checkpoint file `layer_{index:02d}-...`."""
+    return [f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
+            for index, spec in enumerate(build_specs(config))]

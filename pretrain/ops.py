@@ -1,0 +1,51 @@
+"""Build DeepSpeed's compiled operators once, ahead of the first run, instead of inside its first step.
+
+    python -m pretrain.ops [--nvme]
+"""
+
+import logging
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+# op_builder class names, by what they serve
+_OPERATORS = {
+    "cpu": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory",
+            "ShareMemCommBuilder": "collectives within a host"},
+    "cuda": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory"},
+}
+_NVME = {"AsyncIOBuilder": "NVMe offload"}
+
+
+def _build(name: str) -> str:
+    """"" once the operator is compiled (now or earlier), otherwise why it cannot be."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(name)
+    if builder is None or not builder.is_compatible(verbose=False):
+        return "needs Debian's libaio-dev" if name in _NVME else "not for this machine"
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # a compiler's failure, of any type: told by its last line
+        return f"does not compile: {str(error).strip().splitlines()[-1]}"
+    return ""
+
+
+def build_operators(*, nvme: bool) -> bool:
+    """Compile what this device uses, two at a time; True if all of it is there."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_NVME if nvme else {})}
+    start = time.perf_counter()
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for (name, purpose), failure in zip(operators.items(), pool.map(_build, operators), strict=True):
+            state = failure or f"ready after {time.perf_counter() - start:.0f} s"
+            print(f"  {name.removesuffix('Builder')} ({purpose}): {state}", flush=True)
+            operators[name] = failure
+    return not any(operators.values())
+
+
+if __name__ == "__main__":
+    sys.exit(0 if build_operators(nvme="--nvme" in sys.argv[1:]) else 1)

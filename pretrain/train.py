@@ -1,0 +1,39 @@
+"""Pretrain a model: arguments -> plan, checked -> engine -> the step loop.
+
+    deepspeed pretrain/train.py --deepspeed_config ds_configs/zero2_bf16.json --model gpt2 --train_data data/corpus ...
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the folder of this file has modules with common names: let it shadow none
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pretrain.arguments import parse_arguments
+from pretrain.check import check_run
+from pretrain.checkpoint.resume import choose_resume
+from pretrain.device import detect_device
+from pretrain.distributed import World, print_error, running_environment
+from pretrain.errors import ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 finished, 2 refused. Whatever can be refused is, before torch is imported or a process joins."""
+    world = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+    try:
+        world = running_environment()
+        plan = check_run(parse_arguments(argv), world_size=world.size, device=detect_device())
+        resume = choose_resume(plan)
+    except ConfigError as error:
+        print_error(world, error)
+        return 2
+    if resume is not None and resume.manifest.step >= plan.train_steps:
+        if world.rank == 0:
+            print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.train_steps} steps are done")
+        return 0
+    from pretrain.loop import train  # imports torch and deepspeed
+    return train(plan, world, resume)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

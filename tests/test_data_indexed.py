@@ -1,0 +1,175 @@
+"""The .bin/.idx format, against bytes written and read here by hand."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.data.indexed import IndexedDataset, IndexedWriter, dtype_for_vocab, read_meta
+from pretrain.errors import ConfigError
+
+LENGTHS = [3, 1, 4]
+TOKENS = [5, 6, 7, 1, 65000, 2, 3, 4]
+
+
+def idx_bytes(
+    *, magic: bytes = b"MMIDIDX\0\0", version: int = 1, code: int = 8, lengths: list[int] = LENGTHS,
+    pointers: list[int] | None = None, documents: list[int] | None = None, width: int = 2,
+) -> bytes:
+    starts = [sum(lengths[:i]) * width for i in range(len(lengths))]
+    pointers = starts if pointers is None else pointers
+    documents = list(range(len(lengths) + 1)) if documents is None else documents
+    head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
+    head += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(documents))
+    return head + struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(
+        f"<{len(pointers)}q", *pointers) + struct.pack(f"<{len(documents)}q", *documents)
+
+
+def write_pair(prefix: Path, idx: bytes, bin_: bytes) -> Path:
+    Path(f"{prefix}.idx").write_bytes(idx)
+    Path(f"{prefix}.bin").write_bytes(bin_)
+    return prefix
+
+
+def write_documents(prefix: Path, dtype: str = "uint16") -> Path:
+    with IndexedWriter(prefix, dtype) as writer:
+        start = 0
+        for length in LENGTHS:
+            writer.add_document(TOKENS[start : start + length])
+            start += length
+        writer.finalize()
+    return prefix
+
+
+@pytest.mark.parametrize(("dtype", "code", "letter"), [("uint16", 8, "H"), ("int32", 4, "i")])
+def test_writes_the_bytes_of_the_format(tmp_path: Path, dtype: str, code: int, letter: str) -> None:
+    write_documents(tmp_path / "a", dtype)
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack(f"<8{letter}", *TOKENS)
+    assert (tmp_path / "a.idx").read_bytes() == idx_bytes(code=code, width=struct.calcsize(letter))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_reads_the_bytes_of_the_format(tmp_path: Path, code: int, letter: str) -> None:
+    tokens = [number % 128 for number in TOKENS]
+    idx = idx_bytes(code=code, width=struct.calcsize("<" + letter))
+    data = IndexedDataset(write_pair(tmp_path / "a", idx, struct.pack(f"<8{letter}", *tokens)))
+    assert (data.num_tokens, data.num_documents) == (8, 3)
+    assert data.document_offsets.tolist() == [0, 3, 4, 8]
+    assert data.tokens(0, 8).tolist() == tokens
+    assert data.tokens(3, 5).tolist() == tokens[3:5]
+    assert data.tokens(0, 8).dtype == np.int64
+    with pytest.raises(IndexError):
+        data.tokens(0, 9)
+
+
+def test_documents_of_several_sequences(tmp_path: Path) -> None:
+    """Megatron may cut a document into sentences; the document index then skips sequences."""
+    data = IndexedDataset(write_pair(tmp_path / "a", idx_bytes(documents=[0, 2, 3]), struct.pack("<8H", *TOKENS)))
+    assert data.document_offsets.tolist() == [0, 4, 8]
+
+
+def test_documents_given_in_parts(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "b", "uint16") as writer:
+        writer.add_documents(TOKENS[:2], [])
+        writer.add_documents(TOKENS[2:6], [1, 2])
+        writer.add_documents(TOKENS[6:], [2])
+        writer.finalize()
+    write_documents(tmp_path / "a")
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"b.{ending}").read_bytes() == (tmp_path / f"a.{ending}").read_bytes()
+
+
+def test_empty_pair_opens(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "a", "int32") as writer:
+        writer.finalize()
+    data = IndexedDataset(tmp_path / "a")
+    assert (data.num_tokens, data.num_documents, data.document_offsets.tolist()) == (0, 0, [0])
+
+
+GOOD_BIN = struct.pack("<8H", *TOKENS)
+DAMAGED = {
+    "magic": (idx_bytes(magic=b"MMIDIDY\0\0"), GOOD_BIN, "a.idx: found first bytes b'MMIDIDY"),
+    "empty index": (b"", GOOD_BIN, "a.idx: found first bytes b''"),
+    "header": (idx_bytes()[:20], GOOD_BIN, "20 bytes (truncated); expected a header of 34 bytes"),
+    "version": (idx_bytes(version=2), GOOD_BIN, "version 2; expected version 1"),
+    "code 6": (idx_bytes(code=6), GOOD_BIN, "dtype code 6 (float to one peer"),
+    "code 7": (idx_bytes(code=7), GOOD_BIN, "dtype code 7 (float to one peer"),
+    "code 9": (idx_bytes(code=9), GOOD_BIN, "dtype code 9; expected 1 u8"),
+    "index cut": (idx_bytes()[:-8], GOOD_BIN, "94 bytes; expected 102 bytes for 3 sequences and 4 index entries"),
+    "index too long": (idx_bytes() + b"\0", GOOD_BIN, "103 bytes; expected 102 bytes"),
+    "offsets": (idx_bytes(pointers=[0, 8, 8]), GOOD_BIN, "sequence 1 at byte 8 of the .bin; expected byte 6"),
+    "negative": (idx_bytes(lengths=[3, -1, 4], pointers=[0, 6, 4]), GOOD_BIN, "a sequence of -1 tokens"),
+    "documents": (idx_bytes(documents=[0, 1, 2]), GOOD_BIN, "a document index of 0 to 2; expected rising from 0 to 3"),
+    "not rising": (idx_bytes(documents=[0, 2, 1, 3]), GOOD_BIN, "document index"),
+    "no documents": (idx_bytes(documents=[]), GOOD_BIN, "a document index of nothing"),
+    "bin cut": (idx_bytes(), GOOD_BIN[:-1], "a.bin: found 15 bytes (truncated, or of another .idx); expected 16"),
+    "bin too long": (idx_bytes(), GOOD_BIN + b"\0\0", "a.bin: found 18 bytes (too long, or of another .idx)"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_refuses_what_is_damaged(tmp_path: Path, name: str) -> None:
+    idx, bin_, message = DAMAGED[name]
+    with pytest.raises(ConfigError) as error:
+        IndexedDataset(write_pair(tmp_path / "a", idx, bin_))
+    assert message in str(error.value)
+    assert str(error.value).endswith("write it again with tools/prepare_data.py.")
+
+
+@pytest.mark.parametrize(("left", "missing"), [("bin", "idx"), ("idx", "bin")])
+def test_refuses_half_a_pair(tmp_path: Path, left: str, missing: str) -> None:
+    write_documents(tmp_path / "a")
+    (tmp_path / f"a.{missing}").unlink()
+    assert (tmp_path / f"a.{left}").exists()
+    with pytest.raises(ConfigError, match=rf"a\.{missing}: found no such file"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_failed_writing_leaves_the_old_pair(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(KeyError), IndexedWriter(tmp_path / "a", "uint16") as writer:  # noqa: PT012
+        writer.add_document([1, 2])
+        raise KeyError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("tokens", [[65536], [-1]])
+def test_writer_refuses_tokens_that_do_not_fit(tmp_path: Path, tokens: list[int]) -> None:
+    with pytest.raises(ConfigError, match="what uint16 holds"), IndexedWriter(tmp_path / "a", "uint16") as writer:
+        writer.add_document(tokens)
+
+
+def test_writer_refuses_an_unusable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a prefix in a folder"):
+        IndexedWriter(tmp_path / "file" / "a", "uint16")
+
+
+def test_dtype_as_the_peers_infer_it() -> None:
+    assert dtype_for_vocab(65_499) == np.uint16
+    assert dtype_for_vocab(65_500) == np.int32
+
+
+def test_fingerprint_follows_content(tmp_path: Path) -> None:
+    first = IndexedDataset(write_documents(tmp_path / "a")).fingerprint
+    assert IndexedDataset(write_documents(tmp_path / "b")).fingerprint == first
+    changed = write_pair(tmp_path / "c", idx_bytes(), GOOD_BIN[:-2] + b"\x09\0")
+    assert IndexedDataset(changed).fingerprint != first
+
+
+def test_meta(tmp_path: Path) -> None:
+    assert read_meta(write_documents(tmp_path / "a")) is None
+    with IndexedWriter(tmp_path / "a", "uint16") as writer:
+        writer.add_document([1])
+        writer.finalize({"vocab_size": 7})
+    assert read_meta(tmp_path / "a") == {"vocab_size": 7}
+    for content in ("{", json.dumps([1])):
+        (tmp_path / "a.meta.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"a\.meta\.json"):
+            read_meta(tmp_path / "a")
+    write_documents(tmp_path / "a")
+    assert read_meta(tmp_path / "a") is None, "the sidecar of the old pair must go with it"

@@ -1,0 +1,179 @@
+"""Batches: the same samples in every layout, weights that make the loss per token, reading ahead."""
+
+import itertools
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.data.dataset import SampleDataset
+from pretrain.data.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
+
+EOD = 0
+
+
+def dataset_of(tmp_path: Path, tokens: np.ndarray, seq_length: int = 4) -> SampleDataset:
+    with IndexedWriter(tmp_path / "data", "int32") as writer:
+        writer.add_document(tokens)
+        writer.finalize()
+    return SampleDataset(IndexedDataset(tmp_path / "data"), seq_length=seq_length, seed=5)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> SampleDataset:
+    return dataset_of(tmp_path, np.arange(400))
+
+
+def first_tokens(micro_batches: list[MicroBatch]) -> list[list[int]]:
+    return [tokens_BT[:, 0].tolist() for tokens_BT, _ in micro_batches]
+
+
+def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: list[int]) -> list[list[int]]:
+    """First tokens of the global batch at each start, in sample order."""
+    loaders = [Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
+                      data_parallel_size=dp) for rank in range(dp)]
+    steps = []
+    for start in starts:
+        ranks = [first_tokens(loader.step(start)) for loader in loaders]
+        steps.append([token for number in range(gas) for rank in ranks for token in rank[number]])
+    for loader in loaders:
+        loader.close()
+    return steps
+
+
+@pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 1, 8), (1, 8, 1), (2, 4, 1), (2, 1, 4), (4, 2, 1), (8, 1, 1)])
+def test_every_layout_reads_the_same_global_batches(dataset: SampleDataset, dp: int, mbs: int, gas: int) -> None:
+    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # on from 0, back, over the end of the epoch (98 samples), odd
+    expected = [[int(dataset.sample(start + i)[0]) for i in range(8)] for start in starts]
+    assert global_steps(dataset, dp, mbs, gas, starts) == expected
+
+
+def test_tokens_labels_weights(dataset: SampleDataset) -> None:
+    loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=3)
+    micro_batches = loader.step(12)
+    loader.close()
+    assert len(micro_batches) == 3
+    for number, (tokens_BT, (labels_BT, weights_BT)) in enumerate(micro_batches):
+        for row in range(2):
+            sample = dataset.sample(12 + number * 2 + row).tolist()
+            assert (tokens_BT[row].tolist(), labels_BT[row].tolist()) == (sample[:-1], sample[1:])
+        assert tokens_BT.dtype == labels_BT.dtype == torch.int64
+        assert tokens_BT.is_contiguous()
+        assert labels_BT.is_contiguous()
+        assert weights_BT.dtype == torch.float32
+        assert torch.equal(weights_BT, torch.full((2, 4), 1 / 8))
+
+
+@pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 4, 2), (2, 2, 2), (2, 1, 4), (4, 2, 1)])
+def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
+        tmp_path: Path, dp: int, mbs: int, gas: int) -> None:
+    tokens = np.random.default_rng(0).integers(0, 3, 400)  # a third is EOD: masks of all sizes
+    tokens[100:300] = EOD
+    dataset = dataset_of(tmp_path, tokens)
+    samples = np.stack([dataset.sample(40 + index) for index in range(8)])
+    masks = samples[:, :-1] != EOD
+    assert 0 in masks.sum(axis=1), "the case needs a micro-batch without any unmasked token"
+    loss_of_place = torch.linspace(1, 2, 8 * 4).reshape(8, 4)
+    expected = float(loss_of_place[torch.from_numpy(masks)].mean())
+
+    totals: list[float] = []
+    barrier = threading.Barrier(dp, timeout=30)
+    results: list[float] = [0.0] * dp
+
+    def run(rank: int) -> None:
+        def sum_over_data_parallel(value: float) -> float:
+            assert threading.current_thread().name == f"rank{rank}", "collectives belong to the calling thread"
+            totals.append(value)
+            barrier.wait()
+            return sum(totals)
+
+        loader = Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
+                        data_parallel_size=dp, eod_token=EOD, sum_over_data_parallel=sum_over_data_parallel)
+        losses = []
+        for number, (_, (_, weights_BT)) in enumerate(loader.step(40)):
+            first = (number * dp + rank) * mbs
+            losses.append(float((weights_BT * loss_of_place[first : first + mbs]).sum()))
+        loader.close()
+        results[rank] = sum(losses) / gas
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}") for rank in range(dp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(results) / dp == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_global_batch_without_any_token_has_weight_zero(tmp_path: Path) -> None:
+    loader = Loader(dataset_of(tmp_path, np.zeros(100, int)), micro_batch_size=2, gradient_accumulation_steps=1,
+                    eod_token=EOD)
+    assert all(torch.equal(weights_BT, torch.zeros(2, 4)) for _, (_, weights_BT) in loader.step(0))
+    loader.close()
+
+
+def test_the_token_before_the_mask_still_learns_the_end(tmp_path: Path) -> None:
+    """EOD as a label counts; only what follows EOD does not."""
+    loader = Loader(dataset_of(tmp_path, np.array([7, EOD, 8, 9, 7]), 4), micro_batch_size=1,
+                    gradient_accumulation_steps=1, eod_token=EOD)
+    ((_, (labels_BT, weights_BT)),) = loader.step(0)
+    loader.close()
+    assert labels_BT.tolist() == [[EOD, 8, 9, 7]]
+    assert weights_BT.tolist() == [[pytest.approx(1 / 3), 0.0, pytest.approx(1 / 3), pytest.approx(1 / 3)]]
+
+
+class Recorder(SampleDataset):
+    """Notes which samples are read, and fails at one."""
+
+    fails_at = -1
+
+    def sample(self, index: int) -> np.ndarray:
+        self.read = [*getattr(self, "read", []), index]
+        if index == self.fails_at:
+            raise OSError("the disk is gone")
+        return super().sample(index)
+
+
+def recorder(dataset: SampleDataset, fails_at: int = -1) -> Recorder:
+    data = Recorder(dataset.indexed, seq_length=dataset.seq_length, seed=dataset.seed)
+    data.fails_at = fails_at
+    return data
+
+
+def test_reads_one_step_ahead_and_each_sample_once(dataset: SampleDataset) -> None:
+    data = recorder(dataset)
+    loader = Loader(data, micro_batch_size=2, gradient_accumulation_steps=1)
+    for start in (0, 2, 4):
+        loader.step(start)
+    loader.close()
+    assert sorted(set(data.read)) == data.read == list(range(len(data.read)))
+    assert len(data.read) in (6, 8)
+
+
+def test_errors_of_the_reading_thread_surface_in_step(dataset: SampleDataset) -> None:
+    loader = Loader(recorder(dataset, fails_at=3), micro_batch_size=2, gradient_accumulation_steps=1)
+    loader.step(0)  # reads samples 2 and 3 ahead, which fails behind the scenes
+    with pytest.raises(OSError, match="the disk is gone"):
+        loader.step(2)
+    assert first_tokens(loader.step(4)) == [[int(dataset.sample(i)[0]) for i in (4, 5)]]
+    loader.close()
+
+
+def test_close_ends_the_thread_and_may_be_called_twice(dataset: SampleDataset) -> None:
+    before = threading.active_count()
+    loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1)
+    loader.step(0)
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+def test_evaluation_is_the_same_each_time(dataset: SampleDataset) -> None:
+    loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=2)
+    runs = [[first_tokens(step) for step in evaluation_batches(loader, 3)] for _ in range(2)]
+    loader.close()
+    assert runs[0] == runs[1]
+    starts = [[int(dataset.sample(i)[0]) for i in range(first, first + 2)] for first in range(0, 12, 2)]
+    assert list(itertools.chain.from_iterable(runs[0])) == starts

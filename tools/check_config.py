@@ -1,0 +1,68 @@
+"""Judge a run as pretrain/train.py would, without training: the plan and exit 0, or one line and exit 2."""
+
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pretrain.arguments import parse_arguments
+from pretrain.check import Plan, check_run
+from pretrain.device import cpu_device, cuda_device, detect_device
+from pretrain.errors import ConfigError
+
+_DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A short summary of what is going to run."""
+    train = plan.datasets["train"]
+    layout = f"ZeRO-{plan.zero_stage}, {plan.pipeline_stages} pipeline stage{'s' * (plan.pipeline_stages > 1)} x " \
+             f"{plan.data_parallel_size} data-parallel = {plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    places = [f"{what} on {place}" for what, place in (("optimizer", plan.offload_optimizer),
+                                                        ("parameters", plan.offload_param)) if place != "none"]
+    precision = plan.precision + (f", gradients accumulated in {plan.grad_accum_dtype}" if plan.grad_accum_dtype else "")
+    if plan.precision == "fp16" and plan.args.emulate_fp16:
+        precision += " (emulated where the device has none)"
+    every = plan.activation_checkpoint_interval
+    batch = f"{plan.global_batch_size} samples a step = {plan.micro_batch_size} micro-batch x " \
+            f"{plan.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} data-parallel"
+    rate = "the JSON's scheduler" if plan.schedule is None else \
+        f"{plan.schedule.kind}, peak {plan.schedule.peak:g}, {plan.schedule.warmup_steps} warm-up steps, " \
+        f"lowest {plan.schedule.peak * plan.schedule.min_ratio:g}"
+    rows = {
+        "layout": ", ".join([layout, *places]),
+        "precision": precision,
+        "checkpoint": f"activations of every {every} block{'s' * (every > 1)}" if every else "no activations",
+        "batch": batch,
+        "model": f"{plan.args.model}: {plan.model.architecture}, {plan.model.num_parameters():,} parameters, "
+                 f"{plan.model.num_layers} layers, vocabulary {plan.model.vocab_size:,}",
+        "length": f"{plan.train_steps:,} steps x {plan.tokens_per_step:,} tokens = "
+                  f"{plan.train_steps * plan.tokens_per_step:,} tokens, {plan.epochs:.2f} epochs",
+        "rate": rate,
+        "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
+            f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
+    }
+    return [f"{name:<11}{text}" for name, text in rows.items()] + [f"note       {note}" for note in plan.notes]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 (the run is fine) or 2."""
+    words = sys.argv[1:] if argv is None else argv
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--world_size", "--world-size", type=int, default=1)
+    own.add_argument("--device", choices=sorted(_DEVICES), default="auto")
+    if {"-h", "--help"} & set(words):
+        print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
+    try:
+        known, rest = own.parse_known_args(words)
+        plan = check_run(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
+    except ConfigError as error:
+        print(f"ds-pretrain: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(plan_lines(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

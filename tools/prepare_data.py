@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""Tokenise text, .jsonl and .gz files into OUT.bin and OUT.idx, Megatron's format, and OUT.meta.json."""
+
+import argparse
+
+from pretrain.cli import Parser, run_main
+from pretrain.data.prepare import prepare
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("inputs", metavar="INPUT", nargs="+",
+                        help="text file (one document), .jsonl (one document a line), or either with .gz")
+    parser.add_argument("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or their folder")
+    parser.add_argument("--out", required=True, help="prefix of the files to write")
+    parser.add_argument("--jsonl_key", default="text", help="key of the text in JSON lines (%(default)s)")
+    parser.add_argument("--workers", type=int, help="processes (default: one a CPU core)")
+    parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
+                        help="end each document with the end-of-document token (yes)")
+    args = parser.parse_args()
+    done = prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, jsonl_key=args.jsonl_key,
+                   workers=args.workers, append_eod=args.append_eod)
+    print(f"{args.out}.bin: {done.num_tokens:,} tokens of {done.num_documents:,} documents,"
+          f" unigram entropy {done.entropy_nats:.4f} nats a token")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,31 @@
+#!/usr/bin/env python3
+"""Train a SentencePiece tokenizer on text, .jsonl and .gz files; writes OUT/tokenizer.model."""
+
+import time
+
+from pretrain.cli import Parser, run_main
+from pretrain.data.train_tokenizer import train_sentencepiece
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="text file, .jsonl, or either with .gz")
+    parser.add_argument("--out", required=True, help="folder for tokenizer.model and tokenizer.vocab")
+    parser.add_argument("--vocab_size", type=int, default=8192, help="pieces, the 256 bytes included (%(default)s)")
+    parser.add_argument("--jsonl_key", default="text", help="key of the text in JSON lines (%(default)s)")
+    parser.add_argument("--max_megabytes", type=float, default=100,
+                        help="train on a random share of larger inputs (%(default)s)")
+    parser.add_argument("--character_coverage", type=float, default=0.9995,
+                        help="share of all characters whose kinds get own pieces; rarer ones: bytes (%(default)s)")
+    parser.add_argument("--threads", type=int, help="of the trainer (default: one a CPU core)")
+    parser.add_argument("--verbose", action="store_true", help="show SentencePiece's own messages")
+    args = parser.parse_args()
+    started = time.monotonic()
+    tokenizer = train_sentencepiece(args.inputs, args.out, vocab_size=args.vocab_size, jsonl_key=args.jsonl_key,
+                                    max_megabytes=args.max_megabytes, threads=args.threads,
+                                    character_coverage=args.character_coverage, verbose=args.verbose)
+    print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, trained in {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    run_main(main)
