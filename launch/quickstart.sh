@@ -29,7 +29,7 @@ fi
 mkdir -p "$run"
 if [ ! -e "$run/corpus/valid.jsonl" ]; then
     say "corpus: the standard library's source files"
-    python tools/make_corpus.py --out "$run/corpus"
+    python tools/make_corpus.py "$run/corpus"
 fi
 if [ ! -e "$run/tokenizer/tokenizer.model" ]; then
     say "tokenizer: SentencePiece, 4096 pieces"
@@ -43,7 +43,8 @@ for split in train valid; do
 done
 
 say "training on $device: $ranks ranks, $config"
-deepspeed --num_accelerators "$ranks" --master_port "${MASTER_PORT:-29500}" pretrain/train.py \
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+deepspeed --num_accelerators "$ranks" --master_port "$port" pretrain/train.py \
     --config launch/quickstart.yaml --deepspeed_config "$config" --train_data "$run/data/train" \
     --valid_data "$run/data/valid" --tokenizer "$run/tokenizer" --save "$run"
 

@@ -17,7 +17,7 @@ from transformers.hf_argparser import HfArgumentParser
 from pretrain.errors import ConfigError, did_you_mean
 
 
-def _flag(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002 (argparse's own word)
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 

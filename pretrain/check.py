@@ -82,7 +82,8 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     check_rules(settings)
     schedule = make_schedule(args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
     if args.exit_step is not None and args.exit_step > settings.train_steps:
-        raise ConfigError("--exit_step", found=args.exit_step, expected=f"at most the run's {settings.train_steps} steps")
+        raise ConfigError("--exit_step", found=args.exit_step,
+                          expected=f"at most the run's {settings.train_steps} steps")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
@@ -192,8 +193,9 @@ def _evaluation_notes(args: RunArguments, datasets: dict[str, SampleDataset], ba
         return ("no validation data: nothing is evaluated while training",)
     there = datasets["valid"].samples_per_epoch
     if there < batch:
-        raise ConfigError("--valid_data" if args.valid_data else "--split", expected=f"at least {batch}, a global batch",
+        raise ConfigError("--valid_data" if args.valid_data else "--split",
                           found=f"{there} validation samples of --seq_length {args.seq_length}",
+                          expected=f"at least {batch}, a global batch",
                           remedy="give more validation data, or --split 1,0,0 to evaluate nothing")
     if there < args.eval_steps * batch:
         return (f"an evaluation of {args.eval_steps * batch} samples goes round the {there} validation samples again",)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from pretrain.device import Device
 from pretrain.errors import ConfigError
 
 DEFAULT_MASTER_PORT = "29500"
@@ -86,12 +88,28 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
                               remedy="export it before mpirun (for example mpirun -x MASTER_ADDR=...)")
 
 
+def prepare_deepspeed(device: Device) -> None:
+    """To be called before DeepSpeed is imported: name the accelerator, which it would otherwise guess with a warning,
+    and put this environment's `ninja` first: another one would compile all operators anew, in every run.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.kind)
+    scripts = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
+
+
 def init_process_group(world: World) -> None:
     """Form the process group; every rank checks that it has the size that the launcher promised."""
     import deepspeed
     import torch.distributed
 
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
+                          expected="a free port on rank 0's host", remedy="deepspeed --master_port N") from None
     formed = torch.distributed.get_world_size()
     if formed != world.size:
         raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")

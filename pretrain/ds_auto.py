@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.arguments import RunArguments
-from pretrain.ds_optimizers import OPTIMIZERS, SCHEDULERS
+from pretrain.ds_optimizers import SCHEDULERS, optimizer_params
 from pretrain.ds_read import DsFile, get_value
 from pretrain.ds_schema import TREE, Key, Tree
 from pretrain.errors import ConfigError
@@ -47,9 +47,8 @@ def clean(values: dict[str, Any], tree: Tree | None = None) -> dict[str, Any]:
 
 
 def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
-    """What is known of the parameters in an "optimizer" or "scheduler" block; foreign ones pass as they are."""
-    known = OPTIMIZERS.get(str(block["type"]).lower()) or SCHEDULERS.get(str(block["type"])) or tree
-    return {**{name: Key() for name in block["params"]}, **known}
+    """The parameters of an "optimizer" or "scheduler" block."""
+    return optimizer_params(block["type"]) or SCHEDULERS.get(block["type"]) or tree
 
 
 def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
@@ -154,12 +153,14 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         ("betas", "--adam_beta1 / --adam_beta2", betas, list(DEFAULT_BETAS)),
     )
     kind = file.get("optimizer.type")
-    known = OPTIMIZERS.get(kind.lower(), {"lr": Key(), "weight_decay": Key()})
+    known = {name for name, key in (optimizer_params(kind) or {}).items() if isinstance(key, Key) and key.auto}
     for name, flag, wanted, default in rows:
         dotted = f"optimizer.params.{name}"
-        if wanted is not None and name not in known and file.get(dotted) is None:
-            raise ConfigError(flag, found=wanted, expected="no value",
-                              remedy=f'the JSON\'s optimizer, "{kind}", has no "{name}"')
+        if name not in known:
+            if wanted is not None:
+                raise ConfigError(flag, found=wanted, expected="no value",
+                                  remedy=f'the JSON\'s optimizer, "{kind}", has no such "{name}"')
+            continue
         fill(file, config, dotted, flag, wanted, default)
     config["optimizer"]["params"].setdefault("lr", DEFAULT_LEARNING_RATE)
     rate = config["optimizer"]["params"]["lr"]

@@ -1,21 +1,27 @@
 """Every key of a DeepSpeed JSON judged by itself: known, of the right type and range, and with an effect."""
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pretrain.ds_optimizers import (
     DEEPSPEED_REFUSED,
+    KNOWN_NAMES,
     OPTIMIZERS,
     SCHEDULERS,
-    TORCH_OPTIMIZERS,
-    TORCH_PARAMS,
     TORCH_REFUSED,
+    optimizer_params,
 )
 from pretrain.ds_read import DsFile
 from pretrain.ds_schema import REMOVED, TREE, Key, Tree
 from pretrain.errors import ConfigError
 
+# Names of older versions and of other programs.
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
+                "thread_count": "intra_op_parallelism", "check_overflow": "check_grad_overflow",
+                "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
+                "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list", "pair": "a list of two numbers"}
 
@@ -108,9 +114,7 @@ def _expected(key: Key) -> str:
 
 
 def _show(value: Any) -> str:
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    if text is None:
-        text = f'"{value}"' if isinstance(value, str) else repr(value)
+    text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -121,6 +125,8 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 
 def suggest_key(name: str, tree: Tree) -> str:
     """Where an unknown key belongs, or what it was meant to be: siblings first, then the whole tree."""
+    if _OTHER_NAMES.get(name) in tree:
+        return f'did you mean "{_OTHER_NAMES[name]}"?'
     everywhere = list(_walk(TREE, ""))
     homes = [parent for parent, known in everywhere if known == name]
     if homes:
@@ -130,7 +136,7 @@ def suggest_key(name: str, tree: Tree) -> str:
         return meant
     for parent, known in everywhere:
         if closest(name, [known]):
-            return f'did you mean "{known}" under "{parent}"?' if parent else f'did you mean "{known}" at the top level?'
+            return f'did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
     return ""
 
 
@@ -160,29 +166,18 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
     return f'did you mean "{meant}"?' if meant else ""
 
 
-def optimizer_params(kind: str) -> Tree | None:
-    """The parameters that an optimizer takes; None: any (torch.optim's own, beside those of TORCH_PARAMS)."""
-    return OPTIMIZERS.get(kind.lower())
-
-
 def _check_optimizer(file: DsFile) -> None:
     kind = file.get("optimizer.type")
     if kind is None:
         raise ConfigError(file.where("optimizer.type" if "optimizer" in file.values else "optimizer"), found="nothing",
                           expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
-                          remedy=", ".join(["known types: Adam, AdamW, Lion, Muon, Lamb, Adagrad", *TORCH_OPTIMIZERS]))
-    reason = DEEPSPEED_REFUSED.get(kind.lower()) or TORCH_REFUSED.get(kind)
+                          remedy=f"known types: {', '.join(KNOWN_NAMES)}")
     tree = optimizer_params(kind)
-    if tree is None and (reason or kind not in TORCH_OPTIMIZERS):
-        names = ["Adam", "AdamW", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMIZERS]
-        raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(names)}",
-                          remedy=reason or _did_you_mean(kind, names))
-    params = file.get("optimizer.params") or {}
     if tree is None:
-        for name in set(params) & set(TORCH_PARAMS):
-            check_value(file, f"optimizer.params.{name}", params[name], _key(TORCH_PARAMS, name))
-        return
-    _check_tree(file, params, tree, "optimizer.params.")
+        reason = DEEPSPEED_REFUSED.get(kind.lower()) or TORCH_REFUSED.get(kind)
+        raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
+                          remedy=reason or _did_you_mean(kind, KNOWN_NAMES))
+    _check_tree(file, file.get("optimizer.params") or {}, tree, "optimizer.params.")
 
 
 def _check_scheduler(file: DsFile) -> None:
@@ -195,9 +190,3 @@ def _check_scheduler(file: DsFile) -> None:
                           remedy=_did_you_mean(kind or "", SCHEDULERS)
                           or "or remove the block and use --lr_schedule; torch's own need another optimizer class")
     _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")
-
-
-def _key(tree: Tree, name: str) -> Key:
-    key = tree[name]
-    assert isinstance(key, Key)
-    return key

@@ -34,9 +34,27 @@ OPTIMIZERS: dict[str, Tree] = {
              "adam_w_mode": _ON, "torch_adam": _ON, "fp32_optimizer_states": _ON, "max_grad_norm": _NO_CLIPPING,
              "per_head_muon": Key(refused="the models here do not name their attention heads to Muon; remove the key")},
 }
-# torch.optim's own, taken by their exact names with free parameters.
-TORCH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-TORCH_PARAMS: Tree = {"lr": _RATE, "weight_decay": _DECAY, "max_grad_norm": _NO_CLIPPING}
+# torch.optim's own, by their exact names: what each takes beside "lr" and the flags of its implementation.
+_ANY = Key()
+_TORCH: dict[str, Tree] = {
+    "ASGD": {"lambd": _ANY, "alpha": _ANY, "t0": _ANY, "weight_decay": _DECAY},
+    "Adadelta": {"rho": _ANY, "eps": _SMALL, "weight_decay": _DECAY},
+    "Adafactor": {"beta2_decay": _ANY, "eps": Key("list"), "d": _ANY, "weight_decay": _DECAY},
+    "Adamax": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY},
+    "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _ANY,
+              "decoupled_weight_decay": _ON},
+    "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _ON},
+    "RMSprop": {"alpha": _ANY, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _SHARE, "centered": _ON},
+    "Rprop": {"etas": Key("pair"), "step_sizes": Key("pair")},
+    "SGD": {"momentum": _SHARE, "dampening": _ANY, "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
+}
+_TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True), "maximize": Key(refused="the loss is minimised")}
+_TORCH_GRAPHS: Tree = {"capturable": _ON, "differentiable": Key(refused="nothing differentiates through a step")}
+TORCH_OPTIMIZERS: dict[str, Tree] = {
+    name: {**_TORCH_COMMON, **tree, "max_grad_norm": _NO_CLIPPING, **({} if name == "Adafactor" else _TORCH_GRAPHS)}
+    for name, tree in _TORCH.items()
+}
+del TORCH_OPTIMIZERS["SGD"]["capturable"]
 TORCH_REFUSED = {
     "LBFGS": "it needs the loss computed several times a step",
     "SparseAdam": "the models have no sparse gradients",
@@ -52,14 +70,24 @@ DEEPSPEED_REFUSED = {
     "cpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "deepspeedcpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
 }
+KNOWN_NAMES = ("Adam", "AdamW", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMIZERS)
+
+
+def optimizer_params(kind: str) -> Tree | None:
+    """The parameters that an "optimizer.type" takes; None: there is no such optimizer."""
+    return OPTIMIZERS.get(kind.lower()) or TORCH_OPTIMIZERS.get(kind)
+
+
 # Those with an implementation for offload_optimizer (Muon: its matrices' update, beside CPU Adam).
 CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad")
 # Those that ZeRO knows; the others need "zero_allow_untested_optimizer".
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 
+_START = Key(refused="the step to go on from is the checkpoint's; remove the key", idle=(-1,))
 _STEPS = Key("int", low=1, auto=True)
 _NUMBER = Key("number")
-_WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", words=("log", "linear"))}
+_WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", words=("log", "linear")),
+                 "last_batch_iteration": _START}
 _WARMUP_RATES: Tree = {"warmup_min_lr": _RATE, "warmup_max_lr": _RATE}
 SCHEDULERS: dict[str, Tree] = {
     "WarmupLR": {**_WARMUP, **_WARMUP_RATES},
@@ -70,11 +98,11 @@ SCHEDULERS: dict[str, Tree] = {
         "cycle_first_step_size": Key("int", low=1), "cycle_second_step_size": Key("int", low=1, null=True),
         "cycle_first_stair_count": Key("int", low=0), "cycle_second_stair_count": Key("int", low=0, null=True),
         "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _NUMBER,
-        "cycle_max_mom": _NUMBER, "decay_mom_rate": _NUMBER,
+        "cycle_max_mom": _NUMBER, "decay_mom_rate": _NUMBER, "last_batch_iteration": _START,
     },
     "LRRangeTest": {
         "lr_range_test_min_lr": _NUMBER, "lr_range_test_step_size": Key("int", low=1),
-        "lr_range_test_step_rate": _NUMBER, "lr_range_test_staircase": _ON,
+        "lr_range_test_step_rate": _NUMBER, "lr_range_test_staircase": _ON, "last_batch_iteration": _START,
     },
 }
 REQUIRED_SCHEDULER_PARAMS = {

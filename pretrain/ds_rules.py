@@ -8,8 +8,7 @@ from ctypes.util import find_library
 
 from pretrain.arguments import RunArguments
 from pretrain.ds_config import DsSettings
-from pretrain.ds_keys import optimizer_params
-from pretrain.ds_optimizers import CPU_OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
+from pretrain.ds_optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
 from pretrain.ds_schema import ZERO
 from pretrain.errors import ConfigError
 
@@ -44,12 +43,6 @@ def offload_needs_a_stage(s: DsSettings) -> None:
                        "NVMe needs stage 3; at stages 1 and 2 DeepSpeed would quietly use the CPU")
 
 
-def offload_pairs(s: DsSettings) -> None:
-    if s.offload("param") == "nvme" and s.offload("optimizer") != "nvme":
-        raise s.refuse(f"{_ZERO}.offload_param.device", 'offload_optimizer.device "nvme" beside it',
-                       "checkpoints of NVMe parameters with another optimizer place cannot be loaded")
-
-
 def offload_keys(s: DsSettings) -> None:
     for block, names in _NVME_KEYS.items():
         own = s.get(f"{_ZERO}.{block}") or {}
@@ -63,6 +56,16 @@ def offload_keys(s: DsSettings) -> None:
     elif find_library("aio") is None:
         raise ConfigError("libaio", found="no such library", expected="libaio, which DeepSpeed's NVMe offload needs",
                           remedy="apt-get install libaio-dev")
+
+
+def nvme_buffer_size(s: DsSettings) -> None:
+    """Each rank's part of a parameter must fit in one buffer: an assertion in the middle of the first step."""
+    model = s.model
+    largest = max(model.vocab_size, model.intermediate_size, 3 * model.hidden_size) * model.hidden_size
+    needed = -(-largest // s.world_size)
+    if s.offload("param") == "nvme" and s.get(f"{_ZERO}.offload_param.buffer_size", 1e8) < needed:
+        raise s.refuse(f"{_ZERO}.offload_param.buffer_size", f"at least {needed}, a rank's part of the largest matrix",
+                       found=s.get(f"{_ZERO}.offload_param.buffer_size", "100000000, the default"))
 
 
 def stage_keys(s: DsSettings) -> None:
@@ -165,7 +168,7 @@ def muon_places(s: DsSettings) -> None:
 def optimizer_arguments(s: DsSettings) -> None:
     """Keys that the class which DeepSpeed picks for this type, device and place does not take or does not heed."""
     params = s.get("optimizer.params", {})
-    if optimizer_params(s.optimizer) is None:
+    if s.optimizer not in OPTIMIZERS:
         return
     offloaded = s.offload("optimizer") != "none"
     for name in params:
@@ -222,13 +225,15 @@ def notes(s: DsSettings) -> tuple[str, ...]:
         said.append(f"zero_optimization.overlap_comm has no effect at stage {s.zero_stage}: DeepSpeed turns it off")
     if s.pipeline_stages == 1 and s.partition_method != "parameters":
         said.append("pipeline.partition_method has no effect with one stage")
+    if s.zero("gather_16bit_weights_on_model_save"):
+        said.append("stage3_gather_16bit_weights_on_model_save has no effect: save_16bit_model is not called")
     if s.file.get("steps_per_print") not in (None, float("inf")):
         said.append("steps_per_print makes DeepSpeed print beside the progress line")
     return tuple(said)
 
 
 RULES: tuple[Callable[[DsSettings], None], ...] = (
-    precision_of_device, offload_needs_a_stage, offload_pairs, stage_keys, zero_plus_plus, accumulation_dtype,
+    precision_of_device, offload_needs_a_stage, stage_keys, zero_plus_plus, accumulation_dtype,
     low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
-    offload_keys, scheduler_params, measuring,
+    offload_keys, nvme_buffer_size, scheduler_params, measuring,
 )

@@ -241,5 +241,3 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": "MiCS has been removed; use zero_hpz_partition_size",
     "zero_optimization.zeropp_loco_param": "LoCo-Zero++ has been removed",
 }
-# Keys of the tree that are ours or that only DeepSpeed's engine or launcher reads, not its configuration class.
-OWN_KEYS = ("pipeline.stages", "pipeline.partition_method", "pipeline.use_reentrant", "sequence_parallel_size")

@@ -3,8 +3,10 @@
 ZeRO-0/1 run as a PipelineModule of one or more stages, ZeRO-2/3 as the plain module. Only this file branches on it.
 """
 
+import contextlib
+import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -22,9 +24,14 @@ from pretrain.model.specs import as_module, as_pipeline
 from pretrain.optimizer import parameter_groups
 
 
-def quieten_deepspeed(level: str) -> None:
-    """Set DeepSpeed's logger to `level`: debug, info, warning or error."""
+@contextlib.contextmanager
+def deepspeed_output(level: str) -> Iterator[None]:
+    """Set DeepSpeed's logger to `level` (debug, info, warning, error); above info, also drop what it prints meanwhile."""
     deepspeed.utils.logger.setLevel(getattr(logging, level.upper()))
+    with contextlib.ExitStack() as stack:
+        if level not in ("debug", "info"):
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield
 
 
 def emulate_fp16() -> None:
@@ -40,15 +47,15 @@ def _build_module(plan: Plan) -> torch.nn.Module:
         return as_module(plan.model, activation_checkpoint_interval=plan.activation_checkpoint_interval)
 
 
-def _scheduler(plan: Plan, schedule: Callable[[int], float] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """`schedule` (learning rate by applied steps) as DeepSpeed takes it; None: the JSON's own scheduler, or none."""
+def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """The plan's schedule as DeepSpeed takes it; None: the JSON's own scheduler, or none."""
+    schedule = plan.schedule
     if schedule is None:
         return None
-    peak = plan.peak_lr or 1.0
-    return lambda optimizer: LambdaLR(optimizer, lambda step: schedule(step) / peak)
+    return lambda optimizer: LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
 
 
-def build_engine(plan: Plan, schedule: Callable[[int], float] | None) -> DeepSpeedEngine:
+def build_engine(plan: Plan) -> DeepSpeedEngine:
     """The engine, with initial weights that depend on (seed, parameter name) alone. The process group must exist."""
     if plan.args.emulate_fp16:
         emulate_fp16()
@@ -57,7 +64,7 @@ def build_engine(plan: Plan, schedule: Callable[[int], float] | None) -> DeepSpe
     # Every rank its own dropout; plain DeepSpeed starts each pipeline stage from the same state.
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
     engine, *_ = deepspeed.initialize(model=module, model_parameters=parameter_groups(module.parameters()),
-                                      config=plan.ds_config, lr_scheduler=_scheduler(plan, schedule))
+                                      config=plan.ds_config, lr_scheduler=_scheduler(plan))
     upstream.apply(engine)
     return engine
 

@@ -11,8 +11,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, where: str, *, found: object, expected: str, remedy: str = "") -> None:
-        line = f"{where}: found {found}; expected {expected}"
-        super().__init__(" ".join(f"{line}. {remedy}".rstrip(". ").split()) + ".")
+        line = " ".join(f"{where}: found {found}; expected {expected}. {remedy}".rstrip(". ").split())
+        super().__init__(line if line.endswith("?") else f"{line}.")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

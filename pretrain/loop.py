@@ -18,24 +18,23 @@ from pretrain.engine import (
     build_engine,
     data_parallel_rank,
     data_parallel_size,
+    deepspeed_output,
     eval_batch,
     learning_rate,
-    quieten_deepspeed,
     sum_over_data_parallel,
     train_batch,
 )
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record, versions
-from pretrain.schedule import make_schedule
 
 
 def train(plan: Plan, world: World, resume: Resume | None) -> int:
     """Run the plan to its end, from `resume` if given. Returns the exit code."""
     args = plan.args
-    quieten_deepspeed(args.deepspeed_log_level)
-    init_process_group(world)
-    engine = build_engine(plan, make_schedule(args, train_steps=plan.train_steps, peak_lr=plan.peak_lr))
-    first_step, consumed_samples = _restore(engine, resume)
+    with deepspeed_output(args.deepspeed_log_level):
+        init_process_group(world)
+        engine = build_engine(plan)
+        first_step, consumed_samples = _restore(engine, resume)
     folder = RunFolder(Path(args.save), active=world.rank == 0)
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
     loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
@@ -107,7 +106,7 @@ def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, fol
     dist.all_gather_object(hosts, gethostname())
     folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)
-    meter.say(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {plan.describe_layout()}; global batch "
+    meter.say(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan)}; global batch "
               f"{plan.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for warning in resume.warnings if resume else []:
         meter.say(f"warning: {warning}")
@@ -115,3 +114,12 @@ def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, fol
     if resume is not None:
         meter.say(f"resumed from {resume.folder}")
         folder.event("resume", step=resume.manifest.step, path=str(resume.folder))
+
+
+def _layout(plan: Plan) -> str:
+    parts = [plan.precision, f"ZeRO-{plan.zero_stage}", f"{plan.data_parallel_size} data-parallel"]
+    if plan.pipeline_stages > 1:
+        parts.append(f"{plan.pipeline_stages} pipeline stages")
+    parts += [f"{what} on {place}" for what, place in
+              (("optimizer", plan.offload_optimizer), ("parameters", plan.offload_param)) if place != "none"]
+    return ", ".join(parts)

@@ -8,6 +8,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from pretrain.device import detect_device
+from pretrain.distributed import prepare_deepspeed
+
 # op_builder class names, by what they serve
 _OPERATORS = {
     "cpu": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory",
@@ -17,15 +20,25 @@ _OPERATORS = {
 _NVME = {"AsyncIOBuilder": "NVMe offload"}
 
 
+def missing_operator(name: str) -> str:
+    """"" if this machine can have the operator (by its op_builder class), otherwise why not."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(name)
+    if builder is not None and builder.is_compatible(verbose=False):
+        return ""
+    return "needs Debian's libaio-dev" if name in _NVME else "not for this machine"
+
+
 def _build(name: str) -> str:
     """"" once the operator is compiled (now or earlier), otherwise why it cannot be."""
     from deepspeed.accelerator import get_accelerator
 
-    builder = get_accelerator().create_op_builder(name)
-    if builder is None or not builder.is_compatible(verbose=False):
-        return "needs Debian's libaio-dev" if name in _NVME else "not for this machine"
+    missing = missing_operator(name)
+    if missing:
+        return missing
     try:
-        builder.load(verbose=False)
+        get_accelerator().create_op_builder(name).load(verbose=False)
     except Exception as error:  # a compiler's failure, of any type: told by its last line
         return f"does not compile: {str(error).strip().splitlines()[-1]}"
     return ""
@@ -33,6 +46,7 @@ def _build(name: str) -> str:
 
 def build_operators(*, nvme: bool) -> bool:
     """Compile what this device uses, two at a time; True if all of it is there."""
+    prepare_deepspeed(detect_device())
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

@@ -11,7 +11,8 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str,
 
     Under `zero.Init` a parameter's own shape is that of its partition; `ds_shape` is the whole one's.
     """
-    matrices, vectors = [], []
+    matrices: list[torch.nn.Parameter] = []
+    vectors: list[torch.nn.Parameter] = []
     for parameter in parameters:
         (matrices if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else vectors).append(parameter)
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

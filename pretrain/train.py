@@ -9,11 +9,11 @@ from pathlib import Path
 if __name__ == "__main__":  # the folder of this file has modules with common names: let it shadow none
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pretrain.arguments import parse_arguments
+from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
-from pretrain.distributed import World, print_error, running_environment
+from pretrain.distributed import World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError
 
 
@@ -22,16 +22,24 @@ def main(argv: list[str] | None = None) -> int:
     world = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
     try:
         world = running_environment()
-        plan = check_run(parse_arguments(argv), world_size=world.size, device=detect_device())
-        resume = choose_resume(plan)
+        return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
         return 2
+
+
+def run(args: RunArguments, world: World) -> int:
+    """Judge the run, and train if it passes and is not complete already. Returns the exit code; raises ConfigError."""
+    device = detect_device()
+    plan = check_run(args, world_size=world.size, device=device)
+    resume = choose_resume(plan)
     if resume is not None and resume.manifest.step >= plan.train_steps:
         if world.rank == 0:
-            print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.train_steps} steps are done")
+            print(f"{args.save} is complete: {resume.manifest.step} of {plan.train_steps} steps are done")
         return 0
+    prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed
+
     return train(plan, world, resume)
 
 

@@ -14,9 +14,9 @@ Defects that are refused instead of mended are in `ds_rules.py`. Versions: seen 
     H  unknown top-level JSON keys are ignored                                     refused: ds_schema.py
     I  sequence parallelism is ignored under a pipeline                            refused: ds_rules.py
     J  SLURM launcher without RANK: every task trains alone                        distributed.py: ranks derived
+    K  fp32 + ZeRO-0 + pipeline: gradients clipped by the first stage's norm       clip_fp32_by_whole_norm
 Lesser ones, which are loud or only lose information:
     bf16 + ZeRO-0 pipeline checkpoints cannot be read back (KeyError 0)            load_checkpoint
-    fp32 + ZeRO-0 reports no gradient norm                                         report_fp32_grad_norm
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 
@@ -44,7 +44,7 @@ def apply(engine: DeepSpeedEngine) -> None:
     if engine.zero_nvme_offload_optimizer() or _params_on_nvme(engine):
         make_nvme_checkpoints_whole(engine)
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
-        report_fp32_grad_norm(engine)
+        clip_fp32_by_whole_norm(engine)
 
 
 def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
@@ -69,6 +69,29 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
         return loss
 
     engine.module.loss_fn = scaled_loss_fn
+    _unscale_by_the_scale_used(optimizer)
+
+
+def _unscale_by_the_scale_used(optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
+    """A: `step` lets the loss scale grow before it divides the gradients (and the norm) by it, so every such step
+    takes half of its gradient. FP16_UnfusedOptimizer besides reports the norm of the scaled gradients, and counts tied
+    ones once a stage: it looks for the mark of a replica on the gradient, which only the parameter has.
+    """
+    update_scale, step = optimizer._update_scale, optimizer.step
+    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+
+    def step_then_grow(closure: None = None) -> bool:
+        for parameter in (p for group in optimizer.fp16_groups for p in group if unfused and p.grad is not None):
+            parameter.grad.ds_pipe_replicated = getattr(parameter, "ds_pipe_replicated", False)
+        overflow: bool = step(closure)
+        if not overflow:
+            if unfused:
+                optimizer._global_grad_norm /= optimizer.loss_scale_config.cur_scale
+            update_scale(False)
+        return overflow
+
+    optimizer._update_scale = lambda skip: update_scale(skip) if skip else None
+    optimizer.step = step_then_grow
 
 
 def reduce_tied_gradients(engine: PipelineEngine) -> None:
@@ -187,18 +210,22 @@ def _write_state(optimizer: DeepSpeedZeroOptimizer_Stage3, sub_group: int, param
             state[key] = value.to(parameter.device) if torch.is_tensor(value) else value
 
 
-def report_fp32_grad_norm(engine: DeepSpeedEngine) -> None:
-    """In fp32 at stage 0 `get_global_grad_norm` stays None: DeepSpeed clips but drops the norm (engine.py,
-    clip_fp32_gradients), and without clipping never takes it.
+def clip_fp32_by_whole_norm(engine: DeepSpeedEngine) -> None:
+    """K: in fp32 at stage 0 `clip_grad_norm_` leaves out the parameters of every pipeline stage but the first, as if
+    they were replicas (runtime/utils.py: get_model_parallel_rank is the stage), so clipping depends on the layout.
+    `get_global_grad_norm` stays None besides, and without clipping no norm is taken.
     """
-    max_norm = engine.gradient_clipping() or float("inf")
+    max_norm = engine.gradient_clipping()
 
     def clip() -> None:
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=max_norm, mpu=engine.mpu)
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+        engine._global_grad_norm = norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
+        if max_norm > 0:
+            clip_tensors_by_global_norm([p.grad for p in parameters], max_norm=max_norm, global_norm=norm)
 
-    if engine.gradient_clipping() > 0:
-        engine.clip_fp32_gradients = clip
-    else:
+    engine.clip_fp32_gradients = clip
+    if max_norm == 0:  # then the engine does not call it
         engine.optimizer.register_step_pre_hook(lambda *_: clip())
 
 

@@ -92,6 +92,13 @@ def test_zero3_has_the_plain_modules_weights_loss_and_gradients(ranks, name, int
         assert result["worst_gradient"] < 1e-6
 
 
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_a_stage_that_recomputes_draws_the_same_dropout(ranks, name):
+    for seen in ranks:
+        kept, recomputed = seen[f"{name}/dropout"]
+        assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 def test_activation_checkpointing_changes_no_gradient_with_dropout(interval, tmp_path):
     config = load_model_config(write_config(tmp_path, {**SHAPES["gpt2"], **DROPOUT}))

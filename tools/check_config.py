@@ -1,15 +1,12 @@
+#!/usr/bin/env python3
 """Judge a run as pretrain/train.py would, without training: the plan and exit 0, or one line and exit 2."""
 
 import sys
-from argparse import ArgumentParser
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pretrain.arguments import parse_arguments
 from pretrain.check import Plan, check_run
+from pretrain.cli import Parser, run_main
 from pretrain.device import cpu_device, cuda_device, detect_device
-from pretrain.errors import ConfigError
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
@@ -21,7 +18,9 @@ def plan_lines(plan: Plan) -> list[str]:
              f"{plan.data_parallel_size} data-parallel = {plan.world_size} rank{'s' * (plan.world_size > 1)}"
     places = [f"{what} on {place}" for what, place in (("optimizer", plan.offload_optimizer),
                                                         ("parameters", plan.offload_param)) if place != "none"]
-    precision = plan.precision + (f", gradients accumulated in {plan.grad_accum_dtype}" if plan.grad_accum_dtype else "")
+    precision = plan.precision
+    if plan.grad_accum_dtype:
+        precision += f", gradients accumulated in {plan.grad_accum_dtype}"
     if plan.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
     every = plan.activation_checkpoint_interval
@@ -46,23 +45,18 @@ def plan_lines(plan: Plan) -> list[str]:
     return [f"{name:<11}{text}" for name, text in rows.items()] + [f"note       {note}" for note in plan.notes]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 (the run is fine) or 2."""
+def main(argv: list[str] | None = None) -> None:
+    """Raises ConfigError for a run that would be refused."""
     words = sys.argv[1:] if argv is None else argv
-    own = ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--world_size", "--world-size", type=int, default=1)
+    own = Parser(add_help=False)
+    own.add_argument("--world_size", type=int, default=1)
     own.add_argument("--device", choices=sorted(_DEVICES), default="auto")
     if {"-h", "--help"} & set(words):
         print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
-    try:
-        known, rest = own.parse_known_args(words)
-        plan = check_run(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
-    except ConfigError as error:
-        print(f"ds-pretrain: error: {error}", file=sys.stderr)
-        return 2
+    known, rest = own.parse_known_args(words)
+    plan = check_run(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
     print("\n".join(plan_lines(plan)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.text import open_output
+from pretrain.data.text import make_folder
 from pretrain.errors import ConfigError
 
 _LARGEST_FILE_BYTES = 1_000_000  # what is longer is a table, not a program
@@ -35,13 +35,13 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
     if megabytes <= 0:
         raise ConfigError("--megabytes", found=str(megabytes), expected="more than 0")
     folder = Path(source or sysconfig.get_path("stdlib"))
-    out = Path(out_dir)
+    out = make_folder(Path(out_dir))
     final = {name: out / f"{name}.jsonl" for name in ("train", "valid")}
     temporary = {name: path.with_suffix(f".jsonl.tmp-{os.getpid()}") for name, path in final.items()}
     counts = {"train": 0, "valid": 0}
     num_bytes = 0
     try:
-        with open_output(temporary["train"]) as train, open_output(temporary["valid"]) as valid:
+        with temporary["train"].open("w") as train, temporary["valid"].open("w") as valid:
             for path, text, is_valid in _documents(folder):
                 num_bytes += len(text.encode())
                 if num_bytes > megabytes * 1e6 and min(counts.values()) > 0:

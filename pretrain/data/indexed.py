@@ -174,8 +174,8 @@ class IndexedWriter:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = self._temporary["bin"].open("wb")
         except OSError as error:
-            raise ConfigError(str(self.prefix), found=_reason(error), expected="a prefix in a folder that can be"
-                              " written to") from None
+            raise ConfigError(str(self.prefix), found=f"{error.filename}: {error.strerror}",
+                              expected="a prefix in a folder that can be written to") from None
 
     @property
     def num_documents(self) -> int:

@@ -80,8 +80,9 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
     counts = np.zeros(loaded.vocab_size, np.int64)
     try:
         with IndexedWriter(out, job.dtype) as writer, Progress("tokenising", total_bytes) as progress:
-            batches = _batches(inputs, max(1, min(CHUNK_BYTES, total_bytes // 16)))
-            for batch, result in _map_in_order(batches, job, workers or len(os.sched_getaffinity(0))):
+            # Starting a process takes longer than one chunk.
+            most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
+            for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), job, most_workers):
                 if result.refusal:
                     raise _as_config_error(result.refusal)
                 writer.add_documents(result.tokens, result.ends)

@@ -2,15 +2,15 @@
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from pretrain.errors import ConfigError, did_you_mean
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
 _JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 
@@ -122,10 +122,12 @@ def check_unicode(text: str, where: str) -> None:
                           expected="Unicode text", remedy="mend or drop that document") from None
 
 
-def open_output(path: Path) -> IO[str]:
-    """A UTF-8 file for writing, its folder made. Raises ConfigError."""
+def make_folder(path: Path) -> Path:
+    """The folder, made and writable. Raises ConfigError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8", newline="\n")
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(str(path), found=str(error.strerror), expected="a file that can be written") from None
+        raise ConfigError(str(path), found=str(error.strerror), expected="a folder that can be made") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(str(path), found="no right to write there", expected="a folder that can be written to")
+    return path

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pretrain.data.text import check_inputs, open_output, read_chunks, read_texts
+from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
 from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -35,6 +35,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
         raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
                           f" --character_coverage {character_coverage}", expected="numbers above 0, coverage up to 1")
     check_inputs(inputs)
+    folder = make_folder(Path(out_dir))
     written = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -48,7 +49,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
         raise _vocab_error(vocab_size, str(error)) from None
-    return _write(Path(out_dir), written.getvalue())
+    return _write(folder, written.getvalue())
 
 
 def _sample_lines(inputs: Sequence[str], jsonl_key: str, max_megabytes: float) -> Iterator[str]:
@@ -93,8 +94,7 @@ def _write(folder: Path, model: bytes) -> Tokenizer:
     pieces = SentencePieceProcessor(model_proto=model)
     vocab = [f"{pieces.id_to_piece(number)}\t{pieces.get_score(number):g}\n" for number in range(len(pieces))]
     temporary = folder / f"tokenizer.tmp-{os.getpid()}"
-    with open_output(temporary) as file:
-        file.writelines(vocab)
+    temporary.write_text("".join(vocab), encoding="utf-8")
     os.replace(temporary, folder / "tokenizer.vocab")
     temporary.write_bytes(model)
     os.replace(temporary, folder / "tokenizer.model")

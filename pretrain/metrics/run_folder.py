@@ -14,6 +14,7 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.check import Plan
+from pretrain.errors import ConfigError
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 
@@ -42,6 +43,7 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     return {
         "time": time.time(), "flags": asdict(plan.args), "deepspeed_config": plan.ds_config,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
+        "train_steps": plan.train_steps,
         "layout": {"world_size": plan.world_size, "data_parallel_size": plan.data_parallel_size,
                    "pipeline_stages": plan.pipeline_stages, "zero_stage": plan.zero_stage,
                    "precision": plan.precision},
@@ -52,6 +54,28 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "versions": versions(), "git_commit": _git_commit(), "hosts": hosts or [socket.gethostname()],
     }
+
+
+def read_starts(run: Path) -> list[dict[str, Any]]:
+    """The records of run.json, the newest last. Raises ConfigError for what is no run folder."""
+    try:
+        return list(json.loads((run / "run.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(run / "run.json"), found=str(getattr(error, "strerror", None) or error),
+                          expected="the record that a run writes when it starts",
+                          remedy="name the folder that --save gave") from None
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without a last line that a kill cut short; none where there is no such file."""
+    path = run / "metrics.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
 
 
 class RunFolder:
@@ -67,7 +91,7 @@ class RunFolder:
         if not self._active:
             return
         path = self.path / "run.json"
-        starts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        starts = read_starts(self.path) if path.is_file() else []
         temporary = path.with_name(".tmp-run.json")
         temporary.write_text(json.dumps([*starts, record], indent=1, default=str), encoding="utf-8")
         os.replace(temporary, path)

@@ -121,7 +121,11 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
                           f"{', '.join(preset_names())}")
     path = _find(model)
     where = f"--model {model}" if path.parent == PRESETS else str(path)
-    values = read_config_json(path)
+    return model_config_from(read_config_json(path), where, overrides)
+
+
+def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
+    """The model of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
     architecture = values.get("model_type")
     if architecture not in _READERS:
         raise ConfigError(f"{where}: model_type", found=repr(architecture), expected=f"one of {listing(_READERS)}",

@@ -3,6 +3,7 @@
 Arguments: the folder of the config.jsons (one folder a shape), the folder for the results. RANK etc. from outside.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
     return {"initial": initial, "loss": loss.item(), "plain_loss": plain_loss, "worst_weight": worst}
 
 
+def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a one-stage PipelineModule in training, without and with activation checkpointing."""
+    gradients = []
+    for interval in (0, 2):
+        module = as_pipeline(config, num_stages=1, activation_checkpoint_interval=interval)
+        initialize_parameters(module, config, seed=SEED)
+        tokens, labels, weights = batch(config)
+        torch.manual_seed(5)
+        module.loss_fn(module(tokens), (labels, weights)).backward()
+        gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    return gradients
+
+
 def main() -> None:
     shapes, results = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -96,6 +110,8 @@ def main() -> None:
         for interval in (0, 2):
             seen[f"{name}/zero3/{interval}"] = zero3(config, interval)
     for name, config in configs.items():  # last: once a PipelineModule exists, no other engine starts
+        dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
+        seen[f"{name}/dropout"] = dropout_gradients(dropping)
         one_stage = as_pipeline(config, num_stages=1, activation_checkpoint_interval=1)
         initialize_parameters(one_stage, config, seed=SEED)
         seen[f"{name}/one_stage"] = one_stage.state_dict()

@@ -1,0 +1,87 @@
+"""Text from a checkpoint of any layout: the weights are handed to transformers, whose `generate` samples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest
+from pretrain.checkpoint.weights import load_weights
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError
+from pretrain.metrics.run_folder import read_starts
+from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.hf import to_transformers
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 is greedy."""
+
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 0.95
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint as a transformers model."""
+
+    folder: Path
+    model: Any  # PreTrainedModel
+    tokenizer: Tokenizer
+    max_positions: int
+
+
+def load_trained_model(run: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
+    """The newest whole checkpoint of a run folder, or that of `step`. Raises ConfigError."""
+    tokenizer = tokenizer or read_starts(run)[-1]["flags"]["tokenizer"]
+    if tokenizer is None:
+        raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
+    folder, manifest = _checkpoint(run / "checkpoints", step)
+    config = model_config_from(manifest.model, str(folder / MANIFEST))
+    return TrainedModel(folder, _transformers_model(folder, config), load_tokenizer(tokenizer), config.max_positions)
+
+
+def _checkpoint(checkpoints: Path, step: int | None) -> tuple[Path, Manifest]:
+    if step is not None:
+        folder = checkpoints / f"global_step{step}"
+        return folder, read_manifest(folder)
+    newest = newest_whole(checkpoints)
+    if newest is None:
+        raise ConfigError(str(checkpoints), found="no checkpoint", expected="at least one",
+                          remedy="train first, or name the run folder that --save gave")
+    return newest[:2]
+
+
+def _transformers_model(folder: Path, config: ModelConfig) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.hf_config["model_type"], **values))
+    model.load_state_dict(to_transformers(load_weights(folder, config), config))
+    return model.to(get_accelerator().device_name()).eval()
+
+
+def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
+    """The prompt and what follows it, until the end-of-document token or max_new_tokens."""
+    tokens = trained.tokenizer.encode(prompt)
+    if not tokens and trained.tokenizer.eod_token is not None:
+        tokens = [trained.tokenizer.eod_token]  # documents follow it
+    room = trained.max_positions - len(tokens)
+    if not tokens or room < 1:
+        raise ConfigError("--prompt", found=f"{len(tokens)} tokens", expected=f"1 to {trained.max_positions - 1}")
+    torch.manual_seed(sampling.seed)
+    choice: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k,
+                  "top_p": sampling.top_p}
+    inputs = torch.tensor([tokens], device=trained.model.device)
+    output = trained.model.generate(inputs, attention_mask=torch.ones_like(inputs),
+                                    max_new_tokens=min(sampling.max_new_tokens, room),
+                                    eos_token_id=trained.tokenizer.eod_token, pad_token_id=0, **choice)
+    return trained.tokenizer.decode(output[0].tolist())

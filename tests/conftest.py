@@ -1,0 +1,26 @@
+"""What several tests share: a small corpus, and whether this machine can do NVMe offload."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.data.indexed import IndexedWriter
+
+VOCAB_SIZE = 256
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a .bin/.idx pair: 300 documents of 20 to 400 tokens below 256, each token a little above the last one,
+    end of document 0."""
+    prefix = tmp_path_factory.mktemp("corpus") / "small"
+    numbers = np.random.default_rng(0)
+    with IndexedWriter(Path(prefix), np.uint16) as writer:
+        for _ in range(300):
+            length = int(numbers.integers(20, 400))
+            tokens = np.cumsum(numbers.integers(0, 3, length)) % (VOCAB_SIZE - 6) + 1
+            tokens[-1] = 0
+            writer.add_document(tokens.astype(np.uint16))
+        writer.finalize({"vocab_size": VOCAB_SIZE, "eod_token": 0, "max_token": VOCAB_SIZE - 6})
+    return str(prefix)

@@ -1,0 +1,40 @@
+"""Cases for worker.py: DeepSpeed JSONs and flags, small enough that a case takes about a second."""
+
+from typing import Any
+
+CPU = {"device": "cpu"}
+
+
+def nvme(folder: Any) -> dict[str, str]:
+    return {"device": "nvme", "nvme_path": str(folder)}
+
+
+def config(stage: int, *, precision: str = "fp32", stages: int = 1, micro: int = 4, accumulation: int = 2,
+           lr: float = 1e-3, checkpoint_every: int = 0, **zero: Any) -> dict[str, Any]:
+    """A DeepSpeed JSON of explicit values; `zero` goes into its zero_optimization block."""
+    values: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0, "zero_optimization": {"stage": stage, **zero},
+        "optimizer": {"type": "AdamW",
+                      "params": {"lr": lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    }
+    if precision != "fp32":
+        values[precision] = {"enabled": True}
+    if stages > 1 or checkpoint_every:
+        values["pipeline"] = {"stages": stages, "activation_checkpoint_interval": checkpoint_every}
+    return values
+
+
+def flags(corpus: str, *, layers: int = 4, hidden: int = 64, overrides: str = "", steps: int = 10,
+          **others: Any) -> dict[str, Any]:
+    """Flags of a tiny GPT-2-style model on the small corpus."""
+    model = f"vocab_size=256,n_layer={layers},n_embd={hidden}" + (f",{overrides}" if overrides else "")
+    return {"model": "tiny", "model_overrides": model, "train_data": corpus, "split": "80,20,0", "seq_length": 64,
+            "train_steps": steps, "eval_steps": 1, **others}
+
+
+DROPOUT = "resid_pdrop=0.1,attn_pdrop=0.1,embd_pdrop=0.1"
+
+
+def case(name: str, job: str, values: dict[str, Any], run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"name": name, "job": job, "config": values, "flags": run_flags, **others}

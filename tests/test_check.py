@@ -1,0 +1,406 @@
+"""Wrong inputs, each refused by tools/check_config.py in one line that names the culprit; and right ones."""
+
+import dataclasses
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretrain.arguments import RunArguments
+from pretrain.check import Plan, check_run
+from pretrain.cli import run_main
+from pretrain.data.indexed import IndexedWriter
+from pretrain.device import Device, cpu_device, detect_device
+from pretrain.ds_read import get_value
+
+ROOT = Path(__file__).parent.parent
+CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+BASE: dict[str, Any] = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "zero_optimization": {"stage": 1},
+}
+NOTHING = object()  # as a value: the key is removed
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a tokenizer, and things that are broken."""
+    folder = tmp_path_factory.mktemp("world")
+    rng = np.random.default_rng(0)
+    for name, largest, meta in (
+        ("corpus", 500, {"vocab_size": 512, "max_token": 499, "eod_token": 0, "tokenizer_sha256": "ab" * 32}),
+        ("foreign", 500, None),
+        ("big", 500, {"vocab_size": 60000, "max_token": 59999}),
+        ("big_foreign", 60000, None),
+    ):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for _ in range(100):
+                writer.add_document(rng.integers(0, largest, 200))
+            writer.finalize(meta)
+    with IndexedWriter(folder / "short", np.uint16) as writer:
+        writer.add_document(rng.integers(0, 500, 40))
+        writer.finalize()
+    for name in ("truncated", "corrupt", "lonely"):
+        for suffix in ("bin", "idx"):
+            (folder / f"{name}.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
+    (folder / "truncated.bin").write_bytes((folder / "corpus.bin").read_bytes()[:-2])
+    (folder / "corrupt.idx").write_bytes(b"nonsense" + (folder / "corpus.idx").read_bytes()[8:])
+    (folder / "lonely.bin").unlink()
+    vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 300)}}
+    tokenizer = {"version": "1.0", "added_tokens": [],
+                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w1"},
+                 "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+                 "truncation": None, "padding": None}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "file").write_text("a file")
+    (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
+    (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
+    (folder / "list.json").write_text("[]")
+    (folder / "nvme").mkdir()
+    return folder
+
+
+def change(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, name = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    if value is NOTHING:
+        del values[name]
+    else:
+        values[name] = value
+
+
+def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> list[str]:
+    """The command line of a run that is right but for the changes. `{world}` in a flag is the folder."""
+    document = json.loads(json.dumps(BASE))
+    for dotted, value in json_changes.items():
+        change(document, dotted, value)
+    path = world / "ds.json"
+    path.write_text(json.dumps(document, indent=1))
+    given = {"deepspeed_config": str(path), "model": "tiny", "train_data": "{world}/corpus", "seq_length": 64,
+             "train_steps": 50, "save": "{world}/run", "device": "cpu", **flags}
+    line = []
+    for name, value in given.items():
+        if value is not NOTHING:
+            line += [f"--{name}"] if value is True else [f"--{name}", str(value).replace("{world}", str(world))]
+    return line
+
+
+def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
+    return {"zero_optimization.stage": stage, f"zero_optimization.{name}": value}
+
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # the file
+    ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
+    ({}, {"deepspeed_config": "{world}/none.json"}, "none.json"),
+    ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
+    ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
+    ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
+    # keys
+    ({"zero_optimisation": {"stage": 3}}, {}, 'did you mean "zero_optimization"'),
+    ({"zero_optimization.stge": 3}, {}, 'did you mean "stage"'),
+    ({"stage": 2}, {}, 'belongs under "zero_optimization"'),
+    ({"bf16.loss_scale": 0}, {}, 'belongs under "fp16"'),
+    ({"zero_optimization.gradient_cliping": 1}, {}, 'did you mean "gradient_clipping" at the top level'),
+    ({"optimizer.params.learning_rate": 1}, {}, 'did you mean "lr"'),
+    ({"aio": {"thread_count": 1}}, {}, 'did you mean "intra_op_parallelism"'),
+    ({"optimizer.lr": 1}, {}, 'belongs under "optimizer.params"'),
+    ({"zero_optimization.offload_optimizer": {"devise": "cpu"}}, {}, 'did you mean "device"'),
+    ({"elasticity": {"enabled": False}}, {}, "elastic training has been removed"),
+    ({"amp": {"enabled": "auto"}}, {}, "Apex AMP"),
+    ({"zero_optimization.mics_shard_size": 2}, {}, "MiCS"),
+    # types and ranges
+    ({"zero_optimization.stage": "two"}, {}, 'zero_optimization.stage: found "two"'),
+    ({"zero_optimization.stage": 4}, {}, "from 0 to 3"),
+    ({"zero_optimization.stage": True}, {}, "zero_optimization.stage: found true"),
+    ({"zero_optimization": True}, {}, "zero_optimization: found true; expected an object"),
+    ({"bf16.enabled": "yes"}, {}, 'bf16.enabled: found "yes"'),
+    ({"train_batch_size": 0}, {}, "train_batch_size: found 0"),
+    ({"train_batch_size": 1.5}, {}, "train_batch_size: found 1.5"),
+    ({"gradient_clipping": -1}, {}, "gradient_clipping: found -1"),
+    ({"optimizer.params.betas": 0.9}, {}, "a list of two numbers"),
+    ({"optimizer.params.lr": 0}, {}, "a rate above 0"),
+    ({"fp16": {"enabled": False, "initial_scale_power": "auto"}}, {}, '"auto" is not filled here'),
+    ({"zero_optimization.sub_group_size": "auto"}, {}, "zero_optimization.sub_group_size"),
+    # keys without an effect
+    ({"dataloader_drop_last": True}, {}, "dataloader_drop_last"),
+    ({"data_efficiency": {"enabled": True}}, {}, "data_efficiency"),
+    ({"autotuning": {"enabled": True}}, {}, "autotuning"),
+    ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine"),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor parallelism is not supported"),
+    ({"sequence_parallel_size": 2}, {}, "sequence parallelism is not supported"),
+    ({"expert_parallel": {"enabled": True}}, {}, "expert_parallel"),
+    ({"checkpoint": {"writer": {"type": "FAST"}}}, {}, "checkpoint.writer"),
+    ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
+    ({"activation_checkpointing": {"partition_activations": True}}, {}, "activation_checkpoint_interval"),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, {}, "torch_autocast"),
+    ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op"),
+    ({"pipeline": {"use_reentrant": True}}, {}, "pipeline.use_reentrant"),
+    ({"pipeline": {"seed_layers": True}}, {}, "pipeline.seed_layers"),
+    ({"pipeline": {"partition_method": "profile"}}, {}, "pipeline.partition_method"),
+    (z("stage3_max_live_parameters", 10, stage=2), {}, "it acts at stage 3"),
+    (z("round_robin_gradients", True), {}, "stages 1 and 2"),
+    ({"aio": {"queue_depth": 8}}, {}, "aio: found an aio block"),
+    (z("offload_optimizer", {"device": "cpu", "nvme_path": "/tmp"}), {}, "offload_optimizer.nvme_path"),
+    # ZeRO, offload, pipeline
+    (z("stage", 2) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
+    (z("stage", 3) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
+    ({"pipeline": {"stages": 2}}, {"world_size": 3}, "2 stages on 3 ranks"),
+    ({"pipeline": {"stages": 2}}, {"world_size": 1}, "2 stages on 1 ranks"),
+    ({"pipeline": {"stages": 5}}, {"world_size": 5}, "at most 4, the model's layers"),
+    (z("offload_optimizer", NVME, stage=2), {"nvme_path": "{world}/nvme"}, "NVMe needs stage 3"),
+    (z("offload_optimizer", CPU, stage=0), {}, "offload_optimizer.device"),
+    (z("offload_param", CPU, stage=2), {}, "offload_param.device"),
+    (z("offload_optimizer", NVME), {}, "DS_PRETRAIN_NVME_PATH"),
+    (z("offload_optimizer", NVME), {"nvme_path": "{world}/none"}, "{world}/none"),
+    (z("offload_optimizer", {**NVME, "nvme_path": "/a"}), {"nvme_path": "/b"}, "found /a, but --nvme_path /b"),
+    (z("offload_param", {**NVME, "buffer_size": 100}), {"nvme_path": "{world}/nvme"}, "buffer_size"),
+    ({}, {"nvme_path": "{world}/nvme"}, "--nvme_path"),
+    (z("zero_hpz_partition_size", 3), {"world_size": 4}, "zero_hpz_partition_size"),
+    (z("zero_quantized_weights", True), {}, "zero_quantized_weights"),
+    ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, {"world_size": 2}, "wall_clock_breakdown"),
+    ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, {"world_size": 2}, "flops_profiler.enabled"),
+    (z("stage", 2) | {"prescale_gradients": True}, {}, "prescale_gradients"),
+    # precision
+    ({"fp16": {"enabled": True}}, {}, "one of the two"),
+    ({"bf16.enabled": False, "fp16": {"enabled": True}}, {}, "--emulate_fp16"),
+    ({}, {"emulate_fp16": True}, "--emulate_fp16"),
+    ({}, {"precision": "fp16"}, "but --precision fp16"),
+    ({}, {"precision": "bf61"}, "--precision"),
+    ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, {}, '"auto" without --precision'),
+    ({"zero_optimization.stage": 0, "data_types": {"grad_accum_dtype": "fp32"}}, {}, "data_types.grad_accum_dtype"),
+    ({"data_types": {"grad_accum_dtype": "fp16"}}, {}, "data_types.grad_accum_dtype"),
+    ({"data_types": {"param_dtype": "fp32"}}, {}, "data_types.param_dtype"),
+    ({"bf16.immediate_grad_update": True}, {}, "bf16.immediate_grad_update"),
+    ({"bf16.bf16_master_weights_and_grads": True}, {}, "bf16_master_weights_and_grads"),
+    # optimizer and scheduler
+    ({"optimizer": NOTHING}, {}, "optimizer: found nothing"),
+    ({"optimizer.type": NOTHING}, {}, "optimizer.type: found nothing"),
+    ({"optimizer.type": "AdamM"}, {}, 'did you mean "Adam'),
+    ({"optimizer.type": "OneBitAdam"}, {}, "no 1-bit optimizers"),
+    ({"optimizer.type": "CPUAdam"}, {}, "offload_optimizer"),
+    ({"optimizer.type": "Lion"}, {}, "runs on this CPU device"),
+    ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {}, "zero_allow_untested_optimizer"),
+    ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, {}, 'did you mean "momentum"'),
+    ({"optimizer": {"type": "Lion"}}, {"adam_epsilon": 1e-6, "device": "cuda"}, "--adam_epsilon"),
+    (z("offload_optimizer", CPU) | {"optimizer.type": "Muon"}, {}, "which run on the CPU"),
+    (z("stage", 3) | {"optimizer.type": "Muon"}, {}, "zero_optimization.reduce_scatter"),
+    ({"optimizer.type": "Muon", "zero_optimization.stage": 0}, {}, "for Muon"),
+    ({"optimizer.params.max_grad_norm": 1}, {}, '"gradient_clipping" at the top level'),
+    ({"optimizer.params.adam_w_mode": False}, {}, "optimizer.params.adam_w_mode"),
+    ({}, {"learning_rate": 1e-4}, "found 0.001, but --learning_rate 0.0001"),
+    ({}, {"adam_beta1": 0.8}, "optimizer.params.betas"),
+    ({"scheduler": {"type": "WarmupLr"}}, {}, 'did you mean "WarmupLR"'),
+    ({"scheduler": {"type": "WarmupLR"}}, {"lr_schedule": "linear"}, "--lr_schedule"),
+    ({"scheduler": {"type": "WarmupLR"}}, {"lr_warmup_steps": 5}, "--lr_warmup_steps"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, {}, "scheduler.params.total_num_steps"),
+    # batch
+    (dict(zip(BASE, (7, 2, 2), strict=False)), {}, "7 != 2 x 2 x 1"),
+    ({"train_batch_size": 6}, {"world_size": 4}, "6 != 1 x 1 x 4"),
+    ({"train_batch_size": 8}, {"global_batch_size": 16}, "found 8, but --global_batch_size 16"),
+    ({"train_batch_size": 2}, {"world_size": 4}, "2 != "),
+    (dict.fromkeys(list(BASE)[:3], NOTHING), {}, "no batch size"),
+    ({}, {"micro_batch_size": 0}, "--micro_batch_size"),
+    # length and schedule
+    ({}, {"train_steps": NOTHING}, "neither of them"),
+    ({}, {"train_tokens": 10}, "both"),
+    ({}, {"train_steps": 0}, "--train_steps"),
+    ({}, {"lr_schedule": "cosin"}, 'did you mean "cosine"'),
+    ({}, {"lr_warmup_steps": 51}, "--lr_warmup_steps"),
+    ({}, {"min_lr_ratio": 2}, "--min_lr_ratio"),
+    ({}, {"save_interval": -1}, "--save_interval"),
+    ({}, {"log_interval": 0}, "--log_interval"),
+    ({}, {"exit_step": 51}, "--exit_step"),
+    ({}, {"resume": "allways"}, "--resume"),
+    ({}, {"deepspeed_log_level": "loud"}, "--deepspeed_log_level"),
+    ({}, {"world_size": 0}, "world size"),
+    # model
+    ({}, {"model": "tiyn"}, 'did you mean "tiny"'),
+    ({}, {"model": NOTHING}, "--model"),
+    ({}, {"model": "{world}/none/config.json"}, "none/config.json"),
+    ({}, {"model_overrides": "n_layers=3"}, 'did you mean "n_layer"'),
+    ({}, {"model_overrides": "n_embd=130"}, "n_embd"),
+    ({}, {"seq_length": 513}, "at most 512"),
+    ({}, {"seq_length": 0}, "--seq_length"),
+    # data
+    ({}, {"train_data": NOTHING}, "--train_data"),
+    ({}, {"train_data": "{world}/none"}, "none.idx"),
+    ({}, {"train_data": "{world}/lonely"}, "lonely.bin"),
+    ({}, {"train_data": "{world}/truncated"}, "truncated.bin"),
+    ({}, {"train_data": "{world}/corrupt"}, "corrupt.idx"),
+    ({}, {"train_data": "{world}/short"}, "short"),
+    ({}, {"train_data": "{world}/big"}, "token 59999"),
+    ({}, {"train_data": "{world}/big_foreign"}, "at most the model's vocab_size, 8192"),
+    ({}, {"valid_data": "{world}/big"}, "--valid_data"),
+    ({}, {"valid_data": "{world}/short"}, "at least 65"),
+    ({}, {"split": "90,20,x"}, "--split"),
+    ({}, {"global_batch_size": 16}, "8 validation samples"),
+    ({}, {"tokenizer": "{world}/none"}, "--tokenizer"),
+    ({}, {"tokenizer": "{world}/file"}, "--tokenizer"),
+    ({}, {"tokenizer": "{world}"}, "abababababab"),
+    ({}, {"tokenizer": "{world}", "model_overrides": "vocab_size=200"}, "--tokenizer"),
+    ({}, {"train_data": "{world}/foreign", "eod_mask_loss": True}, "--eod_mask_loss"),
+    # the run folder and the command line
+    ({}, {"save": NOTHING}, "--save"),
+    ({}, {"save": "{world}/file"}, "--save"),
+    ({}, {"save": "{world}/file/run"}, "--save"),
+    ({}, {"sed": 3}, 'did you mean "seed"'),
+    ({}, {"train_steps": "many"}, "many"),
+    ({}, {"config": "{world}/none.yaml"}, "none.yaml"),
+]
+
+
+def load_main() -> Callable[[list[str]], None]:
+    spec = importlib.util.spec_from_file_location("check_config", ROOT / "tools" / "check_config.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+MAIN = load_main()
+
+
+@pytest.mark.parametrize(("json_changes", "flags", "culprit"), WRONG,
+                         ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "")
+def test_wrong_input_is_refused_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
+                                            json_changes: dict[str, Any], flags: dict[str, Any],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
+    monkeypatch.setattr("pretrain.device.Path.read_text", _without_fp16(Path.read_text))
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: MAIN(words(world, json_changes, flags)))
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("ds-pretrain: error: ")
+    assert printed.err.count("\n") == 1
+    assert culprit.replace("{world}", str(world)) in printed.err
+
+
+def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
+    """This machine's processor may compute in fp16; the one of these tests does not."""
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        text = read_text(path, *args, **options)
+        return text.replace("avx512_fp16", "") if str(path) == "/proc/cpuinfo" else text
+    return read
+
+
+def test_there_are_enough_wrong_inputs_and_no_two_are_the_same() -> None:
+    assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
+
+
+PROCESSES = ("broken.json:2", 'did you mean "zero_optimization"', "truncated.bin", "2 stages on 3 ranks")
+
+
+@pytest.mark.parametrize("row", [row for row in WRONG if row[2] in PROCESSES], ids=lambda row: row[2])
+def test_as_a_process_it_takes_less_than_two_seconds(world: Path, row: tuple[dict, dict, str]) -> None:
+    """Of processor time, which a machine busy with other tests does not stretch much."""
+    line = [sys.executable, str(ROOT / "tools" / "check_config.py"), *words(world, row[0], row[1])]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert row[2] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_check_imports_neither_torch_nor_deepspeed(world: Path) -> None:
+    code = "import sys, runpy; sys.argv[0] = 'check_config.py'\n" \
+           f"try: runpy.run_path({str(ROOT / 'tools' / 'check_config.py')!r}, run_name='__main__')\n" \
+           "except SystemExit as end: assert not end.code\n" \
+           "print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, *words(world, {}, {})], capture_output=True, text=True, cwd=ROOT,
+                          check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_a_right_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/corpus"}
+    MAIN(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
+    out = capsys.readouterr().out
+    assert "ZeRO-1, 2 pipeline stages x 2 data-parallel = 4 ranks" in out
+    assert "8 samples a step = 2 micro-batch x 2 accumulation x 2 data-parallel" in out
+    assert "50 steps x 512 tokens = 25,600 tokens" in out
+    assert "cosine, peak 0.001" in out
+
+
+def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, device: Device = CUDA,
+            **flags: Any) -> Plan:
+    path = words(world, json_changes, {})[1]
+    args = RunArguments(deepspeed_config=path, model="tiny", train_data=str(world / "corpus"), seq_length=64,
+                        train_steps=50, save=str(world / "run"))
+    return check_run(dataclasses.replace(args, **flags), world_size=world_size, device=device)
+
+
+def test_the_plan_of_a_pipeline(world: Path) -> None:
+    changes = {"pipeline": {"stages": 2, "partition": "best", "activation_checkpoint_interval": 3},
+               "zero_optimization.offload_optimizer": CPU}
+    plan = plan_of(world, changes, world_size=4, global_batch_size=8, gradient_accumulation_steps=2)
+    assert (plan.zero_stage, plan.pipeline_stages, plan.data_parallel_size, plan.world_size) == (1, 2, 2, 4)
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size) == (2, 2, 8)
+    assert (plan.partition_method, plan.activation_checkpoint_interval) == ("parameters", 3)
+    assert (plan.offload_optimizer, plan.offload_param, plan.precision) == ("cpu", "none", "bf16")
+    assert plan.uses_pipeline_module
+    assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "parameters", "use_reentrant": False,
+                                          "activation_checkpoint_interval": 3}
+    assert plan.eod_token == 0  # of the data's sidecar
+    assert plan.peak_lr == 1e-3
+    assert plan.schedule is not None
+    assert plan.schedule(0) == 1e-3
+
+
+def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PRETRAIN_NVME_PATH", str(world / "nvme"))
+    changes = z("offload_optimizer", {"device": "nvme", "nvme_path": "auto"}) | {"aio": {"queue_depth": 4}}
+    plan = plan_of(world, changes)
+    assert (plan.zero_stage, plan.offload_optimizer, plan.uses_pipeline_module) == (3, "nvme", False)
+    assert get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path") == str(world / "nvme")
+
+
+def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) -> None:
+    changes = {"bf16": NOTHING, "fp16": {"enabled": True}}
+    assert plan_of(world, changes).precision == "fp16"
+    slow = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
+    assert plan_of(world, changes, device=slow, emulate_fp16=True).precision == "fp16"
+
+
+def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
+    assert plan.peak_lr is None
+    assert plan.schedule is None
+    assert plan.ds_config["scheduler"]["params"] == {"warmup_num_steps": 5}
+
+
+def test_tokens_become_steps(world: Path) -> None:
+    plan = plan_of(world, {"train_batch_size": 4}, train_steps=None, train_tokens=64 * 4 * 7 + 1)
+    assert plan.train_steps == 8
+    assert plan.tokens_per_step == 256
+    assert plan.epochs == 8 * 4 / plan.datasets["train"].samples_per_epoch
+
+
+def test_notes_tell_what_has_no_effect(world: Path) -> None:
+    plan = plan_of(world, {"zero_optimization.overlap_comm": True}, split="1,0,0")
+    assert [note.split()[0] for note in plan.notes] == ["zero_optimization.overlap_comm", "no"]
+    assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
+
+
+def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert detect_device() == cpu_device()
+    assert cpu_device().bf16
+    assert cpu_device().memory_bytes > 2**28

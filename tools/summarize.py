@@ -1,0 +1,35 @@
+"""Where a run stands, in a few lines: tools/summarize.py RUN"""
+
+from pathlib import Path
+
+from pretrain.cli import Parser, run_main
+from pretrain.metrics.summary import Summary, summarize
+
+
+def _lines(summary: Summary) -> list[str]:
+    def shown(value: float | None, form: str) -> str:
+        return "not known" if value is None else format(value, form)
+
+    return [f"steps done            {summary.step} of {summary.train_steps}",
+            f"training loss         {shown(summary.loss, '.4f')}",
+            f"validation loss       {shown(summary.valid_loss, '.4f')} nats a token",
+            f"unigram entropy       {shown(summary.unigram_entropy, '.4f')} nats a token",
+            f"speed                 {shown(summary.tokens_per_second, ',.0f')} tokens/s"]
+
+
+def main() -> int:
+    parser = Parser(description="Where a run stands.")
+    parser.add_argument("run", type=Path, help="run folder (what --save named)")
+    parser.add_argument("--below_unigram_entropy", action="store_true",
+                        help="exit 1 unless the validation loss is below the unigram entropy of its tokens")
+    args = parser.parse_args()
+    summary = summarize(args.run)
+    print("\n".join(_lines(summary)))
+    if args.below_unigram_entropy and not summary.below_unigram_entropy:
+        print("The validation loss is not below the unigram entropy: the model has learned no more than frequencies.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
