@@ -236,8 +236,14 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
     fill(file, config, "scheduler.params.warmup_min_lr", "--learning_rate", None, 0)
 
 
-def fill_monitors(config: dict[str, Any], save: str) -> None:
-    """Monitors that write files write them into the run folder where the JSON names no other place."""
+def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
+    """Monitors that write files write them into the run folder where the JSON names no other place.
+
+    With timers PipelineEngine divides by steps_per_print, which DeepSpeed leaves unset: it gets --log_interval.
+    """
+    timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
+    if timers and zero_stage < 2 and config.get("steps_per_print") is None:
+        config["steps_per_print"] = args.log_interval
     for name, folder in (("tensorboard", "tensorboard"), ("csv_monitor", "csv")):
         if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
-            config[name]["output_path"] = str(Path(save, folder))
+            config[name]["output_path"] = str(Path(args.save, folder))

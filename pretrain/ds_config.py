@@ -9,10 +9,10 @@ from pretrain.ds_auto import (
     clean,
     fill_batch,
     fill_model_sizes,
-    fill_monitors,
     fill_nvme_path,
     fill_optimizer,
     fill_precision,
+    fill_reports,
     fill_scheduler,
 )
 from pretrain.ds_keys import check_keys
@@ -100,7 +100,7 @@ def complete_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, 
     fill_model_sizes(config, model)
     fill_scheduler(file, config, args, train_steps, rate)
     fill_nvme_path(file, config, args)
-    fill_monitors(config, args.save)
+    fill_reports(config, args, stage)
     if stage < 2 and config.get("zero_optimization", {}).get("overlap_comm"):
         config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed does so itself for a PipelineModule
     return DsSettings(

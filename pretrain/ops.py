@@ -1,6 +1,6 @@
 """Build DeepSpeed's compiled operators once, ahead of the first run, instead of inside its first step.
 
-    python -m pretrain.ops [--nvme]
+    python -m pretrain.ops [--all]
 """
 
 import logging
@@ -17,7 +17,7 @@ _OPERATORS = {
             "ShareMemCommBuilder": "collectives within a host"},
     "cuda": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory"},
 }
-_NVME = {"AsyncIOBuilder": "NVMe offload"}
+_OPTIONAL = {"AsyncIOBuilder": "NVMe offload", "CPULionBuilder": "Lion in host memory"}
 
 
 def missing_operator(name: str) -> str:
@@ -27,7 +27,7 @@ def missing_operator(name: str) -> str:
     builder = get_accelerator().create_op_builder(name)
     if builder is not None and builder.is_compatible(verbose=False):
         return ""
-    return "needs Debian's libaio-dev" if name in _NVME else "not for this machine"
+    return "needs Debian's libaio-dev" if name == "AsyncIOBuilder" else "not for this machine"
 
 
 def _build(name: str) -> str:
@@ -44,14 +44,14 @@ def _build(name: str) -> str:
     return ""
 
 
-def build_operators(*, nvme: bool) -> bool:
+def build_operators(*, optional: bool) -> bool:
     """Compile what this device uses, two at a time; True if all of it is there."""
     prepare_deepspeed(detect_device())
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_NVME if nvme else {})}
+    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_OPTIONAL if optional else {})}
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (name, purpose), failure in zip(operators.items(), pool.map(_build, operators), strict=True):
@@ -62,4 +62,4 @@ def build_operators(*, nvme: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if build_operators(nvme="--nvme" in sys.argv[1:]) else 1)
+    sys.exit(0 if build_operators(optional="--all" in sys.argv[1:]) else 1)

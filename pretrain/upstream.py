@@ -2,17 +2,19 @@
 
 One function a defect. `tests/distributed/test_upstream.py` shows each of them twice: the wrong result of plain
 DeepSpeed (so the test fails on the day that upstream mends it, and the function can go), and the right one with us.
-Defects that are refused instead of mended are in `ds_rules.py`. Versions: seen in 0.19.8, the only one supported.
+Defects that are refused instead of mended are in `ds_rules.py` and `ds_schema.py`. Versions: seen in
+0.19.8, the only one supported.
 
-    A  fp16 + ZeRO-0: loss never scaled; a stray optimizer step at construction    scale_loss_at_stage_0
+    A  fp16 + ZeRO-0: loss never scaled; a stray optimizer step at construction;
+       half a gradient whenever the scale grows                                    scale_loss_at_stage_0
     B  pipeline + tied weights + other accumulation dtype: gradients not summed    reduce_tied_gradients
     C  NVMe optimizer: a resume restores nothing, or only part                     make_nvme_checkpoints_whole
     D  ZeRO-1/2 + offload to NVMe becomes CPU offload                              refused: ds_rules.py
-    E  torch_autocast fp16 + ZeRO or pipeline: norm and clipping wrong, or crash   refused: ds_rules.py
+    E  torch_autocast fp16 + ZeRO or pipeline: norm and clipping wrong, or crash   refused: ds_schema.py
     F  nn.init in a parent's __init__ does nothing under zero.Init                 model/init.py: after construction
     G  pipeline stages begin with the same RNG state                               engine.py: a seed for each rank
     H  unknown top-level JSON keys are ignored                                     refused: ds_schema.py
-    I  sequence parallelism is ignored under a pipeline                            refused: ds_rules.py
+    I  sequence parallelism is ignored under a pipeline                            refused: ds_schema.py
     J  SLURM launcher without RANK: every task trains alone                        distributed.py: ranks derived
     K  fp32 + ZeRO-0 + pipeline: gradients clipped by the first stage's norm       clip_fp32_by_whole_norm
 Lesser ones, which are loud or only lose information:

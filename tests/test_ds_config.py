@@ -410,3 +410,11 @@ def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
 def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
     settings = complete(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
     assert settings.get("csv_monitor.output_path") == "run/csv"
+
+
+@pytest.mark.parametrize("values", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
+def test_timers_of_a_pipeline_engine_get_an_interval(tmp_path: Path, values: dict) -> None:
+    """Without one DeepSpeed's pipeline engine dies of `global_steps % None`."""
+    assert complete(tmp_path, values, log_interval=7).get("steps_per_print") == 7
+    assert complete(tmp_path, {**values, "steps_per_print": 3}).get("steps_per_print") == 3
+    assert complete(tmp_path, {**values, "zero_optimization": {"stage": 2}}).get("steps_per_print") is None

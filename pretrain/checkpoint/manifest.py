@@ -45,7 +45,8 @@ def manifest_of(plan: Plan, *, step: int, consumed_samples: int, versions: dict[
         step=step, consumed_samples=consumed_samples, world_size=plan.world_size,
         data_parallel_size=plan.data_parallel_size, pipeline_stages=plan.pipeline_stages, zero_stage=plan.zero_stage,
         precision=plan.precision, grad_accum_dtype=plan.grad_accum_dtype, seed=plan.args.seed,
-        seq_length=plan.args.seq_length, model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
+        seq_length=plan.args.seq_length, model=plan.model.hf_config,
+        data_fingerprint=plan.datasets["train"].fingerprint,
         tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions)
 
 

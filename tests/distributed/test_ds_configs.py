@@ -30,7 +30,8 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
                      corpus, steps=2, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3,
                      emulate_fp16="fp16" in path.stem))
                  for path in FILES if ranks_of(path) == ranks and not (NO_NVME and "nvme" in path.stem)]
-        found.update(run_cases(cases, ranks, folder / str(ranks), environ={"DS_PRETRAIN_NVME_PATH": str(folder / "swap")}))
+        found.update(run_cases(cases, ranks, folder / str(ranks),
+                               environ={"DS_PRETRAIN_NVME_PATH": str(folder / "swap")}))
     return found
 
 

@@ -22,19 +22,22 @@ Results = dict[str, Any]
 HERE = Path(__file__).parent
 CPU = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
 SCALE = 2.0**8  # fp16's first loss scale here
+ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
 TWO_STAGES = {"pipeline": {"stages": 2}}
+BUCKETS = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}  # the default ones take 1 GB to fill
 CPU_OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 EMULATE: dict[str, Any] = {"emulate_fp16": True, "train_steps": 6}
-NEEDS_LIBAIO = pytest.mark.skipif(find_library("aio") is None, reason="NVMe offload needs libaio")
+HAS_LIBAIO = find_library("aio") is not None
+NEEDS_LIBAIO = pytest.mark.skipif(not HAS_LIBAIO, reason="NVMe offload needs libaio")
 
 
 def ds_config(stage: int, zero: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 500_000, **(zero or {})}, **changes}
+            "optimizer": ADAM,
+            "zero_optimization": {"stage": stage, **BUCKETS, **(zero or {})}, **changes}
 
 
 def flags(corpus: str, **changes: Any) -> dict[str, Any]:
@@ -57,11 +60,11 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
     """A, B, K and the checkpoint of bf16 at stage 0: two pipeline stages that share the embedding."""
     fp16, tied = flags(corpus, **EMULATE), flags(corpus)
     half = {"fp16": FP16, **TWO_STAGES}
-    torch_adam = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+    torch_adam = {**ADAM, "params": {**ADAM["params"], "torch_adam": True}}
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.5, **TWO_STAGES}
     return [
         *both("fp16_stage_0", "train", ds_config(0, **half), fp16),
-        one("fp16_stage_0_torch_adam", ds_config(0, **{**half, "optimizer": torch_adam}), fp16),
+        *both("fp16_torch_adam", "train", ds_config(0, **{**half, "optimizer": torch_adam}), fp16),
         one("fp16_stage_1", ds_config(1, **half), fp16),
         *both("fp16_construction", "construction", ds_config(0, **half), fp16),
         *both("tied_bf16", "train", ds_config(1, CPU_OPTIMIZER, **BF16, **FP32_SUM, **TWO_STAGES), tied),
@@ -75,15 +78,17 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
 
 
 def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """C: sub-groups that stay in memory (under 1 MiB), and ones that are swapped."""
+    """C: sub-groups that stay in memory (under 1 MiB), ones that are swapped, and parameters that are."""
+    if not HAS_LIBAIO:
+        return []
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     large = flags(corpus, model_overrides="vocab_size=256,n_layer=4,n_embd=256")
-    few = {"buffer_size": 200_000, "max_in_cpu": 0}
+    params = {**nvme, "buffer_size": 200_000, "max_in_cpu": 0}
     zero: dict[str, Any] = {"stage3_param_persistence_threshold": 1000, "sub_group_size": 1_000_000}
     return [
         *both("nvme_small", "nvme", ds_config(3, {**zero, "offload_optimizer": nvme}, **BF16), flags(corpus)),
         *both("nvme_large", "nvme", ds_config(3, {**zero, "offload_optimizer": nvme}, **BF16), large),
-        *both("nvme_params", "resume", ds_config(3, {**zero, "offload_param": {**nvme, **few}, **CPU_OPTIMIZER}, **BF16), large),
+        *both("nvme_params", "resume", ds_config(3, {**zero, "offload_param": params, **CPU_OPTIMIZER}, **BF16), large),
     ]
 
 
@@ -97,8 +102,197 @@ def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run_worker(cases: list[dict[str, Any]], folder: Path) -> Results:
+@pytest.fixture(scope="module")
+def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every case's result by its name, of one launch of two ranks."""
+    folder, *disks = (tmp_path_factory.mktemp(name) for name in ("upstream", "nvme", "nvme"))
+    cases = [*pipeline_cases(corpus), *nvme_cases(corpus, disks[0]), *plain_cases(corpus, disks[1])]
     (folder / "cases.json").write_text(json.dumps(cases))
     done = run_ranks([str(HERE / "upstream_worker.py"), "cases.json", "results.json"], 2, cwd=folder)
     assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stdout[-4000:] for rank in done)
     return dict(json.loads((folder / "results.json").read_text()))
+
+
+def refusal(config: dict[str, Any], corpus: str, folder: Path) -> str:
+    """The error of a run on two ranks with this DeepSpeed JSON."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    words = [f"--{name}={value}" for name, value in flags(corpus, save=folder / "run").items()]
+    with pytest.raises(ConfigError) as caught:
+        check_run(parse_arguments([f"--deepspeed_config={path}", *words]), world_size=2, device=CPU)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def close(values: list[float], tolerance: float) -> Any:
+    return pytest.approx(values, rel=tolerance)
+
+
+# --- A
+
+def test_a_fp16_stage_0_scales_the_loss(results: Results) -> None:
+    ours, plain, stage_1 = (results[f"fp16_stage_{name}"] for name in ("0_ours", "0_plain", "1"))
+    assert ours["optimizer"] == "FP16_Optimizer"
+    assert ours["loss_scale"][0] == SCALE
+    assert ours["loss"] == close(stage_1["loss"], 1e-4)
+    assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
+    assert plain["grad_norm"][0] * SCALE == pytest.approx(stage_1["grad_norm"][0], rel=1e-2), (
+        "DeepSpeed mended defect A: remove the loss hook of upstream.scale_loss_at_stage_0")
+
+
+def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> None:
+    ours, plain, stage_1 = (results[f"fp16_stage_{name}"] for name in ("0_ours", "0_plain", "1"))
+    grows = 2  # the first step after which the scale has grown
+    for rows in (ours, plain, stage_1):
+        assert rows["loss_scale"][grows] == 2 * rows["loss_scale"][grows - 1] == 2 * SCALE
+    assert ours["grad_norm"][grows] == pytest.approx(stage_1["grad_norm"][grows], rel=5e-3)
+    assert plain["grad_norm"][grows] * SCALE == pytest.approx(stage_1["grad_norm"][grows] / 2, rel=5e-2), (
+        "DeepSpeed mended a part of defect A: remove update_scale from upstream._unscale_by_the_scale_used")
+
+
+def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) -> None:
+    ours, plain, stage_1 = (results[name] for name in ("fp16_torch_adam_ours", "fp16_torch_adam_plain", "fp16_stage_1"))
+    assert ours["optimizer"] == "FP16_UnfusedOptimizer"
+    assert ours["loss"] == close(stage_1["loss"], 1e-4)
+    assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
+    # its loss is not scaled, and its norm not divided: what is left of the error is the tied weight, counted twice
+    assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
+        "DeepSpeed mended a part of defect A: remove `unfused` from upstream._unscale_by_the_scale_used")
+
+
+def test_a_fp16_stage_0_begins_without_a_step(results: Results) -> None:
+    ours, plain = results["fp16_construction_ours"], results["fp16_construction_plain"]
+    assert ours == {"difference": 0.0, "adam_steps": 0}
+    assert plain["adam_steps"] > 0, "DeepSpeed mended a part of defect A: remove the reset in scale_loss_at_stage_0"
+    assert plain["difference"] > 1e-6, "DeepSpeed mended a part of defect A: remove refresh_fp32_params() there"
+
+
+# --- B
+
+@pytest.mark.parametrize(("name", "reference"), [("tied_bf16", "tied_bf16_optimizer"), ("tied_fp16", "fp16_stage_1")])
+def test_b_tied_gradients_are_summed_over_the_stages(results: Results, name: str, reference: str) -> None:
+    ours, plain, right = results[f"{name}_ours"], results[f"{name}_plain"], results[reference]
+    assert ours["optimizer"] == plain["optimizer"] == "DeepSpeedZeroOptimizer"
+    assert ours["tied_difference"] == 0
+    assert ours["loss"] == close(right["loss"], 1e-4)
+    assert ours["grad_norm"] == close(right["grad_norm"], 1e-3)
+    assert plain["tied_difference"] > 1e-3, "DeepSpeed mended defect B: remove upstream.reduce_tied_gradients"
+
+
+# --- C
+
+@NEEDS_LIBAIO
+@pytest.mark.parametrize(("name", "swapped"), [("nvme_small", [False, False]), ("nvme_large", [True, True, False])])
+def test_c_nvme_checkpoint_is_a_checkpoint(results: Results, name: str, swapped: list[bool]) -> None:
+    ours, plain = results[f"{name}_ours"], results[f"{name}_plain"]
+    assert ours["swapped"] == plain["swapped"] == swapped
+    assert ours["consolidated"] == 0, "zero_to_fp32 gives other weights"
+    for place in ("nvme", "cpu"):
+        assert ours[place] == {"loaded": 0.0, "tail": ours["tail"], "final": 0.0}
+    assert plain["nvme"]["tail"] != plain["tail"], "DeepSpeed mended defect C: remove make_nvme_checkpoints_whole"
+    if any(swapped):
+        for what in ("consolidated", "cpu"):
+            assert isinstance(plain[what], str), f"DeepSpeed mended a part of defect C: {what} gives {plain[what]}"
+
+
+@NEEDS_LIBAIO
+def test_c_nvme_parameters_can_be_resumed(results: Results) -> None:
+    ours = results["nvme_params_ours"]
+    at_save, loaded, at_end, at_end_again = ours["state"]
+    assert (loaded, at_end_again) == (at_save, at_end)
+    assert ours["resumed"] == ours["tail"]
+    assert str(results["nvme_params_plain"]).startswith("AttributeError"), (
+        "DeepSpeed mended a part of defect C: remove upstream._params_on_nvme")
+
+
+# --- D to I
+
+def test_d_nvme_below_stage_3_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+    for stage in (1, 2):
+        config = ds_config(stage, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, **BF16)
+        assert "offload_optimizer.device" in refusal(config, corpus, tmp_path)
+    plain = results["nvme_below_stage_3"]
+    assert plain["cpu_offload"], "DeepSpeed mended defect D: allow NVMe in ds_rules.offload_needs_a_stage"
+    assert plain["files"] == 0
+    assert plain["bytes_in_memory"] > 512 * 512 * 4, "Adam's moments are not in memory"
+
+
+def test_e_autocast_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+    config = ds_config(2, torch_autocast={"enabled": True, "dtype": "float16"})
+    assert "torch_autocast" in refusal(config, corpus, tmp_path)
+    plain = results["autocast_norm"]
+    assert plain["reported"] == pytest.approx(2**16 * plain["true"], rel=1e-2), (
+        "DeepSpeed mended defect E: allow torch_autocast in ds_schema")
+
+
+def test_f_zero3_begins_with_the_weights_of_a_plain_module(results: Results) -> None:
+    assert results["initial_zero3"]["difference"] == 0
+    assert results["init_in_parent"] != [3.0, 3.0], "DeepSpeed mended defect F: nn.init works under zero.Init"
+
+
+def test_g_stages_begin_with_their_own_weights(results: Results) -> None:
+    ours = results["initial_pipeline"]
+    assert ours["difference"] == 0, "a stage differs from the model in one process"
+    assert ours["first_blocks"] > 1e-2
+    assert len(set(ours["seeds"])) == 2, "dropout is the same on both stages"
+    assert results["equal_stages"], "DeepSpeed mended defect G: stages have their own RNG state"
+
+
+def test_h_unknown_keys_are_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+    config = ds_config(2, **BF16)
+    config["zero_optimisation"] = config.pop("zero_optimization")
+    message = refusal(config, corpus, tmp_path)
+    assert "zero_optimisation" in message
+    assert "zero_optimization" in message, "no suggestion"
+    assert results["unknown_key"] == 0, "DeepSpeed mended defect H: it heeds or refuses unknown keys"
+
+
+def test_i_sequence_parallelism_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+    message = refusal(ds_config(1, **BF16, sequence_parallel_size=2), corpus, tmp_path)
+    assert "sequence_parallel_size" in message
+    assert results["sequence_parallel_pipeline"] == [1, 2], "DeepSpeed mended defect I: pipelines split sequences"
+
+
+# --- J
+
+def test_j_slurm_ranks_are_derived() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8",
+               "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4(x2)"}
+    assert world_from_environment(environ) == World(rank=5, size=8, local_rank=1, local_size=4, launcher="slurm")
+
+
+def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(1, **BF16)))
+    words = [f"--{name}={value}" for name, value in flags(corpus, train_steps=1, split="1,0,0", save="run").items()]
+    done = run_ranks([str(HERE / "as_slurm.py"), str(ROOT / "pretrain" / "train.py"), "--deepspeed_config=ds.json",
+                      *words], 2, cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [0, 0], done[0].stdout[-4000:]
+    (start,) = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert start["layout"]["world_size"] == start["layout"]["data_parallel_size"] == 2
+
+    code = "import deepspeed; deepspeed.init_distributed(); print('world of', deepspeed.comm.get_world_size())"
+    for rank in run_ranks([str(HERE / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
+        # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
+        assert "world of 2" not in rank.stdout, "DeepSpeed mended defect J: it reads SLURM's variables"
+        assert "world of 1" in rank.stdout or rank.returncode != 0
+
+
+# --- K and lesser ones
+
+def test_k_fp32_stage_0_clips_by_the_norm_of_every_stage(results: Results) -> None:
+    ours, plain, stage_1 = (results[f"fp32_stage_{name}"] for name in ("0_ours", "0_plain", "1"))
+    assert min(stage_1["grad_norm"]) > 0.5, "nothing was clipped"
+    assert ours["grad_norm"] == close(stage_1["grad_norm"], 1e-4)
+    assert ours["loss"] == close(stage_1["loss"], 1e-5)
+    assert max(abs(a - b) for a, b in zip(plain["loss"], stage_1["loss"], strict=True)) > 1e-2, (
+        "DeepSpeed mended defect K: let upstream.clip_fp32_by_whole_norm only report the norm")
+    assert all(math.isnan(norm) for norm in plain["grad_norm"]), "DeepSpeed reports fp32's gradient norm at stage 0"
+
+
+def test_bf16_stage_0_pipeline_checkpoint_can_be_read_back(results: Results) -> None:
+    ours = results["bf16_stage_0_ours"]
+    at_save, loaded, at_end, at_end_again = ours["state"]
+    assert (loaded, at_end_again) == (at_save, at_end)
+    assert ours["resumed"] == ours["tail"]
+    assert results["bf16_stage_0_plain"] == "KeyError: 0", (
+        "DeepSpeed reads bf16 checkpoints of stage 0: let upstream.load_checkpoint do without bf16_at_stage_0")

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,7 +236,7 @@ def main() -> None:
     init_process_group(running_environment())
     cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
     for case in cases:
-        print("case", case["name"], time.strftime("%X"), flush=True)
+        print("case", case["name"], flush=True)
         torch.manual_seed(0)
         with deepspeed_output("error"), plain_deepspeed() if case.get("plain") else contextlib.nullcontext():
             results[case["name"]] = globals()[case["job"]](case)

@@ -128,14 +128,15 @@ def resume(case: Case) -> dict[str, Any]:
     half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, half)
-    saved = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.global_batch_size, versions={})
+    folder = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.global_batch_size,
+                             versions={})
     at_save = state_hash(engine)
     tail = steps(engine, plan, half, plan.train_steps)
     at_end = state_hash(engine)
     end(engine)
     engine = engine_of(plan)
     steps(engine, plan, 0, 1)  # whatever was there must be replaced
-    load_checkpoint(engine, saved, read_manifest(saved))
+    load_checkpoint(engine, folder, read_manifest(folder))
     loaded = state_hash(engine)
     again = steps(engine, plan, half, plan.train_steps)
     result = {"before": rows, "tail": tail, "resumed": again, "state": [at_save, loaded, at_end, state_hash(engine)]}
@@ -171,6 +172,17 @@ def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:
         tensor = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def saved(case: Case) -> dict[str, Any]:
+    """Train and save; the folder."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    steps(engine, plan, 0, plan.train_steps)
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
+                             consumed_samples=plan.train_steps * plan.global_batch_size, versions={})
+    end(engine)
+    return {"folder": str(folder.absolute())}
 
 
 def two_steps(case: Case) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""Ranks from the variables of each launcher."""
+
+import pytest
+
+from pretrain.distributed import World, export_world, world_from_environment
+from pretrain.errors import ConfigError
+
+ENVIRONMENTS = {
+    "none": ({}, World(0, 1, 0, 1, "none")),
+    "torch": ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(3, 8, 1, 2, "torch")),
+    "openmpi": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, World(1, 4, 1, 2, "openmpi")),
+    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+              World(1, 2, 1, 2, "pmi")),
+    "srun": ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4",
+              "SLURM_STEP_ID": "0"}, World(5, 8, 1, 4, "slurm")),
+    "sbatch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1, "none")),
+    "launcher under SLURM": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_PROCID": "0",
+                              "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, World(1, 2, 1, 1, "torch")),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_world_from_environment(name: str) -> None:
+    environ, expected = ENVIRONMENTS[name]
+    assert world_from_environment(environ) == expected
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_impossible_ranks_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="RANK"):
+        world_from_environment(environ)
+
+
+def test_export_fills_what_torch_reads() -> None:
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+               "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    export_world(world_from_environment(environ), environ)
+    assert {key: environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")} == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_several_hosts_need_an_address() -> None:
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        export_world(world_from_environment(environ), environ)

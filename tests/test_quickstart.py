@@ -1,0 +1,101 @@
+"""The README, from a fresh clone in an empty home: its two commands, and then every other one, in order."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+pytestmark = pytest.mark.slow
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """That of a user who has just logged in: nothing of the environment that runs the tests."""
+    kept = {key: value for key, value in os.environ.items()
+            if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR") or key.startswith(("PIP_", "PYENV", "SSL_"))
+            or key.lower().endswith("_proxy")}
+    scripts = {str(Path(sys.executable).parent), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
+    path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]
+    return {**kept, "HOME": str(home), "PATH": os.pathsep.join(path)}
+
+
+def _run(command: str, clone: Path, home: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], cwd=clone, env=_environment(home), capture_output=True, text=True,
+                          timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(clone with the working tree's content, empty home)."""
+    base = tmp_path_factory.mktemp("fresh")
+    clone, home = base / "ds-pretrain", base / "home"
+    home.mkdir()
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    return clone, home
+
+
+@pytest.fixture(scope="module")
+def quickstart(fresh: tuple[Path, Path]) -> tuple[Path, Path, str]:
+    clone, home = fresh
+    done = _run("launch/quickstart.sh", clone, home)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    print(done.stdout[-3000:])
+    return clone, home, done.stdout
+
+
+def _number(label: str, text: str) -> float:
+    match = re.search(rf"{label}\s+([\d.]+)", text)
+    assert match, text[-3000:]
+    return float(match.group(1))
+
+
+def test_quickstart_trains_below_the_unigram_entropy(quickstart: tuple[Path, Path, str]) -> None:
+    clone, _, printed = quickstart
+    assert _number("validation loss", printed) < _number("unigram entropy", printed) - 0.5
+    assert re.search(r"a sample.*?def read_.{20}", printed, re.DOTALL)
+    assert (clone / "runs/quickstart/checkpoints/latest").is_file()
+    files = {path.name for path in (clone / "runs/quickstart").glob("checkpoints/global_step*/*")}
+    assert {"layer_00-model_states.pt", "manifest.json"} <= files
+    assert "Next:" in printed
+
+
+def test_quickstart_again_is_complete(quickstart: tuple[Path, Path, str]) -> None:
+    clone, home, _ = quickstart
+    again = _run("launch/quickstart.sh", clone, home)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    assert "is complete" in again.stdout
+
+
+def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None:
+    clone, home, _ = quickstart
+    assert COMMANDS[:3] == ["launch/quickstart.sh", "tests/run.sh", "source .venv/bin/activate"]
+    assert "tests/run.sh" in (ROOT / ".ci/run").read_text()  # which runs this test
+    for command in COMMANDS[3:]:
+        nvme = "nvme" in command or "all_ops" in command
+        if nvme and not Path("/usr/include/libaio.h").exists():
+            continue
+        environ = f"export TORCH_EXTENSIONS_DIR={_built_operators()}; " if nvme else ""
+        done = _run(f"source .venv/bin/activate; export OMP_NUM_THREADS=1; {environ}{command}", clone, home)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert len(COMMANDS) >= 12
+
+
+def _built_operators() -> Path:
+    """Those of the environment that runs the tests: to compile the NVMe operator once more would take minutes."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+
+
+def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]) -> None:
+    clone, home, printed = quickstart
+    following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:4]]
+    assert len(following) == 3
+    for command in following[:2]:  # the third trains for minutes more; its form is that of the run itself
+        done = _run(f"source .venv/bin/activate; {command}", clone, home)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert following[2].startswith("deepspeed ")

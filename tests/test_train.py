@@ -1,0 +1,167 @@
+"""The program as a user starts it: through DeepSpeed's launcher, and by itself; and how it refuses."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.manifest import MANIFEST, newest_whole
+from tests.distributed.launch import ROOT, free_port
+
+METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
+           "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",
+           "peak_memory_bytes", "eta_seconds"}
+CONFIG = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
+
+
+def _flags(corpus: str, run: Path, *others: str, config: Path = CONFIG) -> list[str]:
+    return ["--deepspeed_config", str(config), "--model", "tiny", "--model_overrides",
+            "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "--train_data", corpus, "--seq_length", "64",
+            "--split", "80,20,0", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2",
+            "--learning_rate", "1e-3", "--eval_steps", "1", "--log_interval", "1", "--save", str(run), *others]
+
+
+def _environment() -> dict[str, str]:
+    scripts = str(Path(sys.executable).parent)
+    return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu"}
+
+
+def launch(ranks: int, flags: list[str]) -> subprocess.CompletedProcess[str]:
+    """`deepspeed --num_accelerators RANKS pretrain/train.py FLAGS`"""
+    command = ["deepspeed", "--quiet", "--num_accelerators", str(ranks), "--master_port", str(free_port()),
+               str(ROOT / "pretrain" / "train.py"), *flags]
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+
+
+def alone(flags: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    """`python pretrain/train.py FLAGS`: a world of one, from a folder that is not the checkout."""
+    return subprocess.run([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], cwd="/",
+                          env={**_environment(), **environ}, capture_output=True, text=True, timeout=300)
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def interrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """(run stopped after 3 of 6 steps and resumed, run done at once, what the resumed one printed)."""
+    base = tmp_path_factory.mktemp("runs")
+    done = launch(2, _flags(corpus, base / "whole", "--train_steps", "6"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--exit_step", "3"))
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--resume", "required"))
+    assert second.returncode == 0, second.stdout + second.stderr
+    return base / "halves", base / "whole", second.stdout.splitlines()
+
+
+def test_resumed_run_equals_the_uninterrupted_one(interrupted: tuple[Path, Path, list[str]]) -> None:
+    halves, whole, _ = interrupted
+    assert losses(halves) == losses(whole)
+    assert [step for step, *_ in losses(whole)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_run_folder_is_as_promised(interrupted: tuple[Path, Path, list[str]]) -> None:
+    halves, _, _ = interrupted
+    assert METRICS <= rows(halves)[0].keys()
+    evaluations = [row for row in rows(halves) if row.get("split") == "valid"]
+    assert {"eval_loss", "eval_ppl"} <= evaluations[-1].keys()
+    events = [row["event"] for row in rows(halves, "events.jsonl")]
+    assert events == ["start", "save", "stop", "start", "resume", "save", "stop"]
+    starts = json.loads((halves / "run.json").read_text())
+    assert len(starts) == 2
+    assert starts[0]["flags"]["seq_length"] == 64
+    assert starts[0]["num_parameters"] > 0
+    assert {"versions", "git_commit", "hosts", "deepspeed_config", "model_config", "data"} <= starts[0].keys()
+    folder = halves / "checkpoints"
+    assert (folder / "latest").read_text() == "global_step6"
+    assert not list(folder.glob(".tmp*"))
+    assert json.loads((folder / "global_step6" / MANIFEST).read_text())["consumed_samples"] == 6 * 4
+
+
+def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> None:
+    *_, printed = interrupted
+    steps = [line for line in printed if line.startswith("step ")]
+    assert len(steps) == 4, printed  # steps 4, 5, 6 and the evaluation
+    assert len(printed) <= 8, printed
+    assert not any("\r" in line or "WARNING" in line for line in printed)
+
+
+def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str) -> None:
+    again = launch(2, _flags(corpus, interrupted[0], "--train_steps", "6"))
+    assert again.returncode == 0
+    assert "is complete: 6 of 6 steps" in again.stdout
+
+
+def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("ds-pretrain: error: ")
+    for word in words:
+        assert word in lines[0]
+    assert done.stdout == ""
+
+
+def test_resumes_that_are_refused(interrupted: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
+    halves, _, _ = interrupted
+    one = ROOT / "ds_configs" / "zero1_bf16.json"
+    _refused(alone(_flags(corpus, tmp_path / "new", "--train_steps", "6", "--resume", "required", config=one)),
+             "--resume required", "no checkpoint")
+    _refused(alone(_flags(corpus, halves, "--train_steps", "9", "--resume", "never", config=one)), "--resume never",
+             "global_step6")
+    _refused(alone(_flags(corpus, halves, "--train_steps", "9", config=one)), "world size", "2 in the checkpoint")
+
+
+def test_damaged_newest_checkpoint_is_passed_over(interrupted: tuple[Path, Path, list[str]]) -> None:
+    _, whole, _ = interrupted
+    checkpoints = whole / "checkpoints"
+    (checkpoints / "global_step9").mkdir()  # as a killed copy would leave it
+    found = newest_whole(checkpoints)
+    assert found is not None
+    assert found[0].name == "global_step6"
+    assert "global_step9" in found[2][0]
+
+
+def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
+    flags = _flags(corpus, tmp_path / "run", "--train_steps", "6", config=ROOT / "ds_configs" / "zero1_bf16.json")
+    _refused(alone([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "seq_length"?')
+    _refused(alone(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
+    code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
+           "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_taken_port_is_named(corpus: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = alone(_flags(corpus, tmp_path / "run", "--train_steps", "6",
+                            config=ROOT / "ds_configs" / "zero1_bf16.json"), MASTER_PORT=port)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"MASTER_PORT: found {port}" in done.stderr.strip().splitlines()[-1]
+
+
+def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:
+    words = _flags(corpus, tmp_path / "run", config=ROOT / "ds_configs" / "zero1_bf16.json")
+    text = "".join(f"{key.removeprefix('--')}: {value}\n" for key, value in zip(words[::2], words[1::2], strict=True))
+    (tmp_path / "run.yaml").write_text(text + "train_steps: 50\n")
+    done = alone(["--config", str(tmp_path / "run.yaml"), "--train-steps", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(tmp_path / "run")) == 1
+    (tmp_path / "bad.yaml").write_text("train_stepz: 50\n")
+    _refused(alone(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz", 'did you mean "train_steps"?')
