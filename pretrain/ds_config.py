@@ -1,5 +1,6 @@
 """A DeepSpeed JSON read, judged and completed: the one place that says what a run's engine is given."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +141,19 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> tuple[str, int]:
                           expected="one of the two")
     method = own[given[0]] if given else "parameters"
     method = "parameters" if method == "best" else method  # DeepSpeed's own word for its default
-    if method.lower() not in ("parameters", "uniform") and not method.lower().startswith("type:"):
+    if method.lower() not in ("parameters", "uniform") and not _splits_blocks(method):
         raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"',
-                          expected='"parameters", "uniform" or "type:REGEX" of class names')
+                          expected='"parameters", "uniform" or "type:block" (as many blocks on each stage)')
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
     return method, interval
+
+
+def _splits_blocks(method: str) -> bool:
+    """Whether "type:REGEX" finds the models' blocks, whose class is Block; read as DeepSpeed reads it."""
+    kind, _, pattern = method.lower().partition(":")
+    try:
+        return kind == "type" and re.search(pattern.split(":")[0], "Block", re.IGNORECASE) is not None
+    except re.error:
+        return False

@@ -145,6 +145,9 @@ def optimizer_places(s: DsSettings) -> None:
     if s.offload("optimizer") != "none" and s.optimizer not in CPU_OPTIMIZERS:
         raise s.refuse("optimizer.type", "Adam, AdamW, Lion or Adagrad, which run on the CPU",
                        "or remove zero_optimization.offload_optimizer")
+    if s.optimizer == "adagrad" and s.zero_stage > 0 and s.offload("optimizer") == "none":
+        raise s.refuse("optimizer.type", 'zero_optimization.offload_optimizer.device "cpu" for Adagrad with ZeRO',
+                       "otherwise DeepSpeed builds it anew without its parameter groups; or use AdamW")
     if s.zero_stage > 0 and s.optimizer not in ZERO_OPTIMIZERS and not s.get("zero_allow_untested_optimizer"):
         raise s.refuse("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
                        "or use Adam, AdamW, Lion, Muon or Adagrad")

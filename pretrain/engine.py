@@ -26,7 +26,7 @@ from pretrain.optimizer import parameter_groups
 
 @contextlib.contextmanager
 def deepspeed_output(level: str) -> Iterator[None]:
-    """Set DeepSpeed's logger to `level` (debug, info, warning, error); above info, drop what it prints meanwhile too."""
+    """Set DeepSpeed's logger to `level` (debug, info, warning, error); above info, drop what it prints too."""
     deepspeed.utils.logger.setLevel(getattr(logging, level.upper()))
     with contextlib.ExitStack() as stack:
         if level not in ("debug", "info"):

@@ -153,6 +153,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("round_robin_gradients", True), {}, "stages 1 and 2"),
     ({"aio": {"queue_depth": 8}}, {}, "aio: found an aio block"),
     (z("offload_optimizer", {"device": "cpu", "nvme_path": "/tmp"}), {}, "offload_optimizer.nvme_path"),
+    ({"pipeline": {"partition_method": "type:GPTBlock"}}, {}, "pipeline.partition_method"),
+    ({"pipeline": {"partition_method": "type:("}}, {}, "pipeline.partition_method"),
     # ZeRO, offload, pipeline
     (z("stage", 2) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
     (z("stage", 3) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
@@ -194,6 +196,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {}, "zero_allow_untested_optimizer"),
     ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, {}, 'did you mean "momentum"'),
     ({"optimizer": {"type": "Lion"}}, {"adam_epsilon": 1e-6, "device": "cuda"}, "--adam_epsilon"),
+    ({"optimizer": {"type": "Adagrad"}}, {}, "for Adagrad with ZeRO"),
     (z("offload_optimizer", CPU) | {"optimizer.type": "Muon"}, {}, "which run on the CPU"),
     (z("stage", 3) | {"optimizer.type": "Muon"}, {}, "zero_optimization.reduce_scatter"),
     ({"optimizer.type": "Muon", "zero_optimization.stage": 0}, {}, "for Muon"),

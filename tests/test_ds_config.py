@@ -407,6 +407,12 @@ def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
         assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
 
 
+def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
+    from pretrain.model.layers import Block
+    settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": f"type:{Block.__name__}"}}, world_size=2)
+    assert settings.partition_method == "type:Block"
+
+
 def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
     settings = complete(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
     assert settings.get("csv_monitor.output_path") == "run/csv"

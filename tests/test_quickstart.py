@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 def _environment(home: Path) -> dict[str, str]:
     """That of a user who has just logged in: nothing of the environment that runs the tests."""
     kept = {key: value for key, value in os.environ.items()
-            if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR") or key.startswith(("PIP_", "PYENV", "SSL_"))
-            or key.lower().endswith("_proxy")}
+            if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
+            or key.startswith(("PIP_", "PYENV", "SSL_")) or key.lower().endswith("_proxy")}
     scripts = {str(Path(sys.executable).parent), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]
     return {**kept, "HOME": str(home), "PATH": os.pathsep.join(path)}

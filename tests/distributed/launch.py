@@ -23,7 +23,8 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a launcher would set for one of `ranks` processes on this host."""
     scripts = str(Path(sys.executable).parent)  # this environment's ninja first: another one would rebuild everything
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "RANK": str(rank),
-            "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
