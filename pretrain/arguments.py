@@ -18,7 +18,7 @@ from pretrain.errors import ConfigError, did_you_mean
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help.replace("%", "%%"), **metadata})
 
 
 @dataclass(frozen=True)

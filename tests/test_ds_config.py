@@ -409,7 +409,8 @@ def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
 
 def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
     from pretrain.model.layers import Block
-    settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": f"type:{Block.__name__}"}}, world_size=2)
+    pipeline = {"stages": 2, "partition_method": f"type:{Block.__name__}"}
+    settings = complete(tmp_path, {"pipeline": pipeline}, world_size=2)
     assert settings.partition_method == "type:Block"
 
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from model_shapes import SHAPES, write_config
 
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.loss import token_weighted_cross_entropy
 from pretrain.model.rope import Rope, inverse_frequencies
 from pretrain.model.specs import CausalLM, as_module
+from tests.model_shapes import SHAPES, write_config
 
 INITIAL_SHAPES = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
 
@@ -60,8 +60,8 @@ def test_number_of_parameters_is_counted_without_building(name, tmp_path):
     config, module = build(name, tmp_path)
     sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
     assert config.num_parameters() == sum(sizes.values())
-    embeddings = [key for key in sizes if key in ("tied_modules.embed.weight", "0.weight")
-                  or (key == "1.weight" and config.position == "learned")]
+    embeddings = [key for key in sizes if key in ("tied_modules.embed.embedding", "0.embedding")
+                  or (key == "1.embedding" and config.position == "learned")]
     assert config.non_embedding_parameters() == sum(sizes.values()) - sum(sizes[key] for key in embeddings)
 
 
@@ -94,7 +94,7 @@ def test_initial_weights_are_a_function_of_seed_and_name(tmp_path):
     _, other = build("gpt2", tmp_path, seed=2)
     state = module.state_dict()
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in state.items())
-    assert not torch.equal(state["1.weight"], other.state_dict()["1.weight"])
+    assert not torch.equal(state["1.embedding"], other.state_dict()["1.embedding"])
     assert not torch.equal(state["2.mlp.up.weight"], state["3.mlp.up.weight"])
 
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from model_shapes import LLAMA3_ROPE, SHAPES, write_config
 
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config, preset_names
+from tests.model_shapes import LLAMA3_ROPE, SHAPES, write_config
 
 
 def refusal(model: str, overrides: str | None = None) -> str:

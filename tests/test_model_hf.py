@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 import transformers
-from model_shapes import SHAPES, write_config
 
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
 from pretrain.model.hf import from_transformers, to_transformers
 from pretrain.model.specs import as_module
+from tests.model_shapes import SHAPES, write_config
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -92,8 +92,8 @@ def test_wrong_weights_are_refused(tmp_path):
         from_transformers({**state, "lm_head.weight": state["lm_head.weight"] + 1}, config)
     with pytest.raises(ConfigError, match=r"1 unknown \(transformer.extra"):
         from_transformers({**state, "transformer.extra": torch.ones(1)}, config)
-    with pytest.raises(ConfigError, match=r"1 missing \(1.weight"):
-        to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.weight"}, config)
+    with pytest.raises(ConfigError, match=r"1 missing \(1.embedding"):
+        to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.embedding"}, config)
 
 
 def test_a_save_of_transformers_reads_as_the_model_it_was(tmp_path):

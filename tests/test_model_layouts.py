@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_shapes import SHAPES, write_config
 
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module
+from tests.model_shapes import SHAPES, write_config
 
 WORKER = Path(__file__).parent / "distributed" / "model_worker.py"
 LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]

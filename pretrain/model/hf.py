@@ -102,17 +102,17 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 def _rules(config: ModelConfig) -> list[_Rule]:
     """One rule for each of our tensors, in the order of build_specs."""
     kind = config.architecture
-    first = "tied_modules.embed.weight" if config.tie_word_embeddings else "0.weight"
+    first = "tied_modules.embed.embedding" if config.tie_word_embeddings else "0.embedding"
     rules = [_same(first, _EMBEDDING[kind])]
     if config.position == "learned":
-        rules.append(_same("1.weight", "transformer.wpe.weight"))
+        rules.append(_same("1.embedding", "transformer.wpe.weight"))
     start = len(rules)
     for index in range(config.num_layers):
         rules.extend(_BLOCKS[kind](str(start + index), index, config))
     end = start + config.num_layers
     rules.extend(_affine(f"{end}.norm", _FINAL_NORM[kind], bias=config.norm == "layernorm"))
     if not config.tie_word_embeddings:
-        rules.append(_same(f"{end + 1}.weight", _HEAD))
+        rules.append(_same(f"{end + 1}.lm_head.weight", _HEAD))
     return rules
 
 

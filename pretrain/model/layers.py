@@ -26,15 +26,15 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         # learned positions are added before the dropout, and then have it
         self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """int [B, T] -> [B, T, D]; floating [B, T, D] -> logits [B, T, V]."""
         if x.is_floating_point():
-            return F.linear(x, self.weight)
-        return self.dropout(F.embedding(x, self.weight))
+            return F.linear(x, self.embedding)
+        return self.dropout(F.embedding(x, self.embedding))
 
 
 class PositionEmbedding(nn.Module):
@@ -42,11 +42,11 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        self.embedding = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.dropout(x_BTD + self.weight[: x_BTD.shape[1]])
+        return self.dropout(x_BTD + self.embedding[: x_BTD.shape[1]])
 
 
 class Attention(nn.Module):
@@ -129,8 +129,12 @@ class FinalNorm(nn.Module):
         return self.norm(x_BTD)
 
 
-class Head(Linear):
+class Head(nn.Module):
     """Logits [B, T, V] from a matrix of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        super().__init__()
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(x_BTD)

@@ -1,7 +1,8 @@
 """The model as one list of layer specs, built as DeepSpeed's PipelineModule or as a plain module.
 
 Both give every parameter the same name: the index of its layer in the list ("3.mlp.up.weight"), or
-"tied_modules.embed.weight" for the matrix that the first and the last layer share. Checkpoints rely on it.
+"tied_modules.embed.embedding" for the matrix that the first and the last layer share. Checkpoints rely on it, and
+DeepSpeed's Muon, which leaves to Adam whatever has "embed" or "lm_head" in its name.
 """
 
 import contextlib
@@ -28,18 +29,21 @@ def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
     return embedding(x_BTD)
 
 
+def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
+    return TiedLayerSpec("embed", TokenEmbedding, config, tied_weight_attr="embedding", forward_fn=forward_fn)
+
+
 def build_specs(config: ModelConfig) -> list[LayerSpec]:
     """Token embedding, learned positions if any, blocks, final norm, head. One tensor passes between layers."""
     rope = Rope(config) if config.position == "rope" else None
     tied = config.tie_word_embeddings
-    specs = [TiedLayerSpec("embed", TokenEmbedding, config) if tied else LayerSpec(TokenEmbedding, config)]
+    specs = [_tied_spec(config) if tied else LayerSpec(TokenEmbedding, config)]
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
     specs += [LayerSpec(Block, config, rope) for _ in range(config.num_layers)]
     specs.append(LayerSpec(FinalNorm, config))
     # a forward_fn, though it only calls: a layer that is a module would be written to the checkpoint a second time
-    specs.append(TiedLayerSpec("embed", TokenEmbedding, config, forward_fn=_tied_head) if tied
-                 else LayerSpec(Head, config))
+    specs.append(_tied_spec(config, forward_fn=_tied_head) if tied else LayerSpec(Head, config))
     return specs
 
 

@@ -83,7 +83,7 @@ def train(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
     rows["optimizer"] = type(engine.optimizer).__name__
-    copies = gathered(engine.module.tied_modules["embed"].weight.detach().float())
+    copies = gathered(engine.module.tied_modules["embed"].embedding.detach().float())
     rows["tied_difference"] = float((copies[0] - copies[1]).abs().max())
     end(engine)
     return rows

@@ -116,6 +116,7 @@ def losses(case: Case) -> dict[str, Any]:
     loader = loader_of(engine, plan, "valid")
     rows["eval_loss"] = float(eval_batch(engine, loader.step(0)))
     rows["optimizer"] = type(engine.optimizer).__name__
+    rows["muon"] = [name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)]
     rows["pipeline"] = isinstance(engine, PipelineEngine)
     loader.close()
     end(engine)
