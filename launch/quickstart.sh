@@ -44,7 +44,7 @@ done
 
 say "training on $device: $ranks ranks, $config"
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-deepspeed --num_accelerators "$ranks" --master_port "$port" pretrain/train.py \
+deepspeed --quiet --num_accelerators "$ranks" --master_port "$port" pretrain/train.py \
     --config launch/quickstart.yaml --deepspeed_config "$config" --train_data "$run/data/train" \
     --valid_data "$run/data/valid" --tokenizer "$run/tokenizer" --save "$run"
 
@@ -62,6 +62,6 @@ Done in $((SECONDS - start)) s. Everything lies in $run:
 Next:
   python tools/generate.py $run --prompt 'class Parser:'
   python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
-  deepspeed --num_accelerators $ranks pretrain/train.py --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 600
+  deepspeed --num_accelerators $ranks pretrain/train.py --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
 (Each with $VENV/bin first in PATH: source $VENV/bin/activate)
 END

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Sets up a Python environment for this checkout: launch/setup.sh [--all_ops] [--dev]
+# Sets up a Python environment for this checkout: launch/setup.sh [--offload] [--dev]
 #
-#   --all_ops  also the compiled operators for NVMe offload (needs Debian's libaio-dev) and for Lion in host memory
-#   --dev      all operators, and what the tests need (pytest, ruff, mypy, tensorboard)
+#   --offload  also the compiled operators for offload to host memory and NVMe (needs Debian's libaio-dev)
+#   --dev      those, and what the tests need (pytest, ruff, mypy, tensorboard)
 #
 # VENV names the environment's folder (default: .venv beside this script's folder). Can be run again: what is there
 # and up to date is left alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-$PWD/.venv}
-dev= all_ops=
+dev= offload=
 for word in "$@"; do
     case $word in
-        --all_ops) all_ops=1 ;;
-        --dev) dev=1 all_ops=1 ;;
-        *) echo "launch/setup.sh: $word: found an unknown flag; expected --all_ops or --dev" >&2; exit 2 ;;
+        --offload) offload=1 ;;
+        --dev) dev=1 offload=1 ;;
+        *) echo "launch/setup.sh: $word: found an unknown flag; expected --offload or --dev" >&2; exit 2 ;;
     esac
 done
 
@@ -41,7 +41,7 @@ need g++ command -v c++
 need python3-venv "$python" -c 'import ensurepip, venv'
 need python3-dev "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))'
-[ -z "$all_ops" ] || need libaio-dev test -e /usr/include/libaio.h
+[ -z "$offload" ] || need libaio-dev test -e /usr/include/libaio.h
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) dev=$dev gpu=$(has_gpu && echo 1 || true) $PWD"
@@ -66,5 +66,5 @@ else
     echo "$want" > "$stamp"
 fi
 export PATH="$VENV/bin:$PATH"
-say "compiled operators (about a minute the first time; kept in ${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions})"
-"$VENV/bin/python" -m pretrain.ops ${all_ops:+--all}
+say "DeepSpeed's compiled operators (a minute or two the first time; kept in ${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions})"
+"$VENV/bin/python" -m pretrain.ops ${offload:+--offload}

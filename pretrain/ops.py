@@ -1,6 +1,6 @@
 """Build DeepSpeed's compiled operators once, ahead of the first run, instead of inside its first step.
 
-    python -m pretrain.ops [--all]
+    python -m pretrain.ops [--offload]
 """
 
 import logging
@@ -13,11 +13,11 @@ from pretrain.distributed import prepare_deepspeed
 
 # op_builder class names, by what they serve
 _OPERATORS = {
-    "cpu": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory",
-            "ShareMemCommBuilder": "collectives within a host"},
-    "cuda": {"FusedAdamBuilder": "Adam and AdamW", "CPUAdamBuilder": "optimizer in host memory"},
+    "cpu": {"FusedAdamBuilder": "Adam and AdamW", "ShareMemCommBuilder": "collectives within a host"},
+    "cuda": {"FusedAdamBuilder": "Adam and AdamW"},
 }
-_OPTIONAL = {"AsyncIOBuilder": "NVMe offload", "CPULionBuilder": "Lion in host memory"}
+_OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
+            "CPULionBuilder": "offloaded Lion"}
 
 
 def missing_operator(name: str) -> str:
@@ -44,14 +44,14 @@ def _build(name: str) -> str:
     return ""
 
 
-def build_operators(*, optional: bool) -> bool:
+def build_operators(*, offload: bool) -> bool:
     """Compile what this device uses, two at a time; True if all of it is there."""
     prepare_deepspeed(detect_device())
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_OPTIONAL if optional else {})}
+    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_OFFLOAD if offload else {})}
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (name, purpose), failure in zip(operators.items(), pool.map(_build, operators), strict=True):
@@ -62,4 +62,4 @@ def build_operators(*, optional: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if build_operators(optional="--all" in sys.argv[1:]) else 1)
+    sys.exit(0 if build_operators(offload="--offload" in sys.argv[1:]) else 1)

@@ -77,7 +77,7 @@ def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None
     assert COMMANDS[:3] == ["launch/quickstart.sh", "tests/run.sh", "source .venv/bin/activate"]
     assert "tests/run.sh" in (ROOT / ".ci/run").read_text()  # which runs this test
     for command in COMMANDS[3:]:
-        nvme = "nvme" in command or "all_ops" in command
+        nvme = "nvme" in command or "--offload" in command
         if nvme and not Path("/usr/include/libaio.h").exists():
             continue
         environ = f"export TORCH_EXTENSIONS_DIR={_built_operators()}; " if nvme else ""
