@@ -44,9 +44,14 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 [ -z "$offload" ] || need libaio-dev test -e /usr/include/libaio.h
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) dev=$dev gpu=$(has_gpu && echo 1 || true) $PWD"
+want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) gpu=$(has_gpu && echo 1 || true) $PWD"
 stamp=$VENV/.ds-pretrain-setup
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; then
+case $(cat "$stamp" 2>/dev/null) in
+    "$want dev") ready=1 ;;
+    "$want") ready=${dev:+0} ready=${ready:-1} ;;
+    *) ready=0 ;;
+esac
+if [ $ready = 1 ]; then
     say "environment $VENV is up to date"
 else
     [ -x "$VENV/bin/python" ] || { say "environment $VENV"; "$python" -m venv "$VENV"; }
@@ -63,7 +68,7 @@ else
     fi
     say "DeepSpeed, transformers and this package"
     pip --no-build-isolation -e ".${dev:+[dev,monitors]}"
-    echo "$want" > "$stamp"
+    echo "$want${dev:+ dev}" > "$stamp"
 fi
 export PATH="$VENV/bin:$PATH"
 say "DeepSpeed's compiled operators (a minute or two the first time; kept in ${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions})"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pretrain.ops import missing_operator
-from tests.distributed.cases import CPU, case, config, flags, nvme
+from tests.distributed.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.distributed.launch import run_cases
 
 FP32_TOLERANCE = 1e-6  # relative
@@ -15,8 +15,10 @@ BF16_TOLERANCE = 5e-4
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
          "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
-HAS_NVME = not missing_operator("AsyncIOBuilder")
-NVME_CASES = ("zero3_nvme_optimizer", "zero3_nvme_all", "bf16_zero3_nvme_all")
+NO_NVME = missing_operator("AsyncIOBuilder")
+# where every layout would only repeat what these show
+SOME = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
+IN_BF16 = (*SOME, "zero1", "zero3_cpu_all", "zero3_nvme_all", "pipeline2_zero0", "pipeline2_checkpointing")
 
 
 def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
@@ -32,9 +34,9 @@ def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
         "pipeline2_cpu": config(1, stages=2, accumulation=4, offload_optimizer=CPU),
         "pipeline2_checkpointing": config(1, stages=2, accumulation=4, checkpoint_every=1),
     }
-    if HAS_NVME:
+    if not NO_NVME:
         two |= {"zero3_nvme_optimizer": config(3, offload_optimizer=nvme(swap)),
-                "zero3_nvme_all": config(3, offload_optimizer=nvme(swap), offload_param=nvme(swap))}
+                "zero3_nvme_all": config(3, offload_optimizer=nvme(swap), offload_param=nvme_param(swap))}
     four = {"pipeline2_data2_zero0": config(0, stages=2), "pipeline2_data2_zero1": config(1, stages=2),
             "pipeline4_zero0": config(0, stages=4, accumulation=4),
             "pipeline4_zero1": config(1, stages=4, accumulation=4)}
@@ -46,15 +48,14 @@ def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
 def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: int) -> list[dict[str, Any]]:
     cases = [case(name, "losses", values, flags(corpus)) for name, values in layouts.items()]
     untied, masked = flags(corpus, overrides="tie_word_embeddings=false"), flags(corpus, eod_mask_loss=True)
-    some = [name for name in layouts if name in ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1",
-                                                 "pipeline4_zero0")]
+    some = [name for name in SOME if name in layouts and (ranks == 1) == (name == "zero0")]
     cases += [case(f"untied_{name}", "losses", layouts[name], untied) for name in some]
     cases += [case(f"masked_{name}", "losses", layouts[name], masked) for name in some]
     of_llama = {**flags(corpus), "model": str(llama)}
     del of_llama["model_overrides"]
     cases += [case(f"llama_{name}", "losses", layouts[name], of_llama) for name in some]
     for name in layouts:
-        if name not in ("zero0_micro2", "zero2_micro2", "pipeline2_micro2") and (ranks != 1 or name == "zero0"):
+        if name in IN_BF16 and (ranks != 1 or name == "zero0"):
             values = {**layouts[name], "bf16": {"enabled": True}}
             cases.append(case(f"bf16_{name}", "losses", values, flags(corpus)))
     if ranks == 2:
@@ -99,7 +100,7 @@ def _of(results: dict[str, dict[str, Any]], prefix: str) -> list[str]:
 
 def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]]) -> None:
     names = [name for name in results if not name.startswith(("untied", "masked", "llama", "bf16"))]
-    assert len(names) >= (22 if HAS_NVME else 20)
+    assert len(names) >= (20 if NO_NVME else 22)
     _assert_parity(results, names, "zero0@1", FP32_TOLERANCE)
 
 
@@ -109,7 +110,7 @@ def test_fp32_losses_are_equal_in_every_layout_of(kind: str, results: dict[str, 
 
 
 def test_masking_changes_the_loss(results: dict[str, dict[str, Any]]) -> None:
-    assert _worst(results["masked_zero0@1"], results["zero0@1"], "loss") > 1e-3
+    assert _worst(results["masked_zero0@1"], results["zero0@1"], "loss") > 100 * FP32_TOLERANCE
 
 
 def test_bf16_losses_are_close_in_every_layout(results: dict[str, dict[str, Any]]) -> None:
@@ -128,6 +129,6 @@ def test_layouts_are_what_they_say(results: dict[str, dict[str, Any]]) -> None:
     assert results["bf16_fp32_accumulation@2"]["optimizer"] == "BF16_Optimizer"
 
 
-@pytest.mark.skipif(HAS_NVME, reason="the NVMe operator is here")
-def test_nvme_layouts() -> None:
-    pytest.skip(f"NVMe layouts not compared: {missing_operator('AsyncIOBuilder')}")
+@pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
+def test_nvme_layouts_were_compared(results: dict[str, dict[str, Any]]) -> None:
+    assert {"zero3_nvme_optimizer@2", "zero3_nvme_all@2", "bf16_zero3_nvme_all@2"} <= results.keys()

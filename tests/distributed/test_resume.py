@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pretrain.ops import missing_operator
-from tests.distributed.cases import CPU, DROPOUT, case, config, flags, nvme
+from tests.distributed.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
 from tests.distributed.launch import run_cases
 
 NO_NVME = missing_operator("AsyncIOBuilder")
@@ -30,8 +30,8 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
     if not NO_NVME:
         disk = nvme(swap)
         places = {"nvme_optimizer": {"offload_optimizer": disk}, "nvme_all": {"offload_optimizer": disk,
-                                                                               "offload_param": disk},
-                  "nvme_param_cpu_optimizer": {"offload_optimizer": CPU, "offload_param": disk}}
+                                                                               "offload_param": nvme_param(swap)},
+                  "nvme_param_cpu_optimizer": {"offload_optimizer": CPU, "offload_param": nvme_param(swap)}}
         cases += [case(f"zero3_{name}{size}", "resume", config(3, precision="bf16", **place), run_flags)
                   for name, place in places.items() for size, run_flags in (("", small), ("_wide", wide))
                   if size or name == "nvme_optimizer"]

@@ -13,7 +13,7 @@ from pretrain.model.config import model_config_from
 from pretrain.model.hf import to_transformers
 from pretrain.model.specs import as_module
 from pretrain.ops import missing_operator
-from tests.distributed.cases import case, config, flags, nvme
+from tests.distributed.cases import case, config, flags, nvme, nvme_param
 from tests.distributed.launch import run_cases
 
 LAYOUTS: dict[str, dict[str, Any]] = {"zero1": config(1), "zero2": config(2), "zero3": config(3),
@@ -27,7 +27,7 @@ def folders(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (base / "swap").mkdir()
     layouts = dict(LAYOUTS)
     if not NO_NVME:
-        layouts["zero3_nvme"] = config(3, offload_optimizer=nvme(base / "swap"), offload_param=nvme(base / "swap"))
+        layouts["zero3_nvme"] = config(3, offload_optimizer=nvme(base / "swap"), offload_param=nvme_param(base / "swap"))
     run_flags = flags(corpus, layers=2, hidden=256, steps=2)
     results = run_cases([case(name, "saved", values, run_flags) for name, values in layouts.items()], 2, base)
     return {name: Path(result["folder"]) for name, result in results.items()}

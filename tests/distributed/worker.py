@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,10 @@ def main() -> None:
         init_process_group(running_environment())
     cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
     for case in cases:
-        print("case", case["name"], flush=True)
+        start = time.perf_counter()
         torch.manual_seed(0)
         results[case["name"]] = globals()[case["job"]](case)
+        print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     dist.barrier()
