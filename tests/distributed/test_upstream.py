@@ -134,7 +134,7 @@ def test_a_fp16_stage_0_scales_the_loss(results: Results) -> None:
     ours, plain, stage_1 = (results[f"fp16_stage_{name}"] for name in ("0_ours", "0_plain", "1"))
     assert ours["optimizer"] == "FP16_Optimizer"
     assert ours["loss_scale"][0] == SCALE
-    assert ours["loss"] == close(stage_1["loss"], 1e-4)
+    assert ours["loss"] == close(stage_1["loss"], 5e-4)
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
     assert plain["grad_norm"][0] * SCALE == pytest.approx(stage_1["grad_norm"][0], rel=1e-2), (
         "DeepSpeed mended defect A: remove the loss hook of upstream.scale_loss_at_stage_0")
@@ -153,7 +153,7 @@ def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> 
 def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) -> None:
     ours, plain, stage_1 = (results[name] for name in ("fp16_torch_adam_ours", "fp16_torch_adam_plain", "fp16_stage_1"))
     assert ours["optimizer"] == "FP16_UnfusedOptimizer"
-    assert ours["loss"] == close(stage_1["loss"], 1e-4)
+    assert ours["loss"] == close(stage_1["loss"], 5e-4)
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
     # its loss is not scaled, and its norm not divided: what is left of the error is the tied weight, counted twice
     assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
