@@ -102,6 +102,7 @@ def init_process_group(world: World) -> None:
     """Form the process group; every rank checks that it has the size that the launcher promised."""
     import deepspeed
     import torch.distributed
+    from deepspeed.accelerator import get_accelerator
 
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -110,6 +111,8 @@ def init_process_group(world: World) -> None:
             raise
         raise ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
                           expected="a free port on rank 0's host", remedy="deepspeed --master_port N") from None
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(world.local_rank)
     formed = torch.distributed.get_world_size()
     if formed != world.size:
         raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")

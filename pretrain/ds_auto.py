@@ -5,6 +5,7 @@ is refused. An "auto" without a flag gets the default below.
 """
 
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,14 @@ def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
                 del zero[name]
 
 
+def swap_folder(nvme_path: str, save: str) -> Path:
+    """A folder of the run's own: DeepSpeed names its swap files by rank and parameter alone, so that two runs with the
+    same nvme_path would silently read each other's.
+    """
+    run = Path(save).absolute()
+    return Path(nvme_path, f"ds-pretrain-{run.name}-{zlib.crc32(str(run).encode()):08x}")
+
+
 def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
     """nvme_path of the offload blocks: the JSON's, --nvme_path or the environment's; it must be a writable folder."""
     used = False
@@ -219,7 +228,7 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
                               remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
         if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(file.where(dotted), found=path, expected="an existing folder that can be written to")
-        own["nvme_path"] = str(path)
+        own["nvme_path"] = str(swap_folder(path, args.save))
     if args.nvme_path is not None and not used:
         raise ConfigError("--nvme_path", found=args.nvme_path, expected="no value",
                           remedy='the JSON offloads nothing to "nvme"')

@@ -1,5 +1,6 @@
 """The step loop, and what stands around it."""
 
+import shutil
 import time
 from pathlib import Path
 from socket import gethostname
@@ -59,6 +60,8 @@ def train(plan: Plan, world: World, resume: Resume | None) -> int:
     for loader in loaders.values():
         loader.close()
     dist.barrier()
+    if world.local_rank == 0:
+        _remove_swap_files(plan)
     dist.destroy_process_group()
     return 0
 
@@ -67,6 +70,14 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
     """Mean loss of the first `eval_steps` global batches of the loader's split; a scalar on the device."""
     losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
     return torch.stack(losses).mean()
+
+
+def _remove_swap_files(plan: Plan) -> None:
+    """What NVMe offload left on this host; the checkpoint holds all of it."""
+    for block in ("offload_optimizer", "offload_param"):
+        path = (plan.ds_config.get("zero_optimization", {}).get(block) or {}).get("nvme_path")
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _due(step: int, interval: int, last_step: int) -> bool:

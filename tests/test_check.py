@@ -371,7 +371,10 @@ def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypa
     changes = z("offload_optimizer", {"device": "nvme", "nvme_path": "auto"}) | {"aio": {"queue_depth": 4}}
     plan = plan_of(world, changes)
     assert (plan.zero_stage, plan.offload_optimizer, plan.uses_pipeline_module) == (3, "nvme", False)
-    assert get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path") == str(world / "nvme")
+    path = Path(get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path"))
+    assert path.parent == world / "nvme"
+    other = plan_of(world, changes, save=str(world / "another-run"))  # would overwrite the first one's swap files
+    assert get_value(other.ds_config, "zero_optimization.offload_optimizer.nvme_path") != str(path)
 
 
 def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) -> None:

@@ -47,6 +47,7 @@ class Meter:
         self._flops_per_token = flops_per_token(plan.model, plan.args.seq_length)
         self._peak_tflops = _device_peak_tflops(plan)
         self._live = sys.stdout.isatty()
+        self._skipped_steps = engine.skipped_steps
         self._last_step, self._last_time, self._data_seconds = first_step, time.perf_counter(), 0.0
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
@@ -65,6 +66,9 @@ class Meter:
 
     def log(self, step: int, loss: torch.Tensor, lr: float, consumed_samples: int) -> None:
         """Report step number `step` (from 1), if it is a logged one. `lr` is the rate that it used."""
+        if self.engine.skipped_steps > self._skipped_steps:
+            self._skipped_steps = self.engine.skipped_steps
+            self.folder.event("skip", step=step, reason="overflow or NaN in the gradients")
         if not self.due(step):
             return
         row = self._row(step, float(loss), lr, consumed_samples)
