@@ -9,13 +9,13 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 run=$(realpath -m "${1:-$here/runs/quickstart}")
 cd "$here"
+start=$SECONDS
 launch/setup.sh
 VENV=${VENV:-$here/.venv}
 export PATH="$VENV/bin:$PATH"
 say() { printf '\033[1m[quickstart] %s\033[0m\n' "$*"; }
-start=$SECONDS
 
-gpus=$(command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 case ${gpus:-0} in
     0) ranks=2 config=ds_configs/pipeline2_zero1_bf16.json device="the CPU" ;;
     1) ranks=1 config=ds_configs/zero1_bf16.json device="one GPU" ;;

@@ -104,7 +104,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
         if isinstance(value, (dict, list)):
             raise ConfigError(f"{path}: {key}", found=repr(value), expected="a single value")
         if value is not None:
-            words += [f"--{name}", str(value)]
+            words.append(f"--{name}={value}")
     return words
 
 

@@ -1,7 +1,9 @@
 """One function judges a run before it costs: JSON, flags, model, data, tokenizer, world size and device together."""
 
+import math
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pretrain.errors import ConfigError, did_you_mean
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.schedule import KINDS, Schedule, check_schedule_words, make_schedule
 
+DEEPSPEED_VERSION = "0.19.8"
 RESUME_WORDS = ("auto", "required", "never")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCANNED_TOKENS = 16 * 2**20  # at either end of a data file without a sidecar; more would take seconds
@@ -68,6 +71,7 @@ class Plan:
 
 def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     """Judge a run, the cheapest questions first. Raises ConfigError for the first thing that is wrong."""
+    _check_deepspeed()
     _check_flags(args)
     _check_save(args.save)
     if world_size < 1:
@@ -100,7 +104,19 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
         partition_method=settings.partition_method, offload_optimizer=settings.offload("optimizer"),
         offload_param=settings.offload("param"), train_steps=settings.train_steps, datasets=datasets,
         tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=schedule,
-        notes=notes(settings) + _evaluation_notes(args, datasets, settings.global_batch_size))
+        notes=(*notes(settings), *_epoch_notes(settings, datasets["train"]),
+               *_evaluation_notes(args, datasets, settings.global_batch_size)))
+
+
+def _check_deepspeed() -> None:
+    """Another version may have other keys and other defects than those that are checked and mended here."""
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        found = "none"
+    if found.split("+")[0] != DEEPSPEED_VERSION:
+        raise ConfigError("deepspeed", found=f"version {found}", expected=DEEPSPEED_VERSION,
+                          remedy=f"pip install deepspeed=={DEEPSPEED_VERSION}")
 
 
 def _check_flags(args: RunArguments) -> None:
@@ -112,8 +128,10 @@ def _check_flags(args: RunArguments) -> None:
     for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
         for name in names:
             value = getattr(args, name)
-            if value is not None and not (value > low if strict else value >= low):
+            if value is not None and not (math.isfinite(value) and (value > low if strict else value >= low)):
                 raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
+    if args.seed >= 2**31:
+        raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
     words = (("resume", RESUME_WORDS), ("deepspeed_log_level", LOG_LEVELS), ("lr_schedule", KINDS))
     for name, known in words:
         if getattr(args, name) not in known:
@@ -161,6 +179,8 @@ def _check_data(args: RunArguments, datasets: dict[str, SampleDataset], tokenize
         if not prefix:
             continue
         meta = read_meta(prefix) or {}
+        if meta.get("num_tokens", datasets[name].indexed.num_tokens) != datasets[name].indexed.num_tokens:
+            meta = {}  # of data that was there before
         largest = meta.get("max_token")
         largest = _largest_token(datasets[name]) if not isinstance(largest, int) else largest
         if largest >= model.vocab_size:
@@ -179,12 +199,22 @@ def _check_data(args: RunArguments, datasets: dict[str, SampleDataset], tokenize
 
 
 def _largest_token(dataset: SampleDataset) -> int:
-    """Of the first and last 16 Mi tokens of a data file."""
+    """Of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative one."""
     indexed = dataset.indexed
     total = indexed.num_tokens
     starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
     starts |= set(range(max(total - SCANNED_TOKENS, 0), total, _CHUNK_TOKENS))
-    return max(int(indexed.tokens(start, min(start + _CHUNK_TOKENS, total)).max()) for start in starts)
+    chunks = (indexed.tokens(start, min(start + _CHUNK_TOKENS, total)) for start in sorted(starts))
+    ranges = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
+    if min(low for low, _ in ranges) < 0:
+        raise ConfigError(f"{indexed.prefix}.bin", found=f"token {min(low for low, _ in ranges)}",
+                          expected="no token below 0", remedy="write it again with tools/prepare_data.py")
+    return max(high for _, high in ranges)
+
+
+def _epoch_notes(settings: DsSettings, train: SampleDataset) -> tuple[str, ...]:
+    epochs = settings.train_steps * settings.global_batch_size / train.samples_per_epoch
+    return (f"the run sees its training data {epochs:.1f} times",) if epochs > 1 else ()
 
 
 def _evaluation_notes(args: RunArguments, datasets: dict[str, SampleDataset], batch: int) -> tuple[str, ...]:

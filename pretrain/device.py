@@ -17,6 +17,7 @@ class Device:
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
     memory_bytes: int  # of one accelerator, or of the machine; 0: unknown
+    compiles: bool = True  # whether DeepSpeed can compile operators for it: on cuda, whether nvcc is there
 
 
 def detect_device() -> Device:
@@ -49,7 +50,14 @@ def cuda_device() -> Device:
         found = re.match(r"\s*(\d+\.\d+)\s*,\s*(\d+)", answer)
         if found:
             capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
-    return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes)
+    return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
+                  compiles=has_nvcc())
+
+
+def has_nvcc() -> bool:
+    """Where torch looks for it: CUDA_HOME, PATH, /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
 
 
 def _wants_cpu() -> bool:
@@ -58,7 +66,9 @@ def _wants_cpu() -> bool:
         return chosen == "cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return True
-    return not Path("/dev/nvidia0").exists() or not _torch_has_cuda()
+    # containers may expose any one of the devices; WSL has its own name for them
+    visible = Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+    return not visible or not _torch_has_cuda()
 
 
 def _torch_has_cuda() -> bool:

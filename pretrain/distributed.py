@@ -6,6 +6,7 @@ the others would otherwise train N times alone as rank 0 of 1, without a word.
 """
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -52,6 +53,8 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
     for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
         if rank not in environ or size not in environ:
             continue
+        if launcher == "pmi" and local_rank not in environ and "SLURM_LOCALID" in environ:
+            continue  # srun --mpi=pmi2 sets PMI_RANK too, but only SLURM's variables know the place on the host
         if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
             continue
         world = World(rank=_integer(environ, rank), size=_integer(environ, size),
@@ -119,9 +122,10 @@ def init_process_group(world: World) -> None:
 
 
 def print_error(world: World, error: ConfigError) -> None:
-    """The one line of a refused run; every rank refuses for the same reason, so only rank 0 says it."""
-    if world.rank == 0:
-        print(f"ds-pretrain: error: {error}", file=sys.stderr, flush=True)
+    """The one line of a refused run, from each host: what is missing on one of them may be there on the others."""
+    if world.local_rank == 0:
+        host = f"{socket.gethostname()}: " if world.rank != 0 else ""
+        print(f"ds-pretrain: error: {host}{error}", file=sys.stderr, flush=True)
 
 
 def running_environment() -> World:

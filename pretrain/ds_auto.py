@@ -31,20 +31,28 @@ _RENAMED = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_wei
 
 
 def clean(values: dict[str, Any], tree: Tree | None = None) -> dict[str, Any]:
-    """A copy with 5e8 as an integer where one is meant, and without the keys that ask for nothing."""
+    """A copy in DeepSpeed's own spelling, without the keys that ask for nothing."""
     tree = TREE if tree is None else tree
     result: dict[str, Any] = {}
     for name, value in values.items():
         key = tree.get(name)
         if isinstance(key, Key):
             if not key.refused:
-                integral = key.kind == "int" and isinstance(value, float)
-                result[_RENAMED.get(name, name)] = int(value) if integral else value
+                result[_RENAMED.get(name, name)] = _as_deepspeed_spells(value, key)
         elif isinstance(value, dict):
             result[name] = clean(value, _params_tree(values, key or {}) if name == "params" else key)
     if "bfloat16" in result:
         result.setdefault("bf16", result.pop("bfloat16"))
     return result
+
+
+def _as_deepspeed_spells(value: Any, key: Key) -> Any:
+    """5e8 as an integer where one is meant, and "CPU" as "cpu" where that is the word."""
+    if key.kind == "int" and isinstance(value, float):
+        return int(value)
+    if key.words and isinstance(value, str):
+        return next((word for word in key.words if word.lower() == value.lower()), value)
+    return value
 
 
 def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:

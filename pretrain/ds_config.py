@@ -98,6 +98,9 @@ def complete_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, 
     micro, accumulation, total = fill_batch(file, config, args, data_parallel_size)
     train_steps = run_steps(args, total)
     rate = fill_optimizer(file, config, args)
+    if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
+            get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
+        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled with nvcc
     fill_model_sizes(config, model)
     fill_scheduler(file, config, args, train_steps, rate)
     fill_nvme_path(file, config, args)

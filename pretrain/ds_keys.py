@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -91,7 +92,7 @@ def _is_idle(value: Any, key: Key) -> bool:
 
 
 def _has_kind(value: Any, key: Key) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     kinds = {
         "bool": isinstance(value, bool),
         "int": number and float(value).is_integer(),

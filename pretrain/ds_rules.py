@@ -61,7 +61,8 @@ def offload_keys(s: DsSettings) -> None:
 def nvme_buffer_size(s: DsSettings) -> None:
     """Each rank's part of a parameter must fit in one buffer: an assertion in the middle of the first step."""
     model = s.model
-    largest = max(model.vocab_size, model.intermediate_size, 3 * model.hidden_size) * model.hidden_size
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
+    largest = max(model.vocab_size, model.max_positions, model.intermediate_size, qkv) * model.hidden_size
     needed = -(-largest // s.world_size)
     if s.offload("param") == "nvme" and s.get(f"{_ZERO}.offload_param.buffer_size", 1e8) < needed:
         raise s.refuse(f"{_ZERO}.offload_param.buffer_size", f"at least {needed}, a rank's part of the largest matrix",

@@ -41,7 +41,7 @@ _CHECKPOINTING = 'use "pipeline": {"activation_checkpoint_interval": k}, which c
 _OFFLOAD_PARAM: Tree = {
     "device": Key("str", words=("none", "cpu", "nvme")),
     "nvme_path": Key("str", auto=True, null=True),
-    "buffer_count": _COUNT,
+    "buffer_count": Key("int", low=1),
     "buffer_size": _COUNT,
     "max_in_cpu": _COUNT,
     "pin_memory": _ON,
@@ -49,7 +49,7 @@ _OFFLOAD_PARAM: Tree = {
 _OFFLOAD_OPTIMIZER: Tree = {
     "device": Key("str", words=("none", "cpu", "nvme")),
     "nvme_path": Key("str", auto=True, null=True),
-    "buffer_count": _COUNT,
+    "buffer_count": Key("int", low=4),  # weights, two moments and the gradient of a sub-group at once
     "pin_memory": _ON,
     "pipeline_read": _ON,
     "pipeline_write": _ON,
@@ -77,7 +77,7 @@ ZERO: Tree = {
     "reduce_bucket_size": Key("int", low=1, auto=True),
     "use_multi_rank_bucket_allreduce": _ON,
     "allgather_partitions": _ON,
-    "allgather_bucket_size": _COUNT,
+    "allgather_bucket_size": Key("int", low=1),
     "overlap_comm": Key("bool", null=True),
     "compute_grad_norm": _no("the gradient norm is part of every log line; remove the key", True),
     "load_from_fp32_weights": _ON,

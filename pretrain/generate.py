@@ -35,6 +35,7 @@ class TrainedModel:
     model: Any  # PreTrainedModel
     tokenizer: Tokenizer
     max_positions: int
+    unused_tokens: list[int]  # rows of the vocabulary that the tokenizer has no token for
 
 
 def load_trained_model(run: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
@@ -44,7 +45,9 @@ def load_trained_model(run: Path, *, step: int | None = None, tokenizer: str | N
         raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
     folder, manifest = _checkpoint(run / "checkpoints", step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
-    return TrainedModel(folder, _transformers_model(folder, config), load_tokenizer(tokenizer), config.max_positions)
+    loaded = load_tokenizer(tokenizer)
+    return TrainedModel(folder, _transformers_model(folder, config), loaded, config.max_positions,
+                        list(range(loaded.vocab_size, config.vocab_size)))
 
 
 def _checkpoint(checkpoints: Path, step: int | None) -> tuple[Path, Manifest]:
@@ -83,5 +86,6 @@ def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
     inputs = torch.tensor([tokens], device=trained.model.device)
     output = trained.model.generate(inputs, attention_mask=torch.ones_like(inputs),
                                     max_new_tokens=min(sampling.max_new_tokens, room),
+                                    suppress_tokens=trained.unused_tokens or None,
                                     eos_token_id=trained.tokenizer.eod_token, pad_token_id=0, **choice)
     return trained.tokenizer.decode(output[0].tolist())

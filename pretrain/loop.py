@@ -7,6 +7,7 @@ from socket import gethostname
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from pretrain.check import Plan
 from pretrain.checkpoint.resume import Resume
@@ -25,6 +26,7 @@ from pretrain.engine import (
     sum_over_data_parallel,
     train_batch,
 )
+from pretrain.errors import ConfigError
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record, versions
 
@@ -40,6 +42,7 @@ def train(plan: Plan, world: World, resume: Resume | None) -> int:
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
     loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
     _announce(plan, world, resume, meter, folder)
+    meter.restart(first_step)
 
     last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
     for step in range(first_step + 1, last_step + 1):
@@ -89,7 +92,8 @@ def _restore(engine: DeepSpeedEngine, resume: Resume | None) -> tuple[int, int]:
     steps = [0] * dist.get_world_size()
     dist.all_gather_object(steps, resume.manifest.step if resume else 0)
     if len(set(steps)) > 1:  # a file system that is not shared, or not yet in step
-        raise RuntimeError(f"the ranks found different checkpoints: steps {sorted(set(steps))}. Is --save shared?")
+        raise ConfigError("--save", found=f"checkpoints of different steps on different ranks: {sorted(set(steps))}",
+                          expected="one folder that all hosts share")
     if resume is None:
         return 0, 0
     load_checkpoint(engine, resume.folder, resume.manifest)
@@ -115,10 +119,13 @@ def _save(engine: DeepSpeedEngine, plan: Plan, folder: RunFolder, step: int, con
 def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, folder: RunFolder) -> None:
     hosts = [""] * world.size
     dist.all_gather_object(hosts, gethostname())
-    folder.start(run_record(plan, sorted(set(hosts))))
+    if world.rank == 0:
+        folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)
     meter.say(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan)}; global batch "
               f"{plan.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+    for note in plan.notes:
+        meter.say(f"note: {note}")
     for warning in resume.warnings if resume else []:
         meter.say(f"warning: {warning}")
         folder.event("verify", step=resume.manifest.step if resume else 0, reason=warning)
@@ -128,7 +135,8 @@ def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, fol
 
 
 def _layout(plan: Plan) -> str:
-    parts = [plan.precision, f"ZeRO-{plan.zero_stage}", f"{plan.data_parallel_size} data-parallel"]
+    parts = [get_accelerator().device_name(), plan.precision, f"ZeRO-{plan.zero_stage}",
+             f"{plan.data_parallel_size} data-parallel"]
     if plan.pipeline_stages > 1:
         parts.append(f"{plan.pipeline_stages} pipeline stages")
     parts += [f"{what} on {place}" for what, place in

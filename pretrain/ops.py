@@ -8,13 +8,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from pretrain.device import detect_device
+from pretrain.device import detect_device, has_nvcc
 from pretrain.distributed import prepare_deepspeed
 
 # op_builder class names, by what they serve
 _OPERATORS = {
     "cpu": {"FusedAdamBuilder": "Adam and AdamW", "ShareMemCommBuilder": "collectives within a host"},
-    "cuda": {"FusedAdamBuilder": "Adam and AdamW"},
+    "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's own serve"},
 }
 _OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
             "CPULionBuilder": "offloaded Lion"}
@@ -51,14 +51,16 @@ def build_operators(*, offload: bool) -> bool:
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    operators = {**_OPERATORS.get(get_accelerator().device_name(), {}), **(_OFFLOAD if offload else {})}
+    accelerator = get_accelerator()
+    operators = {**_OPERATORS.get(accelerator.device_name(), {}), **(_OFFLOAD if offload else {})}
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=2) as pool:
         for (name, purpose), failure in zip(operators.items(), pool.map(_build, operators), strict=True):
             state = failure or f"ready after {time.perf_counter() - start:.0f} s"
             print(f"  {name.removesuffix('Builder')} ({purpose}): {state}", flush=True)
             operators[name] = failure
-    return not any(operators.values())
+    has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
+    return has_substitutes or not any(operators.values())
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ def run(args: RunArguments, world: World) -> int:
     device = detect_device()
     plan = check_run(args, world_size=world.size, device=device)
     resume = choose_resume(plan)
-    if resume is not None and resume.manifest.step >= plan.train_steps:
+    last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
+    if resume is not None and resume.manifest.step >= last_step:
         if world.rank == 0:
-            print(f"{args.save} is complete: {resume.manifest.step} of {plan.train_steps} steps are done")
+            print(f"{args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
         return 0
     prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed

@@ -107,6 +107,14 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
+    # numbers at the edge
+    ({"optimizer.params.betas": [0.9, 1.0]}, {}, "optimizer.params.betas"),
+    ({"zero_optimization.stage": 1, "zero_optimization.allgather_bucket_size": 0}, {}, "allgather_bucket_size"),
+    ({"optimizer.params.lr": float("inf")}, {}, "found 'Infinity"),
+    ({}, {"learning_rate": "inf"}, "--learning_rate: found inf"),
+    ({}, {"seed": 2**40}, "--seed: found 1099511627776"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "NVMe", "nvme_path": "/tmp"}}}, {},
+     "offload_optimizer.device"),
     # keys
     ({"zero_optimisation": {"stage": 3}}, {}, 'did you mean "zero_optimization"'),
     ({"zero_optimization.stge": 3}, {}, 'did you mean "stage"'),

@@ -5,6 +5,7 @@ import sys
 
 from pretrain.arguments import parse_arguments
 from pretrain.check import Plan, check_run
+from pretrain.checkpoint.resume import choose_resume
 from pretrain.cli import Parser, run_main
 from pretrain.device import cpu_device, cuda_device, detect_device
 
@@ -55,7 +56,11 @@ def main(argv: list[str] | None = None) -> None:
         print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
     known, rest = own.parse_known_args(words)
     plan = check_run(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
-    print("\n".join(plan_lines(plan)))
+    resume = choose_resume(plan)
+    lines = plan_lines(plan)
+    if resume is not None:
+        lines += [f"{'resume':<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

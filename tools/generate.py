@@ -23,6 +23,8 @@ def main() -> None:
     for name, low in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         if getattr(args, name) < low:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected=f"at least {low}")
+    if not 0 < args.top_p <= 1:
+        raise ConfigError("--top_p", found=args.top_p, expected="above 0 and at most 1")
     prepare_deepspeed(detect_device())
     from pretrain.generate import Sampling, generate, load_trained_model
 

@@ -30,6 +30,9 @@ class Manifest:
     zero_stage: int
     precision: str
     grad_accum_dtype: str | None
+    offload_optimizer: str
+    optimizer: dict[str, Any]  # type and params
+    global_batch_size: int
     seed: int
     seq_length: int
     model: dict[str, Any]  # the transformers config.json
@@ -44,7 +47,8 @@ def manifest_of(plan: Plan, *, step: int, consumed_samples: int, versions: dict[
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=plan.world_size,
         data_parallel_size=plan.data_parallel_size, pipeline_stages=plan.pipeline_stages, zero_stage=plan.zero_stage,
-        precision=plan.precision, grad_accum_dtype=plan.grad_accum_dtype, seed=plan.args.seed,
+        precision=plan.precision, grad_accum_dtype=plan.grad_accum_dtype, offload_optimizer=plan.offload_optimizer,
+        optimizer=plan.ds_config["optimizer"], global_batch_size=plan.global_batch_size, seed=plan.args.seed,
         seq_length=plan.args.seq_length, model=plan.model.hf_config,
         data_fingerprint=plan.datasets["train"].fingerprint,
         tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions)

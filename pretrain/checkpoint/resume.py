@@ -1,11 +1,13 @@
 """Which checkpoint a run goes on from, judged before a process group forms."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from pretrain.check import Plan
-from pretrain.checkpoint.manifest import Manifest, manifest_of, newest_whole
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, manifest_of, newest_whole
 from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
 
 
 @dataclass(frozen=True)
@@ -40,27 +42,39 @@ def choose_resume(plan: Plan) -> Resume | None:
 
 
 def check_layout(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Refuse a resume that this version cannot do exactly: another layout or another model. Raises ConfigError."""
-    pairs = {"world size": (manifest.world_size, plan.world_size),
-             "ZeRO stage": (manifest.zero_stage, plan.zero_stage),
-             "pipeline stages": (manifest.pipeline_stages, plan.pipeline_stages),
-             "precision": (manifest.precision, plan.precision),
-             "gradient accumulation dtype": (manifest.grad_accum_dtype, plan.grad_accum_dtype)}
+    """Refuse a resume that this version cannot do exactly. Raises ConfigError."""
+    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
+    _refuse_change(folder, "layout", {
+        "world size": (manifest.world_size, now.world_size), "ZeRO stage": (manifest.zero_stage, now.zero_stage),
+        "pipeline stages": (manifest.pipeline_stages, now.pipeline_stages),
+        "precision": (manifest.precision, now.precision),
+        "gradient accumulation dtype": (manifest.grad_accum_dtype, now.grad_accum_dtype),
+        # CPU and NVMe hold the same; the device's own optimizer and the host's do not
+        "optimizer offload": (manifest.offload_optimizer != "none", now.offload_optimizer != "none")})
+    # the optimizer's settings come back with its state: other ones would have no effect
+    _refuse_change(folder, "optimizer", {
+        f"optimizer {key}": (manifest.optimizer.get(key), now.optimizer.get(key)) for key in ("type", "params")})
+    # both say which samples come next: with others, some would come again and some never
+    _refuse_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
+                                               "--seq_length": (manifest.seq_length, now.seq_length)})
+    saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
+    _refuse_change(folder, "model", {
+        f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
+        for f in fields(saved) if f.name != "hf_config"})
+    if plan.args.train_tokens is not None:
+        _refuse_change(folder, "batch, or --train_steps instead of --train_tokens", {
+            "global batch size": (manifest.global_batch_size, now.global_batch_size)})
+
+
+def _refuse_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (saved, now) in pairs.items():
         if saved != now:
             raise ConfigError(f"{folder}: {name}", found=f"{saved} in the checkpoint and {now} in this run",
-                              expected="the same layout", remedy="resume with the layout that saved it")
-    changed = sorted(key for key in manifest.model.keys() | plan.model.hf_config.keys()
-                     if manifest.model.get(key) != plan.model.hf_config.get(key))
-    if changed:
-        key = changed[0]
-        raise ConfigError(f"{folder}: model {key}", expected="the same model",
-                          found=f"{manifest.model.get(key)!r} in the checkpoint and "
-                                f"{plan.model.hf_config.get(key)!r} in this run", remedy="choose another --save")
+                              expected=f"the same {what}", remedy="go on as it was saved, or choose another --save")
 
 
 def changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
-    """What differs from the run that saved, and changes which samples come next: worth a warning, not a refusal."""
+    """What differs from the run that saved, and is allowed to: worth a warning."""
     now = manifest_of(plan, step=0, consumed_samples=0, versions={})
-    return [name for name in ("seed", "seq_length", "data_fingerprint", "tokenizer_fingerprint")
+    return [name for name in ("data_fingerprint", "tokenizer_fingerprint", "global_batch_size")
             if getattr(manifest, name) != getattr(now, name)]

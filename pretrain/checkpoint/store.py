@@ -45,8 +45,9 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    """Flush a file or a folder to the disk, whoever wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -67,10 +68,12 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, *, step: 
     _save_rng_state(temporary)
     dist.barrier()
     if dist.get_rank() == 0:
+        for path in temporary.rglob("*"):
+            _fsync(path)
         write_manifest(temporary, manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions))
         shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there: a whole one was resumed from
         temporary.rename(final)
-        _fsync_folder(folder)
+        _fsync(folder)
         _write_atomically(folder / LATEST, tag)
     dist.barrier()
     return final

@@ -2,11 +2,11 @@
 
 from pretrain.model.config import ModelConfig
 
-# Dense peak TFLOP/s by a part of the device's name, from the vendors' data sheets: (16-bit, fp32 or TF32)
+# Dense peak TFLOP/s by a part of the device's name, from the vendors' data sheets: (16-bit, fp32 without TF32)
 _PEAK_TFLOPS = {
-    "H200": (989.0, 494.5), "H100 PCIe": (756.0, 378.0), "H100": (989.0, 494.5), "B200": (2250.0, 1125.0),
-    "A100": (312.0, 156.0), "A800": (312.0, 156.0), "L40S": (362.0, 183.0), "L40": (181.0, 90.5), "L4": (121.0, 60.0),
-    "A10": (125.0, 62.5), "V100": (125.0, 15.7), "T4": (65.0, 8.1), "4090": (165.2, 82.6), "3090": (71.0, 35.6),
+    "H200": (989.0, 67.0), "H100 PCIe": (756.0, 51.0), "H100": (989.0, 67.0), "B200": (2250.0, 80.0),
+    "A100": (312.0, 19.5), "A800": (312.0, 19.5), "L40S": (362.0, 91.6), "L40": (181.0, 90.5), "L4": (121.0, 30.3),
+    "A10G": (70.0, 35.0), "A10": (125.0, 31.2), "V100": (125.0, 15.7), "T4": (65.0, 8.1),
 }
 
 
@@ -16,7 +16,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     N is the parameters that a token is multiplied with (no embedding look-ups; the head once, tied or not).
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the whole sequence, as others count it.
     """
-    matrices = config.non_embedding_parameters() + config.vocab_size * config.hidden_size
+    matrices = config.num_layers * config.layer_parameters() + config.vocab_size * config.hidden_size
     attention = config.num_layers * config.num_heads * config.head_size * seq_length
     return 6.0 * matrices + 12.0 * attention
 

@@ -77,7 +77,7 @@ class Meter:
         if self.engine.monitor.enabled and not self.plan.uses_pipeline_module and self.rank == 0:
             # DeepSpeed 0.19 writes the loss for its PipelineEngine only
             self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
-        self._show(self._line(row))
+        self._show(self._line(row), last=step == self.plan.train_steps)
 
     def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> None:
         """Report an evaluation on the split `name` ("valid", "test")."""
@@ -121,6 +121,6 @@ class Meter:
         parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {hours}:{seconds // 60:02}:{seconds % 60:02}"]
         return "  ".join(parts)
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, *, last: bool) -> None:
         if self.rank == 0:
-            print(f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", flush=True)
+            print(f"\r\033[K{line}" if self._live else line, end="" if self._live and not last else "\n", flush=True)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import socket
 import subprocess
 import time
 from dataclasses import asdict
@@ -38,10 +37,15 @@ def _git_commit() -> str | None:
         return None
 
 
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
 def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     """The training contract of one start: everything that its result depends on."""
     return {
-        "time": time.time(), "flags": asdict(plan.args), "deepspeed_config": plan.ds_config,
+        "time": time.time(),
+        "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer)}, "deepspeed_config": plan.ds_config,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
         "train_steps": plan.train_steps,
         "layout": {"world_size": plan.world_size, "data_parallel_size": plan.data_parallel_size,
@@ -52,7 +56,7 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
                   "global_batch_size": plan.global_batch_size},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
-        "versions": versions(), "git_commit": _git_commit(), "hosts": hosts or [socket.gethostname()],
+        "versions": versions(), "git_commit": _git_commit(), "hosts": hosts,
     }
 
 
