@@ -107,6 +107,8 @@ def init_process_group(world: World) -> None:
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
 
+    from pretrain.upstream import remove_shared_memory_names
+
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     except torch.distributed.DistNetworkError as error:
@@ -114,7 +116,9 @@ def init_process_group(world: World) -> None:
             raise
         raise ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
                           expected="a free port on rank 0's host", remedy="deepspeed --master_port N") from None
-    if get_accelerator().device_name() != "cpu":
+    if get_accelerator().device_name() == "cpu":
+        remove_shared_memory_names(world.rank)
+    else:
         get_accelerator().set_device(world.local_rank)
     formed = torch.distributed.get_world_size()
     if formed != world.size:

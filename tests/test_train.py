@@ -150,6 +150,22 @@ def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: 
     assert done.stdout.strip() == "[]"
 
 
+def test_a_refusal_leaves_no_process_behind(corpus: str, tmp_path: Path) -> None:
+    done = launch(2, _flags(corpus, tmp_path / "refused", "--train_steps", "0"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ds-pretrain: error: ")]
+    assert lines == ["ds-pretrain: error: --train_steps: found 0; expected at least 1."]
+    commands = [_content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(str(tmp_path / "refused").encode() in command for command in commands)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process has ended meanwhile
+        return b""
+
+
 def test_a_taken_port_is_named(corpus: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

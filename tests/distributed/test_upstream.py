@@ -296,3 +296,20 @@ def test_bf16_stage_0_pipeline_checkpoint_can_be_read_back(results: Results) -> 
     assert ours["resumed"] == ours["tail"]
     assert results["bf16_stage_0_plain"] == "KeyError: 0", (
         "DeepSpeed reads bf16 checkpoints of stage 0: let upstream.load_checkpoint do without bf16_at_stage_0")
+
+
+def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
+    def left_by(code: str) -> int:
+        """How many files one launch of two ranks adds to /dev/shm."""
+        before = set(Path("/dev/shm").glob("deepspeed_*"))
+        done = run_ranks(["-c", code], 2, cwd=tmp_path)
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
+        left = set(Path("/dev/shm").glob("deepspeed_*")) - before
+        for segment in left:
+            segment.unlink()
+        return len(left)
+
+    assert left_by("from pretrain.distributed import init_process_group, running_environment\n"
+                   "init_process_group(running_environment())") == 0
+    assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
+        "DeepSpeed unlinks its shared memory: remove upstream.remove_shared_memory_names")
