@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,8 @@ def _build(name: str) -> str:
 def build_operators(*, offload: bool) -> bool:
     """Compile what this device uses, two at a time; True if all of it is there."""
     prepare_deepspeed(detect_device())
+    # ninja would start cores + 2 compilers for each of the two, of a gigabyte and more each
+    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 2)))
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
