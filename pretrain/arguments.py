@@ -58,6 +58,16 @@ class RunArguments:
     resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required; never")
     exit_step: int | None = _flag(None, "save and stop after this step, short of the run's end")
 
+    # checkpoints
+    async_save: bool = _flag(False, "copy a checkpoint to host memory and write it while training goes on")
+    save_busy: str = _flag("wait", "when the --async_save before is still being written: wait, or skip the new one")
+    save_timeout: float = _flag(1800, "seconds until a background save counts as failed")
+    keep_checkpoints: int = _flag(0, "newest checkpoints to keep, at least 2; 0: keep all")
+    keep_every: int = _flag(0, "with --keep_checkpoints: keep those of every so many steps too; 0: none")
+    keep_best: int = _flag(0, "with --keep_checkpoints: keep those of lowest validation loss too; 0: none")
+    checkpoint_mirror: str | None = _flag(None, "folder or fsspec URL (s3://...) that gets a copy of each checkpoint, "
+                                                "and gives one back where --save has none as new")
+
     # fills "auto" in the DeepSpeed JSON
     micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu: samples")
     gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps")

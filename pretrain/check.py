@@ -20,6 +20,7 @@ from pretrain.schedule import KINDS, Schedule, check_schedule_words, make_schedu
 
 DEEPSPEED_VERSION = "0.19.8"
 RESUME_WORDS = ("auto", "required", "never")
+SAVE_BUSY_WORDS = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCANNED_TOKENS = 16 * 2**20  # at either end of a data file without a sidecar; more would take seconds
 _CHUNK_TOKENS = 2**20
@@ -122,9 +123,10 @@ def _check_deepspeed() -> None:
 def _check_flags(args: RunArguments) -> None:
     """Flags that can be judged by themselves."""
     at_least_one = ("seq_length", "log_interval", "eval_steps")
-    at_least_zero = ("eval_interval", "save_interval", "seed", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
+    at_least_zero = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
+                     "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
                      "weight_decay", "adam_epsilon", "gradient_clipping")
-    above_zero = ("exit_step", "learning_rate", "peak_tflops")
+    above_zero = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
     for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
         for name in names:
             value = getattr(args, name)
@@ -132,15 +134,34 @@ def _check_flags(args: RunArguments) -> None:
                 raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
     if args.seed >= 2**31:
         raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
-    words = (("resume", RESUME_WORDS), ("deepspeed_log_level", LOG_LEVELS), ("lr_schedule", KINDS))
+    words = (("resume", RESUME_WORDS), ("save_busy", SAVE_BUSY_WORDS), ("deepspeed_log_level", LOG_LEVELS),
+             ("lr_schedule", KINDS))
     for name, known in words:
         if getattr(args, name) not in known:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
                               remedy=did_you_mean(getattr(args, name), known))
     check_schedule_words(args)
+    _check_checkpoint_flags(args)
     if (args.train_steps is None) == (args.train_tokens is None):
         raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
                           found="neither of them" if args.train_steps is None else "both")
+
+
+def _check_checkpoint_flags(args: RunArguments) -> None:
+    """Flags that would have no effect, and a number that would leave nothing to fall back to."""
+    if args.keep_checkpoints == 1:
+        raise ConfigError("--keep_checkpoints", found=1, expected="at least 2, or 0 for all",
+                          remedy="one of them may turn out to be damaged")
+    for name in ("keep_every", "keep_best"):
+        if getattr(args, name) and not args.keep_checkpoints:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected="0, as all checkpoints are kept",
+                              remedy="add --keep_checkpoints N")
+    if args.keep_best and not args.eval_interval:
+        raise ConfigError("--keep_best", found=args.keep_best, expected="0 without evaluations",
+                          remedy="give --eval_interval, a divisor of --save_interval")
+    if args.save_busy != "wait" and not args.async_save:
+        raise ConfigError("--save_busy", found=args.save_busy, expected="wait, for saves that training waits for",
+                          remedy="add --async_save")
 
 
 def _check_save(save: str) -> None:

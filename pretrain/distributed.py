@@ -125,7 +125,7 @@ def init_process_group(world: World) -> None:
         raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")
 
 
-def print_error(world: World, error: ConfigError) -> None:
+def print_error(world: World, error: Exception) -> None:
     """The one line of a refused run, from each host: what is missing on one of them may be there on the others."""
     if world.local_rank == 0:
         host = f"{socket.gethostname()}: " if world.rank != 0 else ""

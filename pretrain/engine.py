@@ -144,3 +144,12 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
 def learning_rate(engine: DeepSpeedEngine) -> float:
     """That of the next step."""
     return float(engine.get_lr()[0])
+
+
+def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
+    """fp16's loss scale and the counters of its window, by DeepSpeed's names; None in other precisions."""
+    if not engine.fp16_enabled():
+        return None
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    return {name: float(getattr(scaler, name)) for name in names if hasattr(scaler, name)}

@@ -1,7 +1,8 @@
 """The step loop, and what stands around it."""
 
+import functools
 import shutil
-import time
+import sys
 from pathlib import Path
 from socket import gethostname
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.check import Plan
+from pretrain.checkpoint.agree import agree_on_checkpoint
 from pretrain.checkpoint.resume import Resume
-from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
+from pretrain.checkpoint.saver import Saver
+from pretrain.checkpoint.store import load_checkpoint
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed import World, init_process_group
@@ -26,42 +29,47 @@ from pretrain.engine import (
     sum_over_data_parallel,
     train_batch,
 )
-from pretrain.errors import ConfigError
 from pretrain.metrics.meter import Meter
-from pretrain.metrics.run_folder import RunFolder, run_record, versions
+from pretrain.metrics.run_folder import RunFolder, run_record
 
 
-def train(plan: Plan, world: World, resume: Resume | None) -> int:
-    """Run the plan to its end, from `resume` if given. Returns the exit code."""
+def train(plan: Plan, world: World) -> int:
+    """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
     args = plan.args
     with deepspeed_output(args.deepspeed_log_level):
         init_process_group(world)
+        resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
         engine = build_engine(plan)
-        first_step, consumed_samples = _restore(engine, resume)
+        first_step, consumed_samples = _restore(engine, plan, resume)
     folder = RunFolder(Path(args.save), active=world.rank == 0)
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
+    saver = Saver(plan, folder)
     loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
     _announce(plan, world, resume, meter, folder)
     meter.restart(first_step)
 
     last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
     for step in range(first_step + 1, last_step + 1):
+        eval_loss = None
         micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
         lr = learning_rate(engine)
         loss = train_batch(engine, micro_batches)
         consumed_samples += plan.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
-            meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps), consumed_samples)
+            eval_loss = meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps),
+                                       consumed_samples)
         if _due(step, args.save_interval, last_step):
-            _save(engine, plan, folder, step, consumed_samples)
+            saver.save(engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
+                       last=step == last_step)
             meter.restart(step)
 
     if last_step == plan.train_steps and "test" in loaders:
         meter.log_eval(last_step, "test", evaluate(engine, loaders["test"], args.eval_steps), consumed_samples)
-    folder.event("stop", step=last_step, reason="finished" if last_step == plan.train_steps else "--exit_step")
     for loader in loaders.values():
         loader.close()
+    saver.close()
+    folder.event("stop", step=last_step, reason="finished" if last_step == plan.train_steps else "--exit_step")
     dist.barrier()
     if world.local_rank == 0:
         _remove_swap_files(plan)
@@ -87,16 +95,11 @@ def _due(step: int, interval: int, last_step: int) -> bool:
     return step == last_step or (interval > 0 and step % interval == 0)
 
 
-def _restore(engine: DeepSpeedEngine, resume: Resume | None) -> tuple[int, int]:
+def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tuple[int, int]:
     """(steps done, samples consumed), after loading what there is to load."""
-    steps = [0] * dist.get_world_size()
-    dist.all_gather_object(steps, resume.manifest.step if resume else 0)
-    if len(set(steps)) > 1:  # a file system that is not shared, or not yet in step
-        raise ConfigError("--save", found=f"checkpoints of different steps on different ranks: {sorted(set(steps))}",
-                          expected="one folder that all hosts share")
     if resume is None:
         return 0, 0
-    load_checkpoint(engine, resume.folder, resume.manifest)
+    load_checkpoint(engine, plan, resume.folder, resume.manifest)
     return resume.manifest.step, resume.manifest.consumed_samples
 
 
@@ -107,13 +110,6 @@ def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Load
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
                   sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
                   pin_memory=engine.device.type == "cuda")
-
-
-def _save(engine: DeepSpeedEngine, plan: Plan, folder: RunFolder, step: int, consumed_samples: int) -> None:
-    start = time.perf_counter()
-    saved = save_checkpoint(engine, plan, folder.path / "checkpoints", step=step, consumed_samples=consumed_samples,
-                            versions=versions())
-    folder.event("save", step=step, path=str(saved), seconds=round(time.perf_counter() - start, 3))
 
 
 def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, folder: RunFolder) -> None:

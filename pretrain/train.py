@@ -11,6 +11,7 @@ if __name__ == "__main__":  # the folder of this file has modules with common na
 
 from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
+from pretrain.checkpoint.commit import SaveError
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
 from pretrain.distributed import World, prepare_deepspeed, print_error, running_environment
@@ -18,7 +19,10 @@ from pretrain.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 2 refused. Whatever can be refused is, before torch is imported or a process joins."""
+    """Exit code: 0 finished, 1 without its last checkpoint, 2 refused.
+
+    Whatever can be refused is, before torch is imported or a process joins.
+    """
     world = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
     try:
         world = running_environment()
@@ -26,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print_error(world, error)
         return 2
+    except SaveError as error:
+        print_error(world, error)
+        return 1
 
 
 def run(args: RunArguments, world: World) -> int:
@@ -41,7 +48,7 @@ def run(args: RunArguments, world: World) -> int:
     prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed
 
-    return train(plan, world, resume)
+    return train(plan, world)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """`manifest.json`: what a checkpoint folder holds, in words that need neither torch nor the shards to read.
 
-A folder counts as a checkpoint if it has a manifest and every file that the manifest names has its size.
+A folder counts as a checkpoint if its manifest is intact and every file that it names has its size.
+`verify.damage` compares the contents too.
 """
 
+import hashlib
 import json
-import os
+import math
 import re
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from pretrain.check import Plan
+from pretrain.checkpoint.files import FileRecord, fsync, sha256_of, write_atomically
 from pretrain.errors import ConfigError
+
+if TYPE_CHECKING:  # the plan needs numpy and transformers, which a process that writes or verifies does without
+    from pretrain.check import Plan
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _TAG = re.compile(r"global_step(\d+)")
+_SEAL = "sha256"
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Manifest:
     precision: str
     grad_accum_dtype: str | None
     offload_optimizer: str
+    offload_param: str
     optimizer: dict[str, Any]  # type and params
     global_batch_size: int
     seed: int
@@ -39,29 +47,63 @@ class Manifest:
     data_fingerprint: str
     tokenizer_fingerprint: str | None
     versions: dict[str, str]
-    files: dict[str, int] = field(default_factory=dict)  # name -> bytes
+    eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
+    loss_scale: dict[str, float] | None = None  # fp16's; None: other precision
+    files: dict[str, FileRecord] = field(default_factory=dict)  # by path within the folder, "/" between its parts
+
+    def to_json(self) -> str:
+        """The text of manifest.json; it ends with a hash of the rest, so that a changed bit is seen."""
+        return _sealed(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The inverse of `to_json`. Raises ValueError for every text that `to_json` would not have written."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or _SEAL not in values:
+            raise ValueError("not a manifest")
+        if _sealed({key: value for key, value in values.items() if key != _SEAL}) != text:
+            raise ValueError("its own hash does not match")
+        try:
+            values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
+            manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{error} in it") from None
+        for name in manifest.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"a file outside the folder: {name}")
+        return manifest
 
 
-def manifest_of(plan: Plan, *, step: int, consumed_samples: int, versions: dict[str, str]) -> Manifest:
+def _sealed(values: dict[str, Any]) -> str:
+    seal = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+    return json.dumps({**values, _SEAL: seal}, indent=1)
+
+
+def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
+                eval_loss: float | None = None, loss_scale: dict[str, float] | None = None) -> Manifest:
     """The manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=plan.world_size,
         data_parallel_size=plan.data_parallel_size, pipeline_stages=plan.pipeline_stages, zero_stage=plan.zero_stage,
         precision=plan.precision, grad_accum_dtype=plan.grad_accum_dtype, offload_optimizer=plan.offload_optimizer,
-        optimizer=plan.ds_config["optimizer"], global_batch_size=plan.global_batch_size, seed=plan.args.seed,
-        seq_length=plan.args.seq_length, model=plan.model.hf_config,
-        data_fingerprint=plan.datasets["train"].fingerprint,
-        tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions)
+        offload_param=plan.offload_param, optimizer=plan.ds_config["optimizer"],
+        global_batch_size=plan.global_batch_size, seed=plan.args.seed, seq_length=plan.args.seq_length,
+        model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
+        tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions,
+        eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None, loss_scale=loss_scale)
+
+
+def files_in(folder: Path) -> list[str]:
+    """The names of everything in the folder and below, in order; the manifest and folders themselves aside."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
+                  if path != folder / MANIFEST and (path.is_symlink() or not path.is_dir()))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, with the sizes of the files that lie in `folder` now, and flush it to the disk."""
-    sizes = {str(path.relative_to(folder)): path.stat().st_size
-             for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST}
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**asdict(manifest), "files": sizes}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write it, with the records of the files that lie in `folder` now, and bring it to the disk."""
+    records = {name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name)) for name in files_in(folder)}
+    write_atomically(folder / MANIFEST, replace(manifest, files=records).to_json())
+    fsync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -71,17 +113,20 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        manifest = Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(str(path), found=f"{type(error).__name__} ({error})", expected="a checkpoint's manifest",
+        manifest = Manifest.from_json(path.read_bytes().decode())
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else f"a damaged one ({error})"
+        raise ConfigError(str(path), found=found, expected="a checkpoint's manifest",
                           remedy="the folder is not a whole checkpoint") from None
-    for name, size in manifest.files.items():
+    if step_of(folder) not in (-1, manifest.step):
+        raise ConfigError(str(path), found=f"the manifest of step {manifest.step}",
+                          expected=f"that of step {step_of(folder)}", remedy="the folder was renamed")
+    for name, record in manifest.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            raise ConfigError(str(file), found="no such file" if found is None else f"{found} bytes",
-                              expected=f"{size} bytes", remedy="the checkpoint is damaged")
+        found_bytes = file.stat().st_size if file.is_file() else None
+        if found_bytes != record.bytes:
+            raise ConfigError(str(file), found="no such file" if found_bytes is None else f"{found_bytes} bytes",
+                              expected=f"{record.bytes} bytes", remedy="the checkpoint is damaged")
     return manifest
 
 
@@ -91,18 +136,39 @@ def step_of(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
+def _judged(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
+    """Every folder with a checkpoint's name, the newest first, with its manifest or what is wrong with it."""
+    folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
+    for folder in sorted(folders, key=step_of, reverse=True):
+        try:
+            yield folder, read_manifest(folder)
+        except ConfigError as error:
+            yield folder, error
+
+
+def whole_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """(folder and manifest of each whole checkpoint, the newest first; what is wrong with the others)."""
+    whole: list[tuple[Path, Manifest]] = []
+    complaints: list[str] = []
+    for folder, found in _judged(checkpoints):
+        if isinstance(found, ConfigError):
+            complaints.append(str(found))
+        else:
+            whole.append((folder, found))
+    return whole, complaints
+
+
 def newest_whole(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     """(folder, manifest, what was wrong with newer ones) of the newest whole checkpoint; None if there is none.
 
-    `latest` is for other readers: a run that was killed may have left it behind the folders.
+    `latest` is for other readers: a run that was killed may have left it behind the folders. Raises ConfigError where
+    there are checkpoints and all are damaged.
     """
     complaints: list[str] = []
-    folders = sorted((p for p in checkpoints.glob("global_step*") if step_of(p) >= 0), key=step_of, reverse=True)
-    for folder in folders:
-        try:
-            return folder, read_manifest(folder), complaints
-        except ConfigError as error:
-            complaints.append(str(error))
+    for folder, found in _judged(checkpoints):
+        if not isinstance(found, ConfigError):
+            return folder, found, complaints
+        complaints.append(str(found))
     if complaints:
         raise ConfigError(str(checkpoints), found=f"no whole checkpoint ({complaints[0]})",
                           expected="at least one whole checkpoint", remedy="restore one, or choose another --save")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, judged before a process group forms."""
+"""Which checkpoint a run goes on from, and whether it can: judged before a process group forms."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from pretrain.check import Plan
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, manifest_of, newest_whole
+from pretrain.checkpoint.mirror import newest_in_mirror
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 
@@ -19,9 +20,16 @@ class Resume:
     warnings: list[str]  # newer checkpoints that are damaged, and inputs that differ from the run that saved
 
 
+def checkpoints_of(plan: Plan) -> Path:
+    return Path(plan.args.save) / "checkpoints"
+
+
 def choose_resume(plan: Plan) -> Resume | None:
-    """The newest whole checkpoint of the run folder, as --resume asks; None: begin at step 0. Raises ConfigError."""
-    checkpoints = Path(plan.args.save) / "checkpoints"
+    """The newest checkpoint of the run folder by its manifest and sizes, as --resume asks; None: begin at step 0.
+
+    What it holds is compared with the manifest later, by all ranks together (`agree.py`). Raises ConfigError.
+    """
+    checkpoints = checkpoints_of(plan)
     found = newest_whole(checkpoints)
     if plan.args.resume == "never":
         if found is None:
@@ -29,28 +37,36 @@ def choose_resume(plan: Plan) -> Resume | None:
         raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
                           expected="a run folder without checkpoints", remedy="choose another --save")
     if found is None:
-        if plan.args.resume == "required":
-            raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}",
+        mirror = plan.args.checkpoint_mirror
+        if plan.args.resume == "required" and (mirror is None or newest_in_mirror(mirror) is None):
+            raise ConfigError("--resume required", found=f"no checkpoint in {mirror or checkpoints}",
                               expected="at least one", remedy="--resume auto begins at step 0")
         return None
-    folder, manifest, complaints = found
-    check_layout(manifest, plan, folder)
+    return judged(*found, plan)
+
+
+def judged(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
+    """The checkpoint as one to go on from. Raises ConfigError where `plan` cannot go on from it exactly."""
+    check_continuity(manifest, plan, folder)
     changes = changed_inputs(manifest, plan)
     if changes:
         complaints = [*complaints, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
     return Resume(folder, manifest, complaints)
 
 
-def check_layout(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Refuse a resume that this version cannot do exactly. Raises ConfigError."""
+def same_layout(manifest: Manifest, plan: Plan) -> bool:
+    """Whether the engine can read its own files back; otherwise each rank picks what it needs out of them."""
     now = manifest_of(plan, step=0, consumed_samples=0, versions={})
-    _refuse_change(folder, "layout", {
-        "world size": (manifest.world_size, now.world_size), "ZeRO stage": (manifest.zero_stage, now.zero_stage),
-        "pipeline stages": (manifest.pipeline_stages, now.pipeline_stages),
-        "precision": (manifest.precision, now.precision),
-        "gradient accumulation dtype": (manifest.grad_accum_dtype, now.grad_accum_dtype),
-        # CPU and NVMe hold the same; the device's own optimizer and the host's do not
-        "optimizer offload": (manifest.offload_optimizer != "none", now.offload_optimizer != "none")})
+    names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype")
+    # CPU and NVMe hold the same; the device's own optimizer and the host's do not
+    return manifest.optimizer["type"] == now.optimizer["type"] and all(
+        getattr(manifest, name) == getattr(now, name) for name in names) and (
+        manifest.offload_optimizer == "none") == (now.offload_optimizer == "none")
+
+
+def check_continuity(manifest: Manifest, plan: Plan, folder: Path) -> None:
+    """Refuse to go on where the result would be another run's. The layout may change. Raises ConfigError."""
+    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
     # the optimizer's settings come back with its state: other ones would have no effect
     _refuse_change(folder, "optimizer", {
         f"optimizer {key}": (manifest.optimizer.get(key), now.optimizer.get(key)) for key in ("type", "params")})

@@ -1,11 +1,14 @@
 """Save and load through the engine. A checkpoint is whole or absent: it is written under a temporary name, and renamed.
 
-A folder `global_stepN` holds DeepSpeed's own files, one `rng_state_rank_RRRRR.pt` a rank, and `manifest.json`.
+A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_rank_RRRRR.pt` and
+`shard_index_rank_RRRRR.json`, which says where each weight and optimizer state lies; and `manifest.json`.
 """
 
-import os
+import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,73 +17,137 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain import upstream
 from pretrain.check import Plan
-from pretrain.checkpoint.manifest import LATEST, Manifest, manifest_of, write_manifest
+from pretrain.checkpoint.commit import SaveError, check_space, commit, temporary_folder, write_part
+from pretrain.checkpoint.file_engine import FileEngine, OpenFile, save
+from pretrain.checkpoint.files import FileRecord, HashedFile
+from pretrain.checkpoint.fragments import index_json, index_name
+from pretrain.checkpoint.manifest import Manifest, manifest_of
+from pretrain.checkpoint.pickles import load_pickle
+from pretrain.checkpoint.resume import same_layout
+from pretrain.checkpoint.space import checkpoint_bytes
+from pretrain.engine import loss_scale_state
+
+T = TypeVar("T")
 
 
-def _rng_file(folder: Path) -> Path:
-    return folder / f"rng_state_rank_{dist.get_rank():05d}.pt"
+def rank_0_says(action: Callable[[], T]) -> T:
+    """What `action` returns or raises (SaveError, OSError) on rank 0, on every rank; the others do not run it."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [action(), None]
+        except (SaveError, OSError) as error:
+            outcome = [None, str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    value, failure = outcome
+    if failure is not None:
+        raise SaveError(failure)
+    return value
 
 
-def _save_rng_state(folder: Path) -> None:
+def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
+    """(temporary folder, save_id) of a save that may begin; collective. Raises SaveError where the disk is too full."""
+
+    def begin() -> tuple[Path, str]:
+        temporary = temporary_folder(checkpoints, step)
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        check_space(checkpoints, needed_bytes=checkpoint_bytes(plan, checkpoints))
+        temporary.mkdir()
+        return temporary, secrets.token_hex(8)
+
+    return rank_0_says(begin)
+
+
+def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *, step: int,
+                consumed_samples: int) -> str | None:
+    """Let the engine write this rank's files through `open_file`; collective. Returns what went wrong on this rank."""
+    files = FileEngine(open_file)
+    engine.checkpoint_engine = files
+    engine.save_checkpoint(str(temporary.parent), tag=temporary.name, save_latest=False,
+                           client_state={"step": step, "consumed_samples": consumed_samples})
+    rank = dist.get_rank()
+    files.write(_rng_file(temporary, rank), lambda file: save(_rng_state(), file))
+    index = index_json(engine).encode()
+    files.write(temporary / index_name(rank), lambda file: file.write(index))
+    return files.error
+
+
+def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
+                    versions: dict[str, str], eval_loss: float | None = None) -> Path:
+    """Write `checkpoints/global_stepSTEP`, then `latest`; collective. A kill at any point leaves the ones before whole.
+
+    Raises SaveError, on every rank, where any could not write its files; nothing is left of the attempt then.
+    """
+    temporary, save_id = begin_save(plan, checkpoints, step)
+    written: dict[str, FileRecord] = {}
+    error = write_files(engine, temporary, lambda path: _Recorded(path, written), step=step,
+                        consumed_samples=consumed_samples)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if error is None and not any(errors):
+        write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written)
+    dist.barrier()
+    manifest = describe(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
+                        eval_loss=eval_loss)
+
+    def finish() -> Path:
+        if any(errors):
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
+        return commit(temporary, save_id=save_id, world_size=dist.get_world_size(), manifest=manifest, timeout_s=60)
+
+    return rank_0_says(finish)
+
+
+class _Recorded(HashedFile):
+    """A hashed file that enters its record into `written` when it is closed."""
+
+    def __init__(self, path: Path, written: dict[str, FileRecord]) -> None:
+        super().__init__(path)
+        self._written = written
+
+    def close(self) -> FileRecord:
+        self._written[self.path.name] = record = super().close()
+        return record
+
+
+def describe(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int, versions: dict[str, str],
+             eval_loss: float | None) -> Manifest:
+    """The manifest of the engine's present state, without files."""
+    return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
+                       loss_scale=loss_scale_state(engine))
+
+
+def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
+    """Weights, optimizer, schedule, loss scale, counters and RNG state, from a checkpoint of any layout; collective.
+
+    In the layout that saved, the engine reads its own files, and training goes on bit for bit.
+    """
+    if same_layout(manifest, plan):
+        engine.checkpoint_engine = FileEngine()
+        upstream.load_checkpoint(engine, folder.parent, folder.name)
+        _set_rng_state(load_pickle(_rng_file(folder, dist.get_rank())))
+    else:
+        from pretrain.checkpoint.reshard import load_resharded
+
+        load_resharded(engine, folder, manifest)
+    assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng_state_rank_{rank:05d}.pt"
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
     device = get_accelerator()
     states = {"cpu": torch.get_rng_state()}
     if device.device_name() != "cpu":
         states["device"] = device.get_rng_state()
-    torch.save(states, _rng_file(folder))
+    return states
 
 
-def _load_rng_state(folder: Path) -> None:
-    states = torch.load(_rng_file(folder), weights_only=True)
+def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "device" in states:
         get_accelerator().set_rng_state(states["device"])
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk, whoever wrote it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, consumed_samples: int,
-                    versions: dict[str, str]) -> Path:
-    """Write `folder/global_stepSTEP`, then `latest`; collective. A kill at any point leaves the ones before whole."""
-    tag = f"global_step{step}"
-    temporary, final = folder / f".tmp-{tag}", folder / tag
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False,
-                           client_state={"step": step, "consumed_samples": consumed_samples})
-    _save_rng_state(temporary)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for path in temporary.rglob("*"):
-            _fsync(path)
-        write_manifest(temporary, manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions))
-        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there: a whole one was resumed from
-        temporary.rename(final)
-        _fsync(folder)
-        _write_atomically(folder / LATEST, tag)
-    dist.barrier()
-    return final
-
-
-def load_checkpoint(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
-    """Weights, optimizer, schedule, loss scale and this rank's RNG state from a checkpoint of the same layout."""
-    upstream.load_checkpoint(engine, folder.parent, folder.name)
-    assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
-    _load_rng_state(folder)

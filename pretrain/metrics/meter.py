@@ -79,14 +79,15 @@ class Meter:
             self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
         self._show(self._line(row), last=step == self.plan.train_steps)
 
-    def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> None:
-        """Report an evaluation on the split `name` ("valid", "test")."""
+    def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> float:
+        """Report an evaluation on the split `name` ("valid", "test"). Returns the loss as a number."""
         value = float(loss)
         perplexity = float(torch.tensor(value, dtype=torch.float64).exp())
         self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": value,
                              "eval_ppl": perplexity})
         self.say(f"step {step:>7}  {name} loss {value:.4f}  perplexity {perplexity:.2f}")
         self.restart(step)
+        return value
 
     def say(self, text: str) -> None:
         """A line that stays."""

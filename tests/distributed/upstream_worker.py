@@ -22,6 +22,7 @@ from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
+from pretrain.check import Plan
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
 from pretrain.distributed import init_process_group, running_environment
@@ -45,10 +46,19 @@ def gathered(value: Any) -> list[Any]:
 def plain_deepspeed() -> Iterator[None]:
     """Our model and loop in DeepSpeed as it is."""
 
-    def load(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> None:
-        engine.load_checkpoint(str(folder), tag=tag)
+    def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, **_: Any) -> Path:
+        engine.save_checkpoint(str(folder), tag=f"global_step{step}")
+        return folder / f"global_step{step}"
 
-    with patch("pretrain.upstream.apply", lambda engine: None), patch("pretrain.upstream.load_checkpoint", load):
+    def load(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, manifest: None) -> None:
+        engine.load_checkpoint(str(folder.parent), tag=folder.name)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("pretrain.upstream.apply", lambda engine: None))
+        for module in (worker, sys.modules[__name__]):
+            for name, function in (("save_checkpoint", save), ("load_checkpoint", load),
+                                   ("read_manifest", lambda folder: None)):
+                stack.enter_context(patch.object(module, name, function))
         yield
 
 
@@ -123,7 +133,7 @@ def nvme(case: Case) -> dict[str, Any]:
     def resumed(ds_config: dict[str, Any]) -> dict[str, Any]:
         again = engine_of(dataclasses.replace(plan, ds_config=copy.deepcopy(ds_config)))
         steps(again, plan, 0, 1)  # whatever was there must be replaced
-        load_checkpoint(again, saved, read_manifest(saved))
+        load_checkpoint(again, plan, saved, read_manifest(saved))
         found = {"loaded": largest_difference(weights, whole_weights(again)), "tail": steps(again, plan, 2, 4),
                  "final": largest_difference(final, whole_weights(again))}
         end(again)

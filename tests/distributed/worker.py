@@ -138,7 +138,7 @@ def resume(case: Case) -> dict[str, Any]:
     end(engine)
     engine = engine_of(plan)
     steps(engine, plan, 0, 1)  # whatever was there must be replaced
-    load_checkpoint(engine, folder, read_manifest(folder))
+    load_checkpoint(engine, plan, folder, read_manifest(folder))
     loaded = state_hash(engine)
     again = steps(engine, plan, half, plan.train_steps)
     result = {"before": rows, "tail": tail, "resumed": again, "state": [at_save, loaded, at_end, state_hash(engine)]}

@@ -1,0 +1,79 @@
+"""What tools/checkpoint.py does with checkpoints, without printing: found, judged, verified."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest, step_of
+from pretrain.checkpoint.verify import Advance, damage
+from pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder, and its manifest, or what is wrong with it."""
+
+    folder: Path
+    manifest: Manifest | None
+    complaint: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files that its manifest names."""
+        return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The folder with the checkpoints of a run: of the run's folder, or that folder itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def find(path: Path) -> list[Found]:
+    """The checkpoints of a run folder, of its checkpoints folder, or `path` itself; the newest first.
+
+    Raises ConfigError where there is none.
+    """
+    if is_checkpoint(path):
+        return [_judge(path)]
+    folders = [folder for folder in checkpoints_of(path).glob("global_step*") if step_of(folder) >= 0]
+    if not folders:
+        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
+    return [_judge(folder) for folder in sorted(folders, key=step_of, reverse=True)]
+
+
+def find_one(path: Path) -> Found:
+    """`path` itself, or the newest whole checkpoint of a run. Raises ConfigError where there is none."""
+    if is_checkpoint(path):
+        return Found(path, read_manifest(path))
+    newest = newest_whole(checkpoints_of(path))
+    if newest is None:
+        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
+    return Found(newest[0], newest[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is one checkpoint's folder, damaged or not."""
+    return (step_of(path) >= 0 and path.is_dir()) or (path / MANIFEST).is_file()
+
+
+def _judge(folder: Path) -> Found:
+    try:
+        return Found(folder, read_manifest(folder))
+    except ConfigError as error:
+        return Found(folder, None, str(error))
+
+
+def verify(found: Found, advance: Advance | None = None) -> list[str]:
+    """What is wrong with it, every file read; [] if nothing is."""
+    if found.manifest is None:
+        return [found.complaint]
+    return damage(found.folder, found.manifest, advance=advance)
+
+
+def layout(manifest: Manifest) -> str:
+    """In a few words: the ranks, and what lies where."""
+    parts = [f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", f"ZeRO-{manifest.zero_stage}"]
+    if manifest.pipeline_stages > 1:
+        parts.append(f"{manifest.pipeline_stages} stages x {manifest.data_parallel_size} data-parallel")
+    parts += [f"{what} on {place}" for what, place in
+              (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)) if place != "none"]
+    return ", ".join(parts)

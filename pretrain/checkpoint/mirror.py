@@ -1,0 +1,221 @@
+"""Copies of finished checkpoints elsewhere: any fsspec URL (s3://bucket/run, ftp://host/run ...) or a plain path.
+
+The mirror has the folders of the run: URL/global_stepN/FILE. The manifest goes up last, and comes with its own hash:
+without it, or with files of other sizes, a folder of the mirror is no checkpoint.
+"""
+
+import contextlib
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pretrain.checkpoint.commit import (
+    SaveError,
+    check_space,
+    point_latest,
+    publish,
+    temporary_folder,
+    write_sealed_manifest,
+)
+from pretrain.checkpoint.files import HashedFile
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
+from pretrain.checkpoint.verify import Advance
+from pretrain.errors import ConfigError
+
+_PROBE = ".ds-pretrain-probe"
+_READ_BYTES = 2**24
+_TRANSFERS = 4  # at a time, where the file system's client can do more than one
+
+
+class _Mirror:
+    """A URL's file system and the path of its root on it."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError where the protocol is unknown, or its package not installed, or nobody answers."""
+        import fsspec
+        from fsspec.asyn import AsyncFileSystem
+
+        self.url = re.sub(r"//[^/@]*@", "//", url)  # for people: without a password
+        with self.reaching():
+            self.fs, root = fsspec.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+        # fsspec's clients of object stores are these. Folders are parts of names there, and makedirs would create a
+        # bucket whose name was misspelt. The others (local, ftp, sftp ...) have folders, and one connection.
+        self._is_object_store = isinstance(self.fs, AsyncFileSystem)
+        self._transfers = _TRANSFERS if self._is_object_store else 1
+
+    @contextlib.contextmanager
+    def reaching(self, *parts: str) -> Iterator[None]:
+        """Every client has exceptions of its own: all become a ConfigError of one line."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            remedy = "install the package" if isinstance(error, ImportError) else ""
+            raise ConfigError("/".join([self.url, *parts]), found=f"{type(error).__name__} ({error})",
+                              expected="a path, or an fsspec URL that can be reached", remedy=remedy) from error
+
+    def path(self, *parts: str) -> str:
+        return "/".join([self._root, *parts])
+
+    def make_folder(self, path: str) -> None:
+        if not self._is_object_store:
+            self.fs.makedirs(path, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """Of what lies directly in the root."""
+        self.fs.invalidate_cache()
+        try:
+            return [str(path).rstrip("/").rpartition("/")[2] for path in self.fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, tag: str) -> dict[str, int]:
+        """Bytes of every file below a folder of the root."""
+        self.fs.invalidate_cache()
+        prefix = self.path(tag) + "/"
+        try:
+            found = self.fs.find(self.path(tag), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {str(path).partition(prefix)[2]: int(info["size"]) for path, info in found.items()}
+
+    def manifest(self, tag: str) -> Manifest | None:
+        """None where there is none, or one that is damaged."""
+        try:
+            manifest = Manifest.from_json(self.fs.cat_file(self.path(tag, MANIFEST)).decode())
+        except (FileNotFoundError, ValueError):
+            return None
+        return manifest if manifest.step == step_of(Path(tag)) else None
+
+    def read(self, *parts: str) -> Iterator[bytes]:
+        """A file's content, in pieces. Raises ConfigError."""
+        with self.reaching(*parts), self.fs.open(self.path(*parts), "rb") as file:
+            while piece := file.read(_READ_BYTES):
+                yield piece
+
+    def for_each(self, names: Iterable[str], transfer: Callable[[str], None]) -> None:
+        """Several at a time where the client can; the first error ends it."""
+        with ThreadPoolExecutor(self._transfers, thread_name_prefix="mirror") as pool:
+            transfers = [pool.submit(transfer, name) for name in names]
+            try:
+                for one in transfers:
+                    one.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def missing(self, tag: str, manifest: Manifest) -> list[str]:
+        """Names of the manifest's files that are not there, or not with their sizes."""
+        sizes = self.sizes(tag)
+        return [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
+
+
+def check_mirror(url: str) -> None:
+    """Write a small file there and remove it. Raises ConfigError where that fails."""
+    mirror = _Mirror(url)
+    with mirror.reaching():
+        mirror.make_folder(mirror.path())
+        mirror.fs.pipe_file(mirror.path(_PROBE), b"probe")
+        mirror.fs.rm_file(mirror.path(_PROBE))
+
+
+def upload(folder: Path, url: str, names: Iterable[str]) -> None:
+    """Copy these files of a finished checkpoint, those that one rank wrote, say. Raises ConfigError."""
+    mirror, tag = _Mirror(url), folder.name
+
+    def put(name: str) -> None:
+        target = mirror.path(tag, name)
+        mirror.make_folder(target.rpartition("/")[0])
+        mirror.fs.put_file(str(folder / name), target)
+
+    with mirror.reaching(tag):
+        if mirror.fs.exists(mirror.path(tag, MANIFEST)):  # of an earlier checkpoint of this step
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                mirror.fs.rm_file(mirror.path(tag, MANIFEST))
+        mirror.for_each(names, put)
+
+
+def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float = 1) -> None:
+    """Wait for every rank's files, then copy the manifest: now it is a checkpoint. One process only.
+
+    Raises ConfigError where a file is not there, with its size, within `timeout_s`.
+    """
+    mirror, tag, manifest = _Mirror(url), folder.name, read_manifest(folder)
+    deadline = time.monotonic() + timeout_s
+    with mirror.reaching(tag):
+        while missing := mirror.missing(tag, manifest):
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"{mirror.url}/{tag}/{missing[0]}", found="no whole file",
+                                  expected=f"{manifest.files[missing[0]].bytes} bytes within {timeout_s:g} s")
+            time.sleep(poll_s)
+        mirror.fs.pipe_file(mirror.path(tag, MANIFEST), manifest.to_json().encode())
+
+
+def newest_in_mirror(url: str) -> tuple[str, Manifest] | None:
+    """(folder name, manifest) of the newest whole checkpoint, by sizes; None if there is none. Raises ConfigError."""
+    mirror = _Mirror(url)
+    with mirror.reaching():
+        tags = [name for name in mirror.names() if step_of(Path(name)) >= 0]
+        for tag in sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True):
+            manifest = mirror.manifest(tag)
+            if manifest is not None and not mirror.missing(tag, manifest):
+                return tag, manifest
+    return None
+
+
+def fetch(url: str, checkpoints: Path, tag: str, progress: Advance | None = None) -> Path:
+    """Copy a checkpoint of the mirror here; its folder. Each file is hashed while it arrives. One process only.
+
+    Raises ConfigError where it is no whole checkpoint, SaveError where it does not fit; nothing is left of it then.
+    """
+    mirror = _Mirror(url)
+    with mirror.reaching(tag):
+        manifest = mirror.manifest(tag)
+    if manifest is None:
+        raise ConfigError(f"{mirror.url}/{tag}", found="no manifest, or a damaged one", expected="a whole checkpoint")
+    check_space(checkpoints, needed_bytes=sum(record.bytes for record in manifest.files.values()))
+    temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed attempt left
+    temporary.mkdir(parents=True)
+    advance = _one_at_a_time(progress)
+    try:
+        mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, advance))
+        write_sealed_manifest(temporary, manifest)
+        publish(temporary, final)
+        point_latest(final)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SaveError(f"{final}: {error}") from error
+        raise
+    return final
+
+
+def _one_at_a_time(progress: Advance | None) -> Advance:
+    lock = threading.Lock()
+
+    def advance(num_bytes: int, name: str) -> None:
+        with lock:
+            if progress is not None:
+                progress(num_bytes, name)
+
+    return advance
+
+
+def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest, advance: Advance) -> None:
+    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+    with HashedFile(temporary / name) as file:
+        for piece in mirror.read(tag, name):
+            file.write(piece)
+            advance(len(piece), name)
+    found, expected = file.close(), manifest.files[name]
+    if found != expected:
+        raise ConfigError(f"{mirror.url}/{tag}/{name}", found=f"{found.bytes} bytes, SHA-256 {found.sha256[:16]}...",
+                          expected=f"{expected.bytes} bytes, SHA-256 {expected.sha256[:16]}...",
+                          remedy="the mirror's copy is damaged")
