@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest
-from pretrain.checkpoint.weights import load_weights
+from pretrain.checkpoint.reader import Reader
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.metrics.run_folder import read_starts
@@ -66,7 +66,7 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 
     values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.hf_config["model_type"], **values))
-    model.load_state_dict(to_transformers(load_weights(folder, config), config))
+    model.load_state_dict(to_transformers(Reader(folder).weights(), config))
     return model.to(get_accelerator().device_name()).eval()
 
 

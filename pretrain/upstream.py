@@ -17,6 +17,7 @@ Defects that are refused instead of mended are in `ds_rules.py` and `ds_schema.p
     I  sequence parallelism is ignored under a pipeline                            refused: ds_schema.py
     J  SLURM launcher without RANK: every task trains alone                        distributed.py: ranks derived
     K  fp32 + ZeRO-0 + pipeline: gradients clipped by the first stage's norm       clip_fp32_by_whole_norm
+    L  Adam on the CPU: another bias correction after a resume than without        correct_bias_by_the_step_alone
 Lesser ones, which are loud or only lose information:
     bf16 + ZeRO-0 pipeline checkpoints cannot be read back (KeyError 0)            load_checkpoint
     on CPUs each run leaves 66 MiB a rank in /dev/shm, until memory is full        remove_shared_memory_names
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -49,6 +51,7 @@ def apply(engine: DeepSpeedEngine) -> None:
         make_nvme_checkpoints_whole(engine)
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         clip_fp32_by_whole_norm(engine)
+    correct_bias_by_the_step_alone(getattr(engine.optimizer, "optimizer", engine.optimizer))
 
 
 def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
@@ -231,6 +234,25 @@ def clip_fp32_by_whole_norm(engine: DeepSpeedEngine) -> None:
     engine.clip_fp32_gradients = clip
     if max_norm == 0:  # then the engine does not call it
         engine.optimizer.register_step_pre_hook(lambda *_: clip())
+
+
+def correct_bias_by_the_step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """L: the CPU kernels take beta^step as a running product of fp32 factors, but begin it anew with pow() after a
+    resume (csrc/includes/cpu_adam.h, IncrementStep): the last bits differ, and so the weights. Step 0 for an empty
+    tensor before each real one makes them take pow() always.
+    """
+    empty = [torch.empty(0) for _ in range(4)]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        def forget(*_: Any) -> None:
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, 0.0, *optimizer.defaults["betas"], 1.0, 0.0, True,
+                                              *empty)
+    elif isinstance(optimizer, FusedAdam) and optimizer._dummy_overflow_buf.device.type == "cpu":
+        def forget(*_: Any) -> None:
+            optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, [[tensor] for tensor in empty], 0.0,
+                                        *optimizer.defaults["betas"], 1.0, 0, optimizer.adam_w_mode, 1, 0.0)
+    else:
+        return
+    optimizer.register_step_pre_hook(forget)
 
 
 def load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pretrain.check import Plan
 from pretrain.checkpoint.commit import remove_leftovers
 from pretrain.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
-from pretrain.checkpoint.mirror import fetch, newest_in_mirror
+from pretrain.checkpoint.mirror import check_mirror, fetch, newest_in_mirror
 from pretrain.checkpoint.resume import Resume, checkpoints_of, judged
 from pretrain.checkpoint.verify import damage, foreign, share
 from pretrain.checkpoint.writer import wait_for_writers
@@ -48,6 +48,8 @@ def _prepare(plan: Plan, say: Say) -> tuple[list[tuple[Path, str]], list[str]]:
     remove_leftovers(checkpoints)
     whole, complaints = whole_checkpoints(checkpoints)
     mirror = plan.args.checkpoint_mirror
+    if mirror is not None:
+        check_mirror(mirror)
     newest = newest_in_mirror(mirror) if mirror is not None and plan.args.resume != "never" else None
     if mirror is not None and newest is not None and (not whole or newest[1].step > whole[0][1].step):
         say(f"fetching {newest[0]} from {mirror}")

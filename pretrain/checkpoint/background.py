@@ -37,9 +37,11 @@ class BackgroundWriter:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._replies.put(json.loads(line))
-        self._replies.put(None)
+        try:
+            for line in self._process.stdout:
+                self._replies.put(json.loads(line))
+        finally:
+            self._replies.put(None)
 
     def submit(self, job: Job) -> None:
         """Give the writer a job; the snapshot's memory is its own until `wait_saved`."""

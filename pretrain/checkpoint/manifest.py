@@ -9,11 +9,11 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from pretrain.checkpoint.files import FileRecord, fsync, sha256_of, write_atomically
+from pretrain.checkpoint.files import FileRecord
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:  # the plan needs numpy and transformers, which a process that writes or verifies does without
@@ -97,13 +97,6 @@ def files_in(folder: Path) -> list[str]:
     """The names of everything in the folder and below, in order; the manifest and folders themselves aside."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
                   if path != folder / MANIFEST and (path.is_symlink() or not path.is_dir()))
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, with the records of the files that lie in `folder` now, and bring it to the disk."""
-    records = {name: FileRecord((folder / name).stat().st_size, sha256_of(folder / name)) for name in files_in(folder)}
-    write_atomically(folder / MANIFEST, replace(manifest, files=records).to_json())
-    fsync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:

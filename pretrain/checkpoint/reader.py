@@ -14,6 +14,7 @@ from pretrain.checkpoint.pickles import load_pickle
 from pretrain.errors import ConfigError
 
 FP32 = "fp32"  # the master weights, beside the optimizer's own states
+SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what schedules change in a parameter group
 # DeepSpeed's own optimizers, which keep what torch's do; and the states that they name otherwise (None: never used)
 _SAME_AS = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
             "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
@@ -149,6 +150,10 @@ class Reader:
     def whole(self, name: str, state: str = FP32) -> torch.Tensor:
         """fp32 on the host, in the parameter's shape."""
         return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """state_dict of `as_module(config)` in fp32: the master weights, where there are such."""
+        return {name: self.whole(name) for name in self.shapes}
 
     def _open(self, name: str, state: str, piece: _Piece) -> torch.Tensor:
         """The flat tensor of a piece, on the disk until it is used."""

@@ -6,6 +6,7 @@ memory-mapped, straight into the live tensors.
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,12 @@ from pretrain.checkpoint.fragments import (
     is_elementwise,
 )
 from pretrain.checkpoint.manifest import Manifest
-from pretrain.checkpoint.reader import FP32, Reader, optimizer_kind, state_name
+from pretrain.checkpoint.reader import FP32, SCHEDULED, Reader, optimizer_kind, state_name
 from pretrain.errors import ConfigError
 
 Progress = Callable[[int, int], None]  # elements done, elements in all (of this rank)
 # those whose update of a weight takes nothing but that weight's own gradient and states
 ELEMENTWISE = ("Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
-_SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what schedules change in a parameter group
 
 
 def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
@@ -169,7 +169,7 @@ def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: Reader, temp
     optimizer = base_optimizer(engine)
     state = optimizer.state[flat.parameter]
     if not template:
-        _forget(state)
+        _forget(engine, state)
     for key, like in template.items():
         if torch.is_tensor(like) and like.dim() > 0:
             if not is_elementwise(state.get(key), flat):
@@ -184,8 +184,10 @@ def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: Reader, temp
             state[key] = type(like)(reader.scalars[key])
 
 
-def _forget(state: dict[str, Any]) -> None:
-    """As before the first step. What the NVMe swapper knows of stays, as zeros."""
+def _forget(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
+    """As before the first step; the NVMe swapper needs the tensors that it knows of."""
+    if not getattr(engine.optimizer, "swap_optimizer", False):
+        state.clear()
     for key, value in state.items():
         state[key] = value.zero_() if torch.is_tensor(value) else 0
 
@@ -198,7 +200,7 @@ def _set_groups(engine: DeepSpeedEngine, reader: Reader) -> None:
             names.setdefault(group_of(engine, flat), fragment.name)
     for i, group in enumerate(base_optimizer(engine).param_groups):
         saved = reader.group(names.get(i, next(iter(reader.shapes))))
-        for key in set(_SCHEDULED) & group.keys() & saved.keys():
+        for key in set(SCHEDULED) & group.keys() & saved.keys():
             group[key] = type(group[key])(saved[key])
 
 

@@ -5,12 +5,14 @@ to the writers of other ranks through files alone. When the training process die
 told to do and exits: a checkpoint whose snapshot was taken is not lost.
 """
 
+import contextlib
 import fcntl
 import json
 import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,6 +26,7 @@ from pretrain.checkpoint.mirror import finish_upload, upload
 from pretrain.checkpoint.retention import prune
 from pretrain.checkpoint.snapshot import Region
 
+_REPLY_LOCK = threading.Lock()  # the writing thread and the one of `_after` both reply
 _LOCK = ".writer-{:05d}.lock"
 
 
@@ -80,11 +83,8 @@ def _read_job(line: str) -> Job:
 
 
 def _reply(reply: dict[str, Any]) -> None:
-    try:
-        print(json.dumps(reply), flush=True)
-    except OSError:  # nobody listens any more
-        os.close(1)
-        os.open(os.devnull, os.O_WRONLY)
+    with _REPLY_LOCK, contextlib.suppress(OSError):  # nobody may listen any more
+        os.write(1, json.dumps(reply).encode() + b"\n")
 
 
 def _save(job: Job, descriptor: int) -> dict[str, Any]:

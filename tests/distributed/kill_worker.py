@@ -1,6 +1,6 @@
 """Trains, is killed with SIGKILL in the middle of saves, is started again, to the end; for test_kill.py.
 
-One process imports everything once; each rank of each start is a fork of it, and so begins in a second.
+One process imports and loads everything once; each rank of each start is a fork of it, and so begins in a second.
 """
 
 import json
@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed  # noqa: F401 (before the fork)
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
+import torch._inductor.compile_fx  # noqa: F401
+from deepspeed.accelerator import get_accelerator
 
 import pretrain.loop  # noqa: F401
 from pretrain.checkpoint import background
@@ -106,6 +108,9 @@ def killed_run(case: dict[str, Any], numbers: random.Random) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
+        if get_accelerator().create_op_builder(operator).is_compatible(verbose=False):
+            get_accelerator().create_op_builder(operator).load(verbose=False)
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = {}
     for case in cases:

@@ -114,9 +114,9 @@ def test_every_start_goes_on_from_the_newest_whole_checkpoint(outcome: dict[str,
 def test_the_result_is_that_of_an_undisturbed_run(outcome: dict[str, Any], name: str) -> None:
     reference = outcome["folder"] / f"{name.split('_')[0]}_reference"
     run = outcome["folder"] / name
-    losses = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(reference)}
+    losses = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(reference) if "loss" in row}
     assert len(losses) == STEPS
-    found = [(row["step"], (row["loss"], row["grad_norm"])) for row in rows(run)]
+    found = [(row["step"], (row["loss"], row["grad_norm"])) for row in rows(run) if "loss" in row]
     assert {step for step, _ in found} == set(losses)
     assert all(losses[step] == values for step, values in found)
     ours, theirs = (tensors(path / "checkpoints" / f"global_step{STEPS}") for path in (run, reference))

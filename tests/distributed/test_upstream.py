@@ -2,6 +2,7 @@
 DeepSpeed as it is. The second half fails on the day that upstream mends a defect, and says what can then be removed.
 """
 
+import copy
 import json
 import math
 from ctypes.util import find_library
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from pretrain.arguments import parse_arguments
 from pretrain.check import check_run
 from pretrain.device import Device
 from pretrain.distributed import World, world_from_environment
 from pretrain.errors import ConfigError
+from pretrain.upstream import correct_bias_by_the_step_alone
 from tests.distributed.launch import ROOT, run_ranks
 
 Results = dict[str, Any]
@@ -275,6 +279,30 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
         # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
         assert "world of 2" not in rank.stdout, "DeepSpeed mended defect J: it reads SLURM's variables"
         assert "world of 1" in rank.stdout or rank.returncode != 0
+
+
+# --- L
+
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
+@pytest.mark.parametrize("mended", [True, False])
+def test_l_adam_on_the_cpu_goes_on_bit_for_bit(kind: type[torch.optim.Optimizer], mended: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.95))
+    if mended:
+        correct_bias_by_the_step_alone(optimizer)
+    before = {}  # step -> weights and state before it
+    final = []
+    for first in (0, *range(2, 20)):  # at once, and from each of these steps on
+        if first > 0:
+            parameter.data.copy_(before[first][0])
+            optimizer.load_state_dict(before[first][1])
+        for step in range(first, 30):
+            before.setdefault(step, (parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())))
+            parameter.grad = torch.sin(torch.arange(1000.0) + step)
+            optimizer.step()
+        final.append(parameter.detach().clone())
+    assert all(torch.equal(final[0], weights) for weights in final) == mended, (
+        "another result after a resume" if mended else "DeepSpeed mended defect L: remove its function")
 
 
 # --- K and lesser ones

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain.checkpoint.manifest import read_manifest
-from pretrain.checkpoint.weights import load_weights
+from pretrain.checkpoint.reader import Reader
 from pretrain.model.config import model_config_from
 from pretrain.model.hf import to_transformers
 from pretrain.model.specs import as_module
@@ -36,10 +36,10 @@ def folders(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def test_weights_are_equal_in_every_layout(folders: dict[str, Path]) -> None:
     model = model_config_from(read_manifest(folders["zero1"]).model, "manifest")
-    expected = load_weights(folders["zero1"], model)
+    expected = Reader(folders["zero1"]).weights()
     assert expected.keys() == as_module(model).state_dict().keys()
     for name, folder in folders.items():
-        found = load_weights(folder, model)
+        found = Reader(folder).weights()
         assert found.keys() == expected.keys(), name
         for key, tensor in found.items():
             torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
@@ -48,7 +48,7 @@ def test_weights_are_equal_in_every_layout(folders: dict[str, Path]) -> None:
 def test_transformers_computes_the_same_logits(folders: dict[str, Path]) -> None:
     manifest = read_manifest(folders["pipeline2"])
     model = model_config_from(manifest.model, "manifest")
-    weights = load_weights(folders["pipeline2"], model)
+    weights = Reader(folders["pipeline2"]).weights()
     ours = as_module(model)
     ours.load_state_dict(weights)
     theirs = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in manifest.model.items() if k != "model_type"}))

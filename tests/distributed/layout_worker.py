@@ -1,0 +1,128 @@
+"""One rank of the layout tests: trains and saves in one layout, or goes on from a checkpoint of another."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
+from pretrain.distributed import init_process_group, running_environment
+from pretrain.engine import deepspeed_output
+from pretrain.errors import ConfigError
+from tests.distributed.layouts import Watch, anonymous_bytes
+from tests.distributed.worker import Case, end, engine_of, plan_of, steps
+
+
+def train_and_save(case: Case) -> dict[str, Any]:
+    """Train up to the checkpoint, save, and go on: what the others are compared with."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    at = case["saved_step"]
+    before = steps(engine, plan, 0, at)
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=at * plan.global_batch_size, versions={})
+    after = steps(engine, plan, at, plan.train_steps)
+    result = {"folder": str(folder.absolute()), "before": before, "after": after, "optimizer": _class(engine)}
+    end(engine)
+    return result
+
+
+def go_on(case: Case) -> dict[str, Any]:
+    """Load another layout's checkpoint over an engine that has trained a step (or none), save at once, and train."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    source, at = Path(case["source"]), case["saved_step"]
+    steps(engine, plan, 0, case.get("used", 0))
+    start = time.perf_counter()
+    load_checkpoint(engine, plan, source, read_manifest(source))
+    seconds = time.perf_counter() - start
+    seeds: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(seeds, torch.initial_seed())
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=at * plan.global_batch_size, versions={})
+    after = steps(engine, plan, at, plan.train_steps if case.get("train", True) else at)
+    result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
+              "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
+    end(engine)
+    return result
+
+
+def refused(case: Case) -> dict[str, Any]:
+    """What each rank says when it is to load a checkpoint that it cannot."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    source = Path(case["source"])
+    said = ["nothing"] * dist.get_world_size()
+    try:
+        load_checkpoint(engine, plan, source, read_manifest(source))
+    except ConfigError as error:
+        dist.all_gather_object(said, str(error))
+    end(engine)
+    return {"said": said}
+
+
+def load_universal(case: Case) -> dict[str, Any]:
+    """Load with DeepSpeed's own load_checkpoint what was converted for it, save at once, and train."""
+    plan = plan_of(case)
+    plan.ds_config["checkpoint"] = {"load_universal": True}  # refused by check_run: --resume needs no conversion
+    engine = engine_of(plan)
+    converted, at = Path(case["source"]), case["saved_step"]
+    path, client_state = engine.load_checkpoint(str(converted.parent), tag=converted.name)
+    assert path is not None
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=client_state["consumed_samples"], versions={})
+    after = steps(engine, plan, at, plan.train_steps)
+    result = {"folder": str(folder.absolute()), "after": after, "counters": [engine.global_steps, engine.skipped_steps]}
+    end(engine)
+    return result
+
+
+def memory_of_load(case: Case) -> dict[str, Any]:
+    """Load a large checkpoint into another layout: anonymous memory before, at its highest, and afterwards."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    source = Path(case["source"])
+    with Watch() as watch:
+        load_checkpoint(engine, plan, source, read_manifest(source))
+    result = {"before": watch.before, "peak": watch.peak, "after": anonymous_bytes()}
+    end(engine)
+    return result
+
+
+def _class(engine: Any) -> str:
+    return f"{type(engine.optimizer).__name__}/{type(getattr(engine.optimizer, 'optimizer', None)).__name__}"
+
+
+def main() -> None:
+    import pretrain.checkpoint.store as store
+    from pretrain.checkpoint.reshard import same_shards
+    inner = store.load_checkpoint
+    def patched(engine, plan, folder, manifest):
+        keep = store.same_layout
+        store.same_layout = lambda m, p: same_shards(engine, folder) and keep(m, p)
+        try:
+            inner(engine, plan, folder, manifest)
+        finally:
+            store.same_layout = keep
+    globals()["load_checkpoint"] = patched
+    with deepspeed_output("error"):
+        init_process_group(running_environment())
+    cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    for case in cases:
+        start = time.perf_counter()
+        torch.manual_seed(0)
+        results[case["name"]] = globals()[case["job"]](case)
+        print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""tools/checkpoint.py, as a user types it, on real checkpoints of two ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.manifest import read_manifest
+from tests.checkpoints import LAYOUTS, copy_checkpoints, real_run
+from tests.distributed.launch import ROOT
+
+
+def tool(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
+                          env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=120)
+
+
+def passes(*words: object) -> list[str]:
+    done = tool(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def _fails(code: int, expected: str, *words: object) -> None:
+    done = tool(*words)
+    assert done.returncode == code, done.stdout + done.stderr
+    text = done.stderr if code == 2 else done.stdout
+    assert expected in text, text
+    assert "Traceback" not in done.stderr
+    if code == 2:
+        assert len(text.strip().splitlines()) == 1, text
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def run(request: pytest.FixtureRequest, corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with three checkpoints, to damage."""
+    copy_checkpoints(real_run(request.param, corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
+    return tmp_path / "run"
+
+
+def test_list_and_verify(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    lines = passes("list", run)
+    print("\n".join(lines))
+    assert lines == passes("list", checkpoints)
+    assert [line.split()[0] for line in lines] == ["step", "3", "2", "1"]
+    assert all("2 ranks, ZeRO-1" in line and line.rstrip().endswith("yes") for line in lines[1:])
+    assert f"{read_manifest(checkpoints / 'global_step3').eval_loss:.4f}" in lines[1]
+    assert passes("list", checkpoints / "global_step2") == [lines[0], lines[2]]
+    assert all(": whole, " in line for line in passes("verify", run))
+    assert len(passes("verify", checkpoints / "global_step2")) == 1
+
+    name = max(path.name for path in (checkpoints / "global_step3").glob("*optim_states.pt"))
+    content = (checkpoints / "global_step3" / name).read_bytes()
+    (checkpoints / "global_step3" / name).write_bytes(content[:-1] + b"x")
+    _fails(1, f"global_step3/{name}: found SHA-256", "verify", run)
+    passes("verify", checkpoints / "global_step1")
+    (checkpoints / "global_step3" / name).write_bytes(content[:-1])
+    _fails(1, f"{len(content) - 1} bytes", "list", run)
+    _fails(1, f"{len(content) - 1} bytes", "verify", checkpoints / "global_step3")
+
+
+def test_prune(run: Path) -> None:
+    assert passes("prune", run, "--keep_checkpoints", 3) == ["0 removed, 3 kept"]
+    (run / "checkpoints" / "global_step3" / "foreign").touch()
+    _fails(1, "no checkpoint was removed", "prune", run, "--keep-checkpoints=2")
+    (run / "checkpoints" / "global_step3" / "foreign").unlink()
+    assert passes("prune", run, "--keep-checkpoints=2")[-1] == "1 removed, 2 kept"
+    assert sorted(path.name for path in (run / "checkpoints").glob("global_step*")) == ["global_step2", "global_step3"]
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
+    _fails(2, "found no checkpoint", "list", tmp_path)
+    _fails(2, "found no checkpoint", "diff", tmp_path, tmp_path)
+    _fails(2, "invalid choice: 'lst'", "lst", tmp_path)
+    _fails(2, "COMMAND", )
+    _fails(2, "'-1'", "prune", tmp_path, "--keep_checkpoints=-1")
+    _fails(2, "--keep_checkpoints", "prune", tmp_path)
+    (tmp_path / "global_step5").mkdir()
+    _fails(2, "manifest", "consolidate", tmp_path / "global_step5", tmp_path / "out")
+    _fails(2, "a run's folder", "prune", tmp_path / "global_step5", "--keep_checkpoints=2")
+    _fails(1, "manifest", "list", tmp_path)
+
+
+def test_convert_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
+    checkpoints = run / "checkpoints"
+    assert passes("diff", run, checkpoints / "global_step3")[-1] == "no difference"
+    _fails(1, "exp_avg", "diff", run, checkpoints / "global_step1")
+    passes("convert", run, tmp_path / "universal")
+    assert list((tmp_path / "universal").rglob("exp_avg.pt"))
+    passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")
+    assert list((tmp_path / "weights").glob("*.safetensors"))
+    damaged = checkpoints / "global_step3" / "rng_state_rank_00000.pt"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    _fails(1, "found SHA-256", "consolidate", checkpoints / "global_step3", tmp_path / "more")
+    assert not (tmp_path / "more").exists()

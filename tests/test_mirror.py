@@ -1,0 +1,168 @@
+"""Checkpoints to a mirror and back: a local folder, and an S3 server in a process of its own."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pretrain.checkpoint.commit import SaveError
+from pretrain.checkpoint.manifest import LATEST, MANIFEST, read_manifest, whole_checkpoints
+from pretrain.checkpoint.mirror import check_mirror, fetch, finish_upload, newest_in_mirror, upload
+from pretrain.checkpoint.verify import damage, share
+from pretrain.errors import ConfigError
+from tests.checkpoints import real_run
+from tests.distributed.launch import free_port
+
+NEWEST = "global_step3"
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an empty bucket; the client finds the server through the environment, as a user would tell it."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    port = free_port()
+    settings = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = dict(os.environ)
+    with open(tmp_path_factory.mktemp("s3") / "log", "w") as log:
+        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+        os.environ.update(settings)
+        try:
+            _make_bucket("bucket")
+            yield "s3://bucket/runs/gpt"
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            server.terminate()
+            server.wait()
+
+
+def _make_bucket(name: str) -> None:
+    for _ in range(100):
+        try:
+            return fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+        except Exception:  # the server is not up yet
+            time.sleep(0.2)
+    raise TimeoutError("the S3 server did not start")
+
+
+@pytest.fixture(params=["folder", "file_url", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_server')}/{tmp_path.name}"
+    return {"folder": str(tmp_path / "mirror"), "file_url": f"file://{tmp_path}/mirror/"}[request.param]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three real ones; only for reading."""
+    return real_run("zero1", corpus, tmp_path_factory) / "checkpoints"
+
+
+def _mirror(folder: Path, url: str) -> None:
+    sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
+    for rank in range(2):
+        upload(folder, url, share(sizes, rank, 2))
+    finish_upload(folder, url)
+
+
+def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
+    fs, root = fsspec.url_to_fs(url)
+    path = f"{root.rstrip('/')}/{NEWEST}/{name}"
+    fs.pipe_file(path, change(fs.cat_file(path)))
+
+
+def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
+    check_mirror(url)
+    assert newest_in_mirror(url) is None
+    seconds = time.perf_counter()
+    for step in (1, 3, 2):
+        _mirror(checkpoints / f"global_step{step}", url)
+    manifest = read_manifest(checkpoints / NEWEST)
+    assert newest_in_mirror(url) == (NEWEST, manifest)
+    arrived: list[int] = []
+    folder = fetch(url, tmp_path / "here", NEWEST, lambda num_bytes, _: arrived.append(num_bytes))
+    assert sum(arrived) == sum(record.bytes for record in manifest.files.values())
+    print(f"{url.partition(':')[0]}: three checkpoints up and one down in {time.perf_counter() - seconds:.2f} s")
+    assert folder == tmp_path / "here" / NEWEST
+    assert damage(folder, read_manifest(folder)) == []
+    assert (folder / MANIFEST).read_bytes() == (checkpoints / NEWEST / MANIFEST).read_bytes()
+    assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST}
+    (folder / MANIFEST).unlink()
+    fetch(url, tmp_path / "here", NEWEST)  # replaces a damaged one
+    assert [found.step for _, found in whole_checkpoints(folder.parent)[0]] == [3]
+
+
+def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str) -> None:
+    _mirror(checkpoints / "global_step2", url)
+    names = sorted(read_manifest(checkpoints / NEWEST).files)
+    for done in (1, len(names)):  # all files but no manifest, at the end
+        upload(checkpoints / NEWEST, url, names[:done])
+        newest = newest_in_mirror(url)
+        assert newest is not None
+        assert newest[0] == "global_step2"
+        if done < len(names):
+            with pytest.raises(ConfigError, match=f"{names[1]}: found no whole file"):
+                finish_upload(checkpoints / NEWEST, url, timeout_s=0.01, poll_s=0.01)
+    finish_upload(checkpoints / NEWEST, url)
+    assert newest_in_mirror(url) == (NEWEST, read_manifest(checkpoints / NEWEST))
+    upload(checkpoints / NEWEST, url, names[:1])  # another save of this step begins: its manifest is to come
+    newest = newest_in_mirror(url)
+    assert newest is not None
+    assert newest[0] == "global_step2"
+
+
+def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path: Path) -> None:
+    _mirror(checkpoints / "global_step2", url)
+    _mirror(checkpoints / NEWEST, url)
+    largest = max((checkpoints / NEWEST).iterdir(), key=lambda path: path.stat().st_size).name
+    _change(url, largest, lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    with pytest.raises(ConfigError, match=f"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+        fetch(url, tmp_path / "here", NEWEST)
+    assert list((tmp_path / "here").iterdir()) == []
+    for name, change in itertools.product((largest, MANIFEST), (lambda content: content[:-1], lambda content: b"")):
+        _change(url, name, change)
+        newest = newest_in_mirror(url)
+        assert newest is not None
+        assert newest[0] == "global_step2", name
+    with pytest.raises(ConfigError, match=f"{NEWEST}: found no manifest"):
+        fetch(url, tmp_path / "here", NEWEST)
+
+
+def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
+    _mirror(checkpoints / NEWEST, str(tmp_path / "mirror"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system")
+    try:
+        with pytest.raises(SaveError, match="bytes needed"):
+            fetch(str(tmp_path / "mirror"), disk, NEWEST)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_mirrors_that_cannot_be_used_are_one_clear_error() -> None:
+    for bad, words in (("gopher9://host/run", "Protocol not known: gopher9"),
+                       ("sftp://me:hidden@host/run", "sftp://host/run: found ImportError"),
+                       (f"ftp://me:hidden@127.0.0.1:{free_port()}/run", "Connection refused"),
+                       ("/proc/run", "/proc/run: found")):
+        with pytest.raises(ConfigError, match=words) as refused:
+            check_mirror(bad)
+        assert "hidden" not in str(refused.value)
+        assert "\n" not in str(refused.value)
+        print(refused.value)
+
+
+def test_a_misspelt_bucket_is_not_created(s3_server: str) -> None:
+    with pytest.raises(ConfigError, match="s3://bukket/run: found FileNotFoundError"):
+        check_mirror("s3://bukket/run")
+    assert fsspec.filesystem("s3").ls("", refresh=True) == ["bucket"]
