@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from pretrain import upstream
 from pretrain.check import Plan
 from pretrain.data.loader import MicroBatch
+from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module, as_pipeline
 from pretrain.optimizer import parameter_groups
@@ -63,10 +64,23 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     initialize_parameters(module, plan.model, seed=plan.args.seed)
     # Every rank its own dropout; plain DeepSpeed starts each pipeline stage from the same state.
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=parameter_groups(module.parameters()),
-                                      config=plan.ds_config, lr_scheduler=_scheduler(plan))
+    groups = parameter_groups(module.parameters())
+    _check_groups(groups)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
+                                      lr_scheduler=_scheduler(plan))
     upstream.apply(engine)
     return engine
+
+
+def _check_groups(groups: list[dict[str, Any]]) -> None:
+    """DeepSpeed takes the gradient norm group by group, with one reduction each, and leaves out empty groups: stages
+    that differ in them would wait for one another without end. Raises ConfigError, on every rank.
+    """
+    held: list[list[bool]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(held, [bool(group["params"]) for group in groups])
+    if any(groups_of_rank != held[0] for groups_of_rank in held):
+        raise ConfigError("pipeline.partition_method", found="a stage without a block", expected="blocks on each stage",
+                          remedy='"partition_method": "uniform", or fewer "stages"')
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:

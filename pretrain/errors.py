@@ -14,14 +14,12 @@ class ConfigError(ValueError):
         line = " ".join(f"{where}: found {found}; expected {expected}. {remedy}".rstrip(". ").split())
         super().__init__(line if line.endswith("?") else f"{line}.")
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:  # so that one rank can raise what another found
-        return _from_line, (str(self),)
-
-
-def _from_line(line: str) -> ConfigError:
-    error = ConfigError.__new__(ConfigError)
-    error.args = (line,)
-    return error
+    @classmethod
+    def of_line(cls, line: str) -> "ConfigError":
+        """What another rank found, from its line."""
+        error = cls.__new__(cls)
+        error.args = (line,)
+        return error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

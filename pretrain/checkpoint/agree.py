@@ -3,19 +3,22 @@
 from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import torch.distributed as dist
 
 from pretrain.check import Plan
-from pretrain.checkpoint.commit import remove_leftovers
+from pretrain.checkpoint.commit import SaveError, remove_leftovers
 from pretrain.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
 from pretrain.checkpoint.mirror import check_mirror, fetch, newest_in_mirror
+from pretrain.checkpoint.pickles import load_pickle
 from pretrain.checkpoint.resume import Resume, checkpoints_of, judged
 from pretrain.checkpoint.verify import damage, foreign, share
 from pretrain.checkpoint.writer import wait_for_writers
 from pretrain.errors import ConfigError
 
 Say = Callable[[str], None]
+Offer = tuple[list[tuple[Path, str]], list[str]]  # folders with their manifest.json, newest first; what is wrong
 
 
 def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
@@ -24,11 +27,11 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
     Raises ConfigError, on every rank, where there are checkpoints and none is whole, or where this run cannot go on
     from the newest whole one.
     """
-    offered = _from_rank_0(lambda: _prepare(plan, say))
-    whole, complaints = offered
+    whole, complaints = _from_rank_0(lambda: _prepare(plan, say))
     for folder, text in whole:
         found = _damage_together(folder, Manifest.from_json(text))
         if not found:
+            _refuse_foreign_pickles(folder, Manifest.from_json(text))
             return judged(folder, Manifest.from_json(text), complaints, plan)
         complaints = [*complaints, *found]
     if complaints:
@@ -40,8 +43,8 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
     return None
 
 
-def _prepare(plan: Plan, say: Say) -> tuple[list[tuple[Path, str]], list[str]]:
-    """(folder and manifest.json of each candidate, the newest first; what is wrong with others). Rank 0."""
+def _prepare(plan: Plan, say: Say) -> Offer:
+    """What there is to go on from, by manifests and sizes. Rank 0."""
     checkpoints = checkpoints_of(plan)
     for writer in wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout):
         say(f"warning: {writer}: a background writer of an earlier run is still at work")
@@ -73,15 +76,31 @@ def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
     return [line for lines in everywhere for line in lines]
 
 
-def _from_rank_0(action: Callable[[], tuple[list[tuple[Path, str]], list[str]]]) -> tuple[
-        list[tuple[Path, str]], list[str]]:
-    outcome: list[tuple[list[tuple[Path, str]], list[str]] | ConfigError] = [([], [])]
+def _refuse_foreign_pickles(folder: Path, manifest: Manifest) -> None:
+    """Raises ConfigError, on every rank, where a file holds more than the allow-list of `pickles.py`."""
+    sizes = {name: record.bytes for name, record in manifest.files.items() if name.endswith(".pt")}
+    refused: list[str] = []
+    for name in share(sizes, dist.get_rank(), dist.get_world_size()):
+        try:
+            load_pickle(folder / name, mmap=True)
+        except ConfigError as error:
+            refused.append(str(error))
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, refused)
+    for line in (line for lines in everywhere for line in lines):
+        raise ConfigError.of_line(line)
+
+
+def _from_rank_0(action: Callable[[], Offer]) -> Offer:
+    """What `action` returns on rank 0, or the ConfigError that it raises, on every rank."""
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome = [action()]
-        except ConfigError as error:
-            outcome = [error]
+            outcome = [action(), None]
+        except (ConfigError, SaveError, OSError) as error:
+            outcome = [None, str(error)]
     dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ConfigError):
-        raise outcome[0]
-    return outcome[0]
+    offer, refusal = outcome
+    if refusal is not None:
+        raise ConfigError.of_line(refusal)
+    return offer

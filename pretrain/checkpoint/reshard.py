@@ -210,17 +210,7 @@ def _set_counters(engine: DeepSpeedEngine, reader: Reader) -> None:
     engine.global_samples = saved["global_samples"]
     engine.skipped_steps = saved["skipped_steps"]
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
-        now = engine.lr_scheduler.state_dict()
-        engine.lr_scheduler.load_state_dict({key: _fitted(value, now.get(key))
-                                             for key, value in saved["lr_scheduler"].items()})
-
-
-def _fitted(saved: Any, now: Any) -> Any:
-    """A row of equal values, one a parameter group, in this engine's length: a stage without vectors has one group."""
-    if isinstance(saved, list) and isinstance(now, list) and len(saved) != len(now):
-        assert saved.count(saved[0]) == len(saved), saved
-        return [saved[0]] * len(now)
-    return saved
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
 def _refresh(engine: DeepSpeedEngine) -> None:

@@ -110,6 +110,10 @@ class RunFolder:
                                        for key, value in row.items()})
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        if self._active:
+        if not self._active:
+            return
+        try:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk is no reason to stop training
+            print(f"warning: {self.path / name}: {error.strerror}", flush=True)

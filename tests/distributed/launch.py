@@ -70,3 +70,16 @@ def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, **settings:
                      **settings)
     assert all(process.returncode == 0 for process in done), _tails(folder, ranks)
     return dict(json.loads((folder / "results.json").read_text()))
+
+
+def run_forked(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Run `forked.py` over `cases`, one after another, in `folder`; what it reports of each, by name."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    with open(folder / "log", "w", encoding="utf-8") as log:
+        done = subprocess.run([sys.executable, "-m", "tests.distributed.forked", "cases.json", "results.json"],
+                              cwd=folder, env=rank_environment(0, 1, 0), stdout=log, stderr=subprocess.STDOUT,
+                              timeout=3000, check=False)
+    print((folder / "log").read_text())
+    assert done.returncode == 0, "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}"
+                                           for path in sorted(folder.glob("*log")))
+    return dict(json.loads((folder / "results.json").read_text()))

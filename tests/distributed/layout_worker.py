@@ -99,17 +99,6 @@ def _class(engine: Any) -> str:
 
 
 def main() -> None:
-    import pretrain.checkpoint.store as store
-    from pretrain.checkpoint.reshard import same_shards
-    inner = store.load_checkpoint
-    def patched(engine, plan, folder, manifest):
-        keep = store.same_layout
-        store.same_layout = lambda m, p: same_shards(engine, folder) and keep(m, p)
-        try:
-            inner(engine, plan, folder, manifest)
-        finally:
-            store.same_layout = keep
-    globals()["load_checkpoint"] = patched
     with deepspeed_output("error"):
         init_process_group(running_environment())
     cases, results = json.loads(Path(sys.argv[1]).read_text()), {}

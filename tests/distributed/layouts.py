@@ -40,7 +40,7 @@ def run_layouts(cases: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> d
         place.mkdir(parents=True, exist_ok=True)
         (place / "cases.json").write_text(json.dumps([case for n, case in cases.values() if n == ranks]))
         done = run_ranks([str(Path(__file__).with_name("layout_worker.py")), "cases.json", "results.json"], ranks,
-                         cwd=place, timeout=1500)
+                         cwd=place, timeout=900)
         assert all(process.returncode == 0 for process in done), _tails(place, ranks)
         results |= json.loads((place / "results.json").read_text())
     return results

@@ -7,8 +7,6 @@ and not.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from pretrain.checkpoint.pickles import load_pickle
 from tests.distributed.cases import DROPOUT, config, flags, nvme
 from tests.distributed.killed_writer import SUB_STEPS
-from tests.distributed.launch import ROOT, rank_environment
+from tests.distributed.launch import run_forked
 
 ALL = bool(os.environ.get("DS_PRETRAIN_ALL_KILLS"))
 STEPS = 60 if ALL else 30
@@ -34,10 +32,10 @@ def ds_config(layout: str, disk: Path) -> dict[str, Any]:
     return config(3, precision="bf16", **({"offload_optimizer": nvme(disk)} if layout == "nvme" else {}))
 
 
-def kills(number: int) -> list[str]:
+def kills(number: int, how: str) -> list[str]:
     if ALL:
-        return ["random"] * 7 + list(SUB_STEPS)
-    return ["random", SUB_STEPS[number % len(SUB_STEPS)], "random"]
+        return ["random"] * 7 + list(SUB_STEPS) + ["snapshot"] * (how == "async")
+    return ["snapshot" if how == "async" else "random", SUB_STEPS[number % len(SUB_STEPS)], "random"]
 
 
 def words(corpus: str, run: Path, json_file: Path, **more: Any) -> list[str]:
@@ -55,22 +53,14 @@ def outcome(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         json_file = folder / f"{layout}.json"
         json_file.write_text(json.dumps(ds_config(layout, tmp_path_factory.mktemp("nvme"))))
         reference = folder / f"{layout}_reference"
-        cases.append({"name": reference.name, "reference": True, "run": str(reference),
+        cases.append({"name": reference.name, "kind": "run", "run": str(reference),
                       "flags": words(corpus, reference, json_file, save_interval=0)})
         for how in ("sync", "async"):
             run = folder / f"{layout}_{how}"
             more = {"save_interval": 1, "keep_checkpoints": 3, **({"async_save": "true"} if how == "async" else {})}
-            cases.append({"name": run.name, "run": str(run), "async": how == "async", "window_s": 1.0,
-                          "kills": kills(len(cases)), "flags": words(corpus, run, json_file, **more)})
-    (folder / "cases.json").write_text(json.dumps(cases))
-    environ = {**rank_environment(0, 1, 0), "PYTHONPATH": str(ROOT)}
-    with open(folder / "log", "w") as log:
-        done = subprocess.run([sys.executable, "-m", "tests.distributed.kill_worker", "cases.json", "results.json"],
-                              cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=3000, check=False)
-    logs = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*log")))
-    assert done.returncode == 0, logs
-    print((folder / "log").read_text())
-    return {"folder": folder, **json.loads((folder / "results.json").read_text())}
+            cases.append({"name": run.name, "kind": "killed", "run": str(run), "async": how == "async", "window_s": 1.0,
+                          "kills": kills(len(cases), how), "flags": words(corpus, run, json_file, **more)})
+    return {"folder": folder, **run_forked(cases, folder)}
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

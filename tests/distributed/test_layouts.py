@@ -123,7 +123,6 @@ OFFLOADED = {"offload_optimizer": CPU}
 LION, SGD = _optimizer("Lion"), _optimizer("SGD", momentum=0.9)
 NADAM, ADAGRAD = _optimizer("NAdam"), _optimizer("Adagrad")
 TORCH_ADAM = _optimizer("AdamW", torch_adam=True)
-MANY_POSITIONS = {"layers": 2, "overrides": "n_positions=1000"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}}
 CHANGES = {
     "bf16_to_fp32": Change(_with(plain(1, precision="bf16"), **FP32_SUMS), plain(2), 5e-3),
@@ -140,9 +139,6 @@ CHANGES = {
     "offload_on": Change(staged(1), plain(3, **OFFLOADED, offload_param=CPU)),
     "offload_off": Change(plain(3, **OFFLOADED), plain(1)),
     "untied": Change(plain(3), staged(0), model={"overrides": "tie_word_embeddings=False"}),
-    # two embeddings on the first stage, which has no vectors and so one parameter group
-    "to_stage_without_vectors": Change(plain(2), staged(1), model=MANY_POSITIONS),
-    "stage_without_vectors": Change(staged(1), plain(2), model=MANY_POSITIONS),
     "lion": Change(_with(plain(2, **OFFLOADED), **LION), _with(staged(1, **OFFLOADED), **LION)),
     "sgd": Change(_with(staged(0), **SGD), _with(plain(2), **SGD)),
     "sgd_without_momentum": Change(_with(plain(1), **_optimizer("SGD")), _with(plain(3), **_optimizer("SGD"))),

@@ -1,4 +1,4 @@
-"""Trains, is killed with SIGKILL in the middle of saves, is started again, to the end; for test_kill.py.
+"""Runs of `train.py`, one after another, some of them killed in the middle of saves; for test_kill.py, test_saver.py.
 
 One process imports and loads everything once; each rank of each start is a fork of it, and so begins in a second.
 """
@@ -23,13 +23,17 @@ from pretrain.checkpoint.manifest import whole_checkpoints
 from pretrain.checkpoint.verify import damage
 from pretrain.checkpoint.writer import wait_for_writers
 from pretrain.train import main
-from tests.distributed.killed_writer import die_after
+from tests.distributed.killed_writer import SUB_STEPS, die_after
 from tests.distributed.launch import free_port, rank_environment
 
 RANKS = 2
 
 
-def start(flags: list[str], log: Path, sub_step: str | None) -> list[int]:
+def log_of(case: dict[str, Any]) -> Path:
+    return Path(case.get("log", case["run"]) + ".log")
+
+
+def start(flags: list[str], log: Path, sub_step: str | None = None) -> list[int]:
     """Fork the ranks of one run; their process ids."""
     port = free_port()
     ranks = []
@@ -81,29 +85,60 @@ def newest_verified(checkpoints: Path) -> int:
                 if not damage(folder, manifest)), default=0)
 
 
-def killed_run(case: dict[str, Any], numbers: random.Random) -> dict[str, Any]:
+def wait_for_event(run: Path, kind: str, *, more_than: int) -> dict[str, Any]:
+    """The newest event of its kind, once there are more than so many."""
+    deadline = time.monotonic() + 120
+    while len(found := events(run, kind)) <= more_than:
+        assert time.monotonic() < deadline, f"no event {kind} in {run}"
+        time.sleep(0.005)
+    return found[-1]
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Train to the end."""
+    return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in start(case["flags"], log_of(case))]}
+
+
+def shell(case: dict[str, Any]) -> dict[str, Any]:
+    return {"status": subprocess.run(case["command"], shell=True, check=True).returncode}
+
+
+def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
+    """The writer of rank 0 stands still after the first save, until a save was skipped."""
+    folder = Path(case["run"])
+    pids = start(case["flags"], log_of(case))
+    wait_for_event(folder, "save", more_than=0)
+    subprocess.run(["pkill", "-STOP", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 0$"], check=True)
+    try:
+        wait_for_event(folder, "save_skipped", more_than=0)
+    finally:
+        subprocess.run(["pkill", "-CONT", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 0$"], check=True)
+    return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+
+
+def killed(case: dict[str, Any]) -> dict[str, Any]:
     """Kill as the case says, and finish. [expected and real first step of each start], and how it ended."""
-    run = Path(case["run"])
-    checkpoints, resumed = run / "checkpoints", []
-    for sub_step in [*case["kills"], "end"]:
-        expected, starts = newest_verified(checkpoints), len(events(run, "start"))
-        pids = start(case["flags"], Path(case["run"] + ".log"), None if sub_step in ("random", "end") else sub_step)
-        deadline = time.monotonic() + 120
-        while len(events(run, "start")) == starts and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(events(run, "start")) > starts, "the run did not start"
-        resumed.append([expected, events(run, "start")[-1]["step"]])
-        if sub_step == "end":
-            return {"resumed": resumed, "status": [os.waitpid(pid, 0)[1] for pid in pids]}
-        if sub_step == "random":
+    numbers, folder = random.Random(case["name"]), Path(case["run"])
+    checkpoints, resumed = folder / "checkpoints", []
+    for when in [*case["kills"], "end"]:
+        expected, starts, snapshots = newest_verified(checkpoints), *(len(events(folder, kind)) for kind in
+                                                                      ("start", "snapshot"))
+        pids = start(case["flags"], log_of(case), when if when in SUB_STEPS else None)
+        resumed.append([expected, wait_for_event(folder, "start", more_than=starts)["step"]])
+        if when == "end":
+            return {"resumed": resumed, "status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+        if when == "random":
             time.sleep(numbers.uniform(0, case["window_s"]))
+        elif when == "snapshot":  # in memory, hardly on the disk
+            taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
         else:  # rank 0 ends itself, or its writer does
-            while time.monotonic() < deadline and (writer_of_rank_0(checkpoints) if case["async"]
-                                                   else is_alive(pids[0])):
+            deadline = time.monotonic() + 60
+            while writer_of_rank_0(checkpoints) if case["async"] else is_alive(pids[0]):
+                assert time.monotonic() < deadline, f"{when} was not reached"
                 time.sleep(0.02)
-            assert time.monotonic() < deadline, f"{sub_step} was not reached"
-        kill(pids, checkpoints, writers_too=numbers.random() < 0.5)
+        kill(pids, checkpoints, writers_too=when != "snapshot" and numbers.random() < 0.5)
         wait_for_writers(checkpoints, timeout_s=60)
+        assert when != "snapshot" or newest_verified(checkpoints) >= taken, "a snapshot was lost"
     raise AssertionError("unreachable")
 
 
@@ -111,14 +146,10 @@ if __name__ == "__main__":
     for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
         if get_accelerator().create_op_builder(operator).is_compatible(verbose=False):
             get_accelerator().create_op_builder(operator).load(verbose=False)
-    cases = json.loads(Path(sys.argv[1]).read_text())
     results = {}
-    for case in cases:
+    for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
-        if "reference" in case:
-            statuses = [os.waitpid(pid, 0)[1] for pid in start(case["flags"], Path(case["run"] + ".log"), None)]
-            results[case["name"]] = {"status": statuses}
-        else:
-            results[case["name"]] = killed_run(case, random.Random(case["name"]))
+        results[case["name"]] = {"run": run, "shell": shell, "stopped_writer": stopped_writer,
+                                 "killed": killed}[case["kind"]](case)
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))

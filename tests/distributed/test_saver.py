@@ -1,0 +1,160 @@
+"""What surrounds a save: retention, the mirror, a full disk, a writer that is behind; and what a start refuses or
+passes over: damaged checkpoints and foreign pickles. Real runs of two ranks, all of one launch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import config, flags
+from tests.distributed.launch import run_forked
+
+STEPS = 6
+POISONED = ("layer_01-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "rng_state_rank_00001.pt")
+IS_ROOT = os.geteuid() == 0
+DISKS = {"one_fits": 4096, "none_fits": 3480}  # KiB; the second is found to be too small only while it is written to
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saver")
+
+
+@pytest.fixture(scope="module")
+def disks(folder: Path) -> Iterator[dict[str, Path]]:
+    """File systems that hold one checkpoint of 3.54 MB, and nearly one; none where we may not mount any."""
+    mounted = {}
+    for name, size in DISKS.items():
+        (path := folder / f"disk_{name}").mkdir()
+        if IS_ROOT and not subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)],
+                                          check=False, capture_output=True).returncode:
+            mounted[name] = path
+    yield mounted
+    for path in mounted.values():
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def results(corpus: str, folder: Path, disks: dict[str, Path]) -> dict[str, Any]:
+    """Exit codes of every case, by name."""
+    (folder / "ds.json").write_text(json.dumps(config(1, precision="bf16")))
+    cases: list[dict[str, Any]] = []
+
+    def words(run: str | Path, **more: Any) -> list[str]:
+        values = flags(corpus, steps=STEPS, deepspeed_config="ds.json", save=run, **more)
+        return [f"--{name}={value}" for name, value in {"log_interval": 1, "save_interval": 2, **values}.items()]
+
+    def run(name: str, where: str | Path, kind: str = "run", **more: Any) -> None:
+        cases.append({"name": name, "kind": kind, "run": str(folder / where), "flags": words(where, **more),
+                      "log": str(folder / Path(where).name)})
+
+    def shell(command: str) -> None:
+        cases.append({"name": f"shell {len(cases)}", "kind": "shell", "command": command})
+
+    run("reference", "reference")
+    for how, more in (("sync", {}), ("async", {"async_save": "true"})):
+        mirror = {"checkpoint_mirror": f"file://{folder}/mirror_{how}", **more}
+        run(f"{how} to the mirror", how, exit_step=4, **mirror)
+        shell(f"rm -rf {how}/checkpoints")
+        run(f"{how} from the mirror", how, resume="required", **mirror)
+    run("kept", "kept", save_interval=1, eval_interval=1, keep_checkpoints=2, keep_every=3, keep_best=1)
+    run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
+        train_steps=40)
+    shell("cp -r reference flipped; cd flipped/checkpoints/global_step6; "
+          "printf x | dd of=layer_02-model_states.pt bs=1 seek=3000 conv=notrunc status=none")
+    run("flipped", "flipped", train_steps=8)
+    for number, name in enumerate(POISONED):
+        shell(f"cp -r reference poisoned{number}; {sys.executable} -m tests.distributed.poison "
+              f"poisoned{number}/checkpoints/global_step6 {name} canary{number}")
+        run(f"poisoned {number}", f"poisoned{number}", train_steps=8)
+    for how, more in (("sync", {}), ("async", {"async_save": "true"})):
+        for name, disk in disks.items():
+            run(f"{name} {how}", disk / f"{name}_{how}", **more)
+            shell(f"cp -r {disk}/{name}_{how} .; rm -rf {disk}/{name}_{how}")
+    return run_forked(cases, folder)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def log(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted(run.parent.glob(f"{run.name}.*.log")))
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_lost_disk_is_made_good_by_the_mirror(results: dict[str, Any], folder: Path, how: str) -> None:
+    assert results[f"{how} to the mirror"]["status"] == results[f"{how} from the mirror"]["status"] == [0, 0]
+    assert sorted(path.name for path in (folder / f"mirror_{how}").iterdir()) == [
+        "global_step2", "global_step4", "global_step6"]
+    (resume,) = events(folder / how, "resume")
+    assert resume["step"] == 4
+    assert results["reference"]["status"] == [0, 0]
+    assert losses(folder / how) == losses(folder / "reference")
+
+
+def test_retention(results: dict[str, Any], folder: Path) -> None:
+    assert results["kept"]["status"] == [0, 0]
+    evaluated = [json.loads(line) for line in (folder / "kept" / "metrics.jsonl").read_text().splitlines()]
+    best = min((row["eval_loss"], row["step"]) for row in evaluated if row.get("split") == "valid")[1]
+    found = {int(path.name.removeprefix("global_step")) for path in (folder / "kept/checkpoints").glob("global_step*")}
+    assert found == {3, 5, 6, best}
+
+
+def test_a_save_is_skipped_while_the_one_before_is_written(results: dict[str, Any], folder: Path) -> None:
+    assert results["skipped"]["status"] == [0, 0]
+    skipped = events(folder / "skipped", "save_skipped")
+    saved = [row["step"] for row in events(folder / "skipped", "save")]
+    assert skipped
+    assert not {row["step"] for row in skipped} & set(saved)
+    assert saved[-1] == 40, "the last one waits"
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(results: dict[str, Any], folder: Path) -> None:
+    assert results["flipped"]["status"] == [0, 0]
+    (verify,) = events(folder / "flipped", "verify")
+    assert "global_step6/layer_02-model_states.pt: found SHA-256" in verify["reason"]
+    assert verify["reason"] in log(folder / "flipped")
+    assert events(folder / "flipped", "resume")[-1]["step"] == 4
+    assert losses(folder / "flipped")[6] == losses(folder / "reference")[6]
+
+
+@pytest.mark.parametrize("number", range(len(POISONED)))
+def test_a_foreign_pickle_is_named_and_not_run(results: dict[str, Any], folder: Path, number: int) -> None:
+    assert results[f"poisoned {number}"]["status"] == [2, 2]
+    lines = [line for line in log(folder / f"poisoned{number}").splitlines() if "error: " in line]
+    assert len(lines) == 1, lines
+    assert POISONED[number] in lines[0]
+    assert "system" in lines[0]
+    assert not list(folder.glob("canary*"))
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="mounting a small disk needs root")
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize(("disk", "saved"), [("one_fits", [2]), ("none_fits", [])])
+def test_a_full_disk_costs_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
+                                         how: str) -> None:
+    if f"{disk} {how}" not in results:
+        pytest.skip("no tmpfs can be mounted here")
+    assert results[f"{disk} {how}"]["status"] == [1, 1]
+    run = folder / f"{disk}_{how}"
+    assert [row["step"] for row in events(run, "save")] == saved
+    failed = events(run, "save_failed")
+    assert [row["step"] for row in failed] == [step for step in (2, 4, 6) if step not in saved]
+    assert all(("bytes needed" if saved else "No space left") in row["reason"] for row in failed)
+    assert set(losses(run)) == set(range(1, STEPS + 1)), "training went on"
+    assert [path.name for path in (run / "checkpoints").glob("*global_step*")] == [f"global_step{n}" for n in saved]
+    lines = [line for line in log(run).splitlines() if "error: " in line]
+    assert len(lines) == 1
