@@ -166,4 +166,4 @@ def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
         return None
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-    return {name: float(getattr(scaler, name)) for name in names if hasattr(scaler, name)}
+    return {name: float(getattr(scaler, name)) for name in names if getattr(scaler, name, None) is not None}

@@ -44,7 +44,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
     The random number generators begin anew, each rank's from (seed, step, rank). Raises ConfigError, the same on every
     rank, where the checkpoint is not of this model and optimizer, or damaged.
     """
-    error = None
+    refusal = ""
     try:
         with torch.no_grad():
             reader = Reader(folder)
@@ -52,12 +52,12 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
             _fill(engine, reader, progress)
             _set_groups(engine, reader)
             _set_counters(engine, reader)
-    except ConfigError as found:
-        error = found
-    errors: list[ConfigError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if first := next((e for e in errors if e is not None), None):
-        raise first
+    except ConfigError as error:
+        refusal = str(error)
+    refusals = [""] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    if any(refusals):
+        raise ConfigError.of_line(next(filter(None, refusals)))
     with torch.no_grad():
         _refresh(engine)
     _set_loss_scale(engine, manifest.loss_scale)

@@ -23,6 +23,7 @@ from pretrain.checkpoint.files import FileRecord, HashedFile
 from pretrain.checkpoint.fragments import index_json, index_name
 from pretrain.checkpoint.manifest import Manifest, manifest_of
 from pretrain.checkpoint.pickles import load_pickle
+from pretrain.checkpoint.reshard import load_resharded, same_shards
 from pretrain.checkpoint.resume import same_layout
 from pretrain.checkpoint.space import checkpoint_bytes
 from pretrain.engine import loss_scale_state
@@ -124,13 +125,11 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
 
     In the layout that saved, the engine reads its own files, and training goes on bit for bit.
     """
-    if same_layout(manifest, plan):
+    if same_layout(manifest, plan) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
         upstream.load_checkpoint(engine, folder.parent, folder.name)
         _set_rng_state(load_pickle(_rng_file(folder, dist.get_rank())))
     else:
-        from pretrain.checkpoint.reshard import load_resharded
-
         load_resharded(engine, folder, manifest)
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
 

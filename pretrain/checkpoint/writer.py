@@ -91,19 +91,12 @@ def _save(job: Job, descriptor: int) -> dict[str, Any]:
     """Write this rank's files and, on rank 0, commit when every rank's are there."""
     start = time.perf_counter()
     temporary = Path(job.temporary)
-    records: dict[str, FileRecord] = {}
-    error = job.error
+    records, error = ({}, job.error) if job.error else _write_files(job, descriptor)
     try:
-        if error is None:
-            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
-                for region in job.files:
-                    records[region.name] = _write(temporary / region.name, memory, region)
-    except OSError as failure:
-        error = f"{failure.filename or temporary}: {failure.strerror}"
-        for region in job.files:  # room for the part that tells the others
-            (temporary / region.name).unlink(missing_ok=True)
-    try:
-        write_part(temporary, rank=job.rank, save_id=job.save_id, files=records, error=error)
+        if error is not None:
+            give_up(job, error)
+        else:
+            write_part(temporary, rank=job.rank, save_id=job.save_id, files=records)
         if job.manifest is not None:
             commit(temporary, save_id=job.save_id, world_size=job.world_size,
                    manifest=Manifest.from_json(job.manifest), timeout_s=job.timeout_s)
@@ -114,11 +107,26 @@ def _save(job: Job, descriptor: int) -> dict[str, Any]:
     return {"event": "save", "step": job.step, "path": job.final, "seconds": round(time.perf_counter() - start, 3)}
 
 
-def _write(path: Path, memory: mmap.mmap, region: Region) -> FileRecord:
-    with HashedFile(path) as file, memoryview(memory) as view:
-        with view[region.offset:region.offset + region.length] as data:
-            file.write(data)
-        return file.close()
+def _write_files(job: Job, descriptor: int) -> tuple[dict[str, FileRecord], str | None]:
+    """(what was written, what went wrong)."""
+    records: dict[str, FileRecord] = {}
+    error: str | None = None
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    try:
+        for region in job.files:
+            with HashedFile(Path(job.temporary) / region.name) as file:
+                file.write(memoryview(memory)[region.offset:region.offset + region.length])
+                records[region.name] = file.close()
+    except OSError as failure:
+        error = f"{failure.filename or job.temporary}: {failure.strerror}"
+    return records, error
+
+
+def give_up(job: Job, error: str) -> None:
+    """Tell rank 0 that this rank's files will not come. Raises OSError."""
+    for region in job.files:  # room for the part, on a full disk
+        (Path(job.temporary) / region.name).unlink(missing_ok=True)
+    write_part(Path(job.temporary), rank=job.rank, save_id=job.save_id, files={}, error=error)
 
 
 def _after(job: Job, verified: set[str]) -> None:
@@ -140,7 +148,8 @@ def _after(job: Job, verified: set[str]) -> None:
                 _reply({"event": "prune", "step": job.step, "path": str(removed)})
     except Exception as failure:  # of any storage's client: told, and the next checkpoint has its own chance
         _reply({"event": "after_save_failed", "step": job.step, "reason": f"{type(failure).__name__}: {failure}"})
-    _reply({"event": "after_save", "step": job.step})
+    finally:
+        _reply({"event": "after_save", "step": job.step})
 
 
 def _wait_for(final: Path, job: Job) -> bool:

@@ -160,9 +160,7 @@ CHANGES = {
 
 # by name: what is saved, and the other run that is to take it
 REFUSED = {
-    "muon": (_with(plain(1), **_optimizer("Muon")), _with(plain(2), **_optimizer("Muon")), 64),
     "optimizer": (plain(1), _with(plain(2), **SGD), 64),
-    "momentum": (_with(plain(1), **_optimizer("SGD")), _with(plain(2), **SGD), 64),
     "shape": (plain(1), plain(2), 32),
     "damaged": (staged(0), staged(1), 64),
 }
@@ -214,8 +212,7 @@ def test_loss_scale_comes_along(outcomes: dict[str, tuple[dict[str, Any], dict[s
 
 
 def test_refused_by_all_ranks_alike(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for name, reason in (("muon", "found MuonWithAuxAdam in the checkpoint"), ("optimizer", "FusedAdam in the check"),
-                         ("momentum", "found none; expected those of this run's optimizer, momentum_buffer"),
+    for name, reason in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
                          ("shape", "found the shape (256, 64); expected (256, 32)"),
                          ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
         said = outcomes[name][1]["said"]
