@@ -4,6 +4,7 @@ A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_ra
 `shard_index_rank_RRRRR.json`, which says where each weight and optimizer state lies; and `manifest.json`.
 """
 
+import contextlib
 import secrets
 import shutil
 from collections.abc import Callable
@@ -65,9 +66,14 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     """Let the engine write this rank's files through `open_file`; collective. Returns what went wrong on this rank."""
     files = FileEngine(open_file)
     engine.checkpoint_engine = files
+    copy_recovery_script = type(engine)._copy_recovery_script
+    engine._copy_recovery_script = lambda _: None  # on a full disk it raises, on rank 0 alone: the others would wait
     engine.save_checkpoint(str(temporary.parent), tag=temporary.name, save_latest=False,
                            client_state={"step": step, "consumed_samples": consumed_samples})
     rank = dist.get_rank()
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            copy_recovery_script(engine, str(temporary.parent))
     files.write(_rng_file(temporary, rank), lambda file: save(_rng_state(), file))
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
