@@ -5,6 +5,7 @@ MPICH and Intel MPI (PMI_*), or SLURM's srun (SLURM_*). torch itself reads only 
 the others would otherwise train N times alone as rank 0 of 1, without a word.
 """
 
+import functools
 import os
 import socket
 import subprocess
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import cpuinfo
 
 from pretrain.device import Device
 from pretrain.errors import ConfigError
@@ -92,9 +95,11 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def prepare_deepspeed(device: Device) -> None:
-    """To be called before DeepSpeed is imported: name the accelerator, which it would otherwise guess with a warning,
-    and put this environment's `ninja` first: another one would compile all operators anew, in every run.
+    """To be called before DeepSpeed is imported: name the accelerator, which it would otherwise guess with a warning;
+    put this environment's `ninja` first: another one would compile all operators anew, in every run; and let it ask
+    for the CPU's features once: it does for each operator, a second each.
     """
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:

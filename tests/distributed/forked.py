@@ -1,6 +1,6 @@
 """Runs of `train.py`, one after another, some of them killed in the middle of saves; for test_kill.py, test_saver.py.
 
-One process imports and loads everything once; each rank of each start is a fork of it, and so begins in a second.
+It runs in a fork of `fork_server.py`, and each rank of each start is a fork of it, and so begins in a second.
 """
 
 import json
@@ -13,11 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
-import torch._inductor.compile_fx  # noqa: F401
-from deepspeed.accelerator import get_accelerator
-
-import pretrain.loop  # noqa: F401
 from pretrain.checkpoint import background
 from pretrain.checkpoint.manifest import whole_checkpoints
 from pretrain.checkpoint.verify import damage
@@ -143,9 +138,6 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for operator in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
-        if get_accelerator().create_op_builder(operator).is_compatible(verbose=False):
-            get_accelerator().create_op_builder(operator).load(verbose=False)
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()

@@ -1,11 +1,12 @@
 """Start real ranks on this machine: gloo, one process a rank, one thread a process."""
 
+import atexit
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +29,30 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+@functools.cache
+def fork_server() -> subprocess.Popen[str]:
+    """The process that ranks are forks of; it ends with this one."""
+    server = subprocess.Popen([sys.executable, "-m", "tests.distributed.fork_server"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True, cwd=ROOT, env=rank_environment(0, 1, 0))
+    atexit.register(server.kill)
+    return server
+
+
 def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = 600,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
     """Run `python COMMAND` on every rank to its end. When one fails the others are ended: they would wait for it."""
-    port = free_port()
-    logs = [open(cwd / f"rank{rank}.log", "w+", encoding="utf-8") for rank in range(ranks)]  # noqa: SIM115
-    processes = [subprocess.Popen([sys.executable, *command], cwd=cwd, stdout=logs[rank], stderr=subprocess.STDOUT,
-                                  env={**rank_environment(rank, ranks, port), **(environ or {})})
-                 for rank in range(ranks)]
-    deadline = time.monotonic() + timeout
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                time.sleep(2)  # let the others report too
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{command} ran for more than {timeout} s\n" + _tails(cwd, ranks))
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    done = []
-    for process, log in zip(processes, logs, strict=True):
-        log.seek(0)
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, stdout=log.read()))
-        log.close()
-    return done
+    port, server = free_port(), fork_server()
+    environs = [{**rank_environment(rank, ranks, port), **(environ or {})} for rank in range(ranks)]
+    request = {"command": command, "environs": environs, "cwd": str(cwd), "timeout": timeout}
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = json.loads(server.stdout.readline())
+    if "timeout" in answer:
+        raise TimeoutError(f"{command} ran for more than {timeout} s\n" + _tails(cwd, ranks))
+    return [subprocess.CompletedProcess(command, code, stdout=(cwd / f"rank{rank}.log").read_text())
+            for rank, code in enumerate(answer["codes"])]
 
 
 def _tails(folder: Path, ranks: int) -> str:
@@ -75,11 +72,9 @@ def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, **settings:
 def run_forked(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """Run `forked.py` over `cases`, one after another, in `folder`; what it reports of each, by name."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    with open(folder / "log", "w", encoding="utf-8") as log:
-        done = subprocess.run([sys.executable, "-m", "tests.distributed.forked", "cases.json", "results.json"],
-                              cwd=folder, env=rank_environment(0, 1, 0), stdout=log, stderr=subprocess.STDOUT,
-                              timeout=3000, check=False)
-    print((folder / "log").read_text())
+    (done,) = run_ranks([str(Path(__file__).with_name("forked.py")), "cases.json", "results.json"], 1, cwd=folder,
+                        timeout=3000)
+    print(done.stdout)
     assert done.returncode == 0, "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}"
                                            for path in sorted(folder.glob("*log")))
     return dict(json.loads((folder / "results.json").read_text()))

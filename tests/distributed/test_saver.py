@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -66,6 +67,9 @@ def results(corpus: str, folder: Path, disks: dict[str, Path]) -> dict[str, Any]
     run("kept", "kept", save_interval=1, eval_interval=1, keep_checkpoints=2, keep_every=3, keep_best=1)
     run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
         train_steps=40)
+    for how, more in (("sync", {}), ("async", {"async_save": "true"})):
+        run(f"large {how}", f"large_{how}", model_overrides="vocab_size=256,n_layer=4,n_embd=768", save_interval=1,
+            keep_checkpoints=2, **more)
     shell("cp -r reference flipped; cd flipped/checkpoints/global_step6; "
           "printf x | dd of=layer_02-model_states.pt bs=1 seek=3000 conv=notrunc status=none")
     run("flipped", "flipped", train_steps=8)
@@ -139,6 +143,18 @@ def test_a_foreign_pickle_is_named_and_not_run(results: dict[str, Any], folder: 
     assert POISONED[number] in lines[0]
     assert "system" in lines[0]
     assert not list(folder.glob("canary*"))
+
+
+def test_training_waits_for_the_copy_alone(results: dict[str, Any], folder: Path) -> None:
+    """A ratio of two runs on the same machine, of the medians of their saves: no time by itself is judged."""
+    assert results["large sync"]["status"] == results["large async"]["status"] == [0, 0]
+    assert losses(folder / "large_sync") == losses(folder / "large_async")
+    written = [row["seconds"] for row in events(folder / "large_sync", "save")]
+    copied = [row["seconds"] for row in events(folder / "large_async", "snapshot")]
+    assert len(written) == len(copied) == STEPS
+    ratio = median(copied) / median(written)
+    print(f"398 MB: {median(written):.3f} s synchronous, {median(copied):.3f} s asynchronous: {ratio:.1%}")
+    assert ratio <= 0.2
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="mounting a small disk needs root")
