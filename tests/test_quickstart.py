@@ -1,5 +1,6 @@
 """The README, from a fresh clone in an empty home: its two commands, and then every other one, in order."""
 
+import json
 import os
 import re
 import subprocess
@@ -83,6 +84,8 @@ def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None
             done = _run(f"source .venv/bin/activate; export OMP_NUM_THREADS=1; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert len(COMMANDS) >= 12
+    rows = [json.loads(line) for line in (clone / "runs/first/events.jsonl").read_text().splitlines()]
+    assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
 
 
 def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
