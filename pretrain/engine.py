@@ -23,6 +23,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module, as_pipeline
 from pretrain.optimizer import parameter_groups
+from pretrain.ranks import gather
 
 
 @contextlib.contextmanager
@@ -76,8 +77,7 @@ def _check_groups(groups: list[dict[str, Any]]) -> None:
     """DeepSpeed takes the gradient norm group by group, with one reduction each, and leaves out empty groups: stages
     that differ in them would wait for one another without end. Raises ConfigError, on every rank.
     """
-    held: list[list[bool]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(held, [bool(group["params"]) for group in groups])
+    held = gather([bool(group["params"]) for group in groups])
     if any(groups_of_rank != held[0] for groups_of_rank in held):
         raise ConfigError("pipeline.partition_method", found="a stage without a block", expected="blocks on each stage",
                           remedy='"partition_method": "uniform", or fewer "stages"')

@@ -1,7 +1,8 @@
-"""The one exception for bad input."""
+"""The exceptions that end a run with one line: bad input, and checkpoints that cannot be written."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -14,12 +15,19 @@ class ConfigError(ValueError):
         line = " ".join(f"{where}: found {found}; expected {expected}. {remedy}".rstrip(". ").split())
         super().__init__(line if line.endswith("?") else f"{line}.")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConfigError.of_line, (str(self),)  # how it travels between ranks
+
     @classmethod
     def of_line(cls, line: str) -> "ConfigError":
         """What another rank found, from its line."""
         error = cls.__new__(cls)
         error.args = (line,)
         return error
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written. The earlier ones are as they were."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ from pretrain.engine import (
 )
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
+from pretrain.ranks import gather
 
 
 def train(plan: Plan, world: World) -> int:
@@ -113,8 +114,7 @@ def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Load
 
 
 def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, folder: RunFolder) -> None:
-    hosts = [""] * world.size
-    dist.all_gather_object(hosts, gethostname())
+    hosts = gather(gethostname())
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)

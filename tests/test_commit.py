@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.commit import (
-    SaveError,
     check_space,
     commit,
     remove_leftovers,
@@ -23,18 +22,19 @@ from pretrain.checkpoint.files import FileRecord, HashedFile, free_bytes
 from pretrain.checkpoint.manifest import LATEST, MANIFEST, Manifest, whole_checkpoints
 from pretrain.checkpoint.retention import prune
 from pretrain.checkpoint.verify import damage
+from pretrain.errors import SaveError
 from tests.distributed.launch import ROOT
 
 RANKS = 2
 FILE_BYTES = 400_000
 
 
-def manifest(step: int, eval_loss: float | None = None) -> Manifest:
+def manifest(step: int, eval_loss: float | None = None, save_id: str = "id") -> Manifest:
     return Manifest(step=step, consumed_samples=4 * step, world_size=RANKS, data_parallel_size=RANKS, pipeline_stages=1,
                     zero_stage=1, precision="bf16", grad_accum_dtype=None, offload_optimizer="none",
                     offload_param="none", optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, global_batch_size=4,
                     seed=0, seq_length=8, model={}, data_fingerprint="", tokenizer_fingerprint=None, versions={},
-                    eval_loss=eval_loss)
+                    eval_loss=eval_loss, save_id=save_id)
 
 
 def write_files(temporary: Path, rank: int, num_bytes: int = FILE_BYTES) -> dict[str, FileRecord]:
@@ -59,7 +59,8 @@ def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_by
             error = str(failure)
         with contextlib.suppress(OSError):  # a disk so full that it cannot even say so
             write_part(temporary, rank=rank, save_id="id", files=records, error=error)
-    return commit(temporary, save_id="id", world_size=RANKS, manifest=manifest(step, eval_loss), timeout_s=0.1)
+    commit(temporary, manifest(step, eval_loss), timeout_s=0.1)
+    return checkpoints / f"global_step{step}"
 
 
 def steps_of(checkpoints: Path) -> list[int]:
@@ -188,9 +189,10 @@ def test_full_disk_under_torch_save(small_disk: Path) -> None:
         file.close()
 
 
-def _refused(checkpoints: Path, words: str) -> None:
+def _refused(checkpoints: Path, words: str, timeout_s: float = 0.1) -> None:
     with pytest.raises(SaveError, match=words):
-        commit(temporary_folder(checkpoints, 2), save_id="new", world_size=RANKS, manifest=manifest(2), timeout_s=0.1)
+        commit(temporary_folder(checkpoints, 2), manifest(2, save_id="new"), timeout_s=timeout_s,
+               has_ended=lambda rank: rank == 1)
     assert steps_of(checkpoints) == [1]
     assert not temporary_folder(checkpoints, 2).exists()
     temporary_folder(checkpoints, 2).mkdir()
@@ -202,7 +204,9 @@ def test_commit_waits_for_every_rank_and_trusts_none(tmp_path: Path) -> None:
     temporary.mkdir()
     write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
     write_part(temporary, rank=1, save_id="killed", files=write_files(temporary, 1))  # of an attempt before
-    _refused(tmp_path, "nothing from rank 1 within 0.1 s")
+    _refused(tmp_path, "nothing from rank 1, within 0.1 s")
+    write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
+    _refused(tmp_path, "nothing from rank 1, which ended", timeout_s=60)
     write_part(temporary, rank=1, save_id="new", files={}, error="its disk burns")
     _refused(tmp_path, "rank 1: its disk burns")
     records = [write_files(temporary, rank) for rank in range(RANKS)]

@@ -1,21 +1,21 @@
 """Checkpoints to a mirror and back: a local folder, and an S3 server in a process of its own."""
 
-import itertools
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from pretrain.checkpoint.commit import SaveError
 from pretrain.checkpoint.manifest import LATEST, MANIFEST, read_manifest, whole_checkpoints
-from pretrain.checkpoint.mirror import check_mirror, fetch, finish_upload, newest_in_mirror, upload
+from pretrain.checkpoint.mirror import check_mirror, fetch, finish_upload, finished_in_mirror, upload
 from pretrain.checkpoint.verify import damage, share
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, SaveError
 from tests.checkpoints import real_run
 from tests.distributed.launch import free_port
 
@@ -67,10 +67,15 @@ def checkpoints(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _mirror(folder: Path, url: str) -> None:
-    sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
     for rank in range(2):
-        upload(folder, url, share(sizes, rank, 2))
+        _upload(folder, url, rank)
     finish_upload(folder, url)
+
+
+def _upload(folder: Path, url: str, rank: int) -> None:
+    manifest = read_manifest(folder)
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
+    upload(folder, url, share(sizes, rank, 2), rank=rank, save_id=manifest.save_id)
 
 
 def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
@@ -81,12 +86,12 @@ def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
 
 def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
     check_mirror(url)
-    assert newest_in_mirror(url) is None
+    assert finished_in_mirror(url) == []
     seconds = time.perf_counter()
     for step in (1, 3, 2):
         _mirror(checkpoints / f"global_step{step}", url)
     manifest = read_manifest(checkpoints / NEWEST)
-    assert newest_in_mirror(url) == (NEWEST, manifest)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
     arrived: list[int] = []
     folder = fetch(url, tmp_path / "here", NEWEST, lambda num_bytes, _: arrived.append(num_bytes))
     assert sum(arrived) == sum(record.bytes for record in manifest.files.values())
@@ -100,23 +105,33 @@ def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
     assert [found.step for _, found in whole_checkpoints(folder.parent)[0]] == [3]
 
 
-def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str) -> None:
+def _names_in(url: str) -> set[str]:
+    fs, root = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    return {path.rpartition("/")[2] for path in fs.find(f"{root.rstrip('/')}/{NEWEST}")}
+
+
+def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str, tmp_path: Path) -> None:
     _mirror(checkpoints / "global_step2", url)
-    names = sorted(read_manifest(checkpoints / NEWEST).files)
-    for done in (1, len(names)):  # all files but no manifest, at the end
-        upload(checkpoints / NEWEST, url, names[:done])
-        newest = newest_in_mirror(url)
-        assert newest is not None
-        assert newest[0] == "global_step2"
-        if done < len(names):
-            with pytest.raises(ConfigError, match=f"{names[1]}: found no whole file"):
-                finish_upload(checkpoints / NEWEST, url, timeout_s=0.01, poll_s=0.01)
-    finish_upload(checkpoints / NEWEST, url)
-    assert newest_in_mirror(url) == (NEWEST, read_manifest(checkpoints / NEWEST))
-    upload(checkpoints / NEWEST, url, names[:1])  # another save of this step begins: its manifest is to come
-    newest = newest_in_mirror(url)
-    assert newest is not None
-    assert newest[0] == "global_step2"
+    folder = checkpoints / NEWEST
+    _upload(folder, url, 0)
+    assert finished_in_mirror(url) == ["global_step2"]
+    with pytest.raises(ConfigError, match="found nothing of rank 1; expected those of every rank within 0.01 s"):
+        finish_upload(folder, url, timeout_s=0.01, poll_s=0.01)
+    _upload(folder, url, 1)
+    assert finished_in_mirror(url) == ["global_step2"]
+    finish_upload(folder, url)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
+    assert _names_in(url) == {MANIFEST, *read_manifest(folder).files}
+    again = Path(shutil.copytree(folder, tmp_path / "again" / NEWEST))  # another save of this step
+    (again / MANIFEST).write_text(replace(read_manifest(folder), save_id="another").to_json())
+    _upload(again, url, 0)
+    assert finished_in_mirror(url) == ["global_step2"]
+    with pytest.raises(ConfigError, match="found nothing of rank 1"):  # the file of the save before has its size
+        finish_upload(again, url, timeout_s=0.01, poll_s=0.01)
+    _upload(again, url, 1)
+    finish_upload(again, url)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
 
 
 def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path: Path) -> None:
@@ -124,16 +139,19 @@ def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path:
     _mirror(checkpoints / NEWEST, url)
     largest = max((checkpoints / NEWEST).iterdir(), key=lambda path: path.stat().st_size).name
     _change(url, largest, lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
-    with pytest.raises(ConfigError, match=f"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+    with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
         fetch(url, tmp_path / "here", NEWEST)
     assert list((tmp_path / "here").iterdir()) == []
-    for name, change in itertools.product((largest, MANIFEST), (lambda content: content[:-1], lambda content: b"")):
-        _change(url, name, change)
-        newest = newest_in_mirror(url)
-        assert newest is not None
-        assert newest[0] == "global_step2", name
-    with pytest.raises(ConfigError, match=f"{NEWEST}: found no manifest"):
-        fetch(url, tmp_path / "here", NEWEST)
+    changes: list[Callable[[bytes], bytes]] = [lambda content: content[:-1], lambda content: b""]
+    for change in changes:
+        _change(url, largest, change)
+        with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+            fetch(url, tmp_path / "here", NEWEST)
+    for change in changes:
+        _change(url, MANIFEST, change)
+        with pytest.raises(ConfigError, match=f"{NEWEST}: found no manifest"):
+            fetch(url, tmp_path / "here", NEWEST)
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.checkpoint.commands import Found, checkpoints_of, find, find_one, is_checkpoint, layout, verify
-from pretrain.checkpoint.commit import SaveError
 from pretrain.checkpoint.retention import prune
 from pretrain.cli import Parser, run_main
 from pretrain.data.progress import Progress
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, SaveError
 
 _RUN = "run folder, its checkpoints folder, or one global_stepN folder"
 _CHECKPOINT = "global_stepN folder; of a run folder the newest whole one is taken"

@@ -1,24 +1,24 @@
 """All ranks choose the checkpoint to go on from together: rank 0 proposes, each verifies a share of its files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 import torch.distributed as dist
 
 from pretrain.check import Plan
-from pretrain.checkpoint.commit import SaveError, remove_leftovers
-from pretrain.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
-from pretrain.checkpoint.mirror import check_mirror, fetch, newest_in_mirror
+from pretrain.checkpoint.commit import remove_leftovers
+from pretrain.checkpoint.manifest import Manifest, judged_folders, read_manifest, step_of
+from pretrain.checkpoint.mirror import check_mirror, fetch, finished_in_mirror
 from pretrain.checkpoint.pickles import load_pickle
-from pretrain.checkpoint.resume import Resume, checkpoints_of, judged
+from pretrain.checkpoint.resume import Resume, checkpoints_of, judged, refuse_to_overwrite
 from pretrain.checkpoint.verify import damage, foreign, share
-from pretrain.checkpoint.writer import wait_for_writers
-from pretrain.errors import ConfigError
+from pretrain.checkpoint.writer_locks import wait_for_writers
+from pretrain.errors import ConfigError, SaveError
+from pretrain.ranks import from_rank_0, gather
 
 Say = Callable[[str], None]
-Offer = tuple[list[tuple[Path, str]], list[str]]  # folders with their manifest.json, newest first; what is wrong
+Offer = tuple[Path, str] | str  # a folder and its manifest.json; or why there is none
 
 
 def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
@@ -27,13 +27,18 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
     Raises ConfigError, on every rank, where there are checkpoints and none is whole, or where this run cannot go on
     from the newest whole one.
     """
-    whole, complaints = _from_rank_0(lambda: _prepare(plan, say))
-    for folder, text in whole:
-        found = _damage_together(folder, Manifest.from_json(text))
+    offers = _offers(plan, say)  # only rank 0's is asked
+    complaints: list[str] = []
+    while (offer := from_rank_0(lambda: next(offers, None))) is not None:
+        if isinstance(offer, str):
+            complaints.append(offer)
+            continue
+        folder, manifest = offer[0], Manifest.from_json(offer[1])
+        found = _damage_together(folder, manifest)
         if not found:
-            _refuse_foreign_pickles(folder, Manifest.from_json(text))
-            return judged(folder, Manifest.from_json(text), complaints, plan)
-        complaints = [*complaints, *found]
+            _refuse_foreign_pickles(folder, manifest)
+            return judged(folder, manifest, complaints, plan)
+        complaints += found
     if complaints:
         raise ConfigError(str(checkpoints_of(plan)), found=f"no whole checkpoint ({complaints[0]})",
                           expected="at least one whole checkpoint", remedy="restore one, or choose another --save")
@@ -43,22 +48,32 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
     return None
 
 
-def _prepare(plan: Plan, say: Say) -> Offer:
-    """What there is to go on from, by manifests and sizes. Rank 0."""
-    checkpoints = checkpoints_of(plan)
-    for writer in wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout):
-        say(f"warning: {writer}: a background writer of an earlier run is still at work")
+def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
+    """What there is to go on from, by manifests and sizes, the newest first: here, or else in the mirror. Rank 0."""
+    checkpoints, mirror = checkpoints_of(plan), plan.args.checkpoint_mirror
+    wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, say=say)
     remove_leftovers(checkpoints)
-    whole, complaints = whole_checkpoints(checkpoints)
-    mirror = plan.args.checkpoint_mirror
+    here = {step_of(folder): (folder, found) for folder, found in judged_folders(checkpoints)}
+    there: dict[int, str] = {}
     if mirror is not None:
-        check_mirror(mirror)
-    newest = newest_in_mirror(mirror) if mirror is not None and plan.args.resume != "never" else None
-    if mirror is not None and newest is not None and (not whole or newest[1].step > whole[0][1].step):
-        say(f"fetching {newest[0]} from {mirror}")
-        fetch(mirror, checkpoints, newest[0])
-        whole, complaints = whole_checkpoints(checkpoints)
-    return [(folder, manifest.to_json()) for folder, manifest in whole], complaints
+        try:
+            check_mirror(mirror)
+            there = {step_of(Path(tag)): tag for tag in finished_in_mirror(mirror)}
+        except ConfigError as error:
+            yield str(error)  # the run goes on if there is a checkpoint here
+    if plan.args.resume == "never":
+        refuse_to_overwrite([*(folder for folder, _ in here.values()), *(f"{mirror}/{tag}" for tag in there.values())])
+    for step in sorted(here.keys() | there.keys(), reverse=True):
+        if step in here:
+            folder, found = here[step]
+            yield str(found) if isinstance(found, ConfigError) else (folder, found.to_json())
+        if step in there and mirror is not None:
+            say(f"fetching {there[step]} from {mirror}")
+            try:
+                folder = fetch(mirror, checkpoints, there[step])
+                yield folder, read_manifest(folder).to_json()
+            except (ConfigError, SaveError) as error:
+                yield str(error)
 
 
 def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
@@ -71,9 +86,7 @@ def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
             found.append(f"{folder}: found another manifest on {gethostname()}; expected one folder that all share")
     except ConfigError as error:
         found.append(f"{gethostname()}: {error}")
-    everywhere: list[list[str]] = [[] for _ in range(size)]
-    dist.all_gather_object(everywhere, found)
-    return [line for lines in everywhere for line in lines]
+    return [line for lines in gather(found) for line in lines]
 
 
 def _refuse_foreign_pickles(folder: Path, manifest: Manifest) -> None:
@@ -85,22 +98,5 @@ def _refuse_foreign_pickles(folder: Path, manifest: Manifest) -> None:
             load_pickle(folder / name, mmap=True)
         except ConfigError as error:
             refused.append(str(error))
-    everywhere: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, refused)
-    for line in (line for lines in everywhere for line in lines):
+    for line in (line for lines in gather(refused) for line in lines):
         raise ConfigError.of_line(line)
-
-
-def _from_rank_0(action: Callable[[], Offer]) -> Offer:
-    """What `action` returns on rank 0, or the ConfigError that it raises, on every rank."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [action(), None]
-        except (ConfigError, SaveError, OSError) as error:
-            outcome = [None, str(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    offer, refusal = outcome
-    if refusal is not None:
-        raise ConfigError.of_line(refusal)
-    return offer

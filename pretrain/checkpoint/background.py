@@ -17,10 +17,11 @@ from pretrain.checkpoint.writer import Job, give_up
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.writer"
 _ENDED = "the background writer has ended"
+_PATIENCE_S = 60.0  # for a writer that starts, or has nothing left to do
 
 
 class BackgroundWriter:
-    """One rank's writer process and the memory that both share."""
+    """One rank's writer process and the memory that both share. Nothing here waits for a disk."""
 
     def __init__(self, checkpoints: Path, rank: int) -> None:
         self.snapshot = Snapshot()
@@ -31,6 +32,7 @@ class BackgroundWriter:
         self._start()
 
     def _start(self) -> None:
+        """Returns when the writer holds its lock: other writers wait for its part from now on."""
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -39,8 +41,9 @@ class BackgroundWriter:
             start_new_session=True)
         self._process.wait()  # it goes on as a process of its own
         self._replies: queue.Queue[Reply | None] = queue.Queue()
-        self._ended = False
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            self._ended = self._replies.get(timeout=_PATIENCE_S) is None
 
     @staticmethod
     def _listen(process: subprocess.Popen[str], replies: "queue.Queue[Reply | None]") -> None:
@@ -52,10 +55,8 @@ class BackgroundWriter:
             replies.put(None)
 
     def submit(self, job: Job) -> None:
-        """Give the writer a job; the snapshot's memory is its own until `wait_saved`."""
-        if self._ended:
-            self._start()
-        self._saves += [] if job.committed else [job]
+        """Give the writer a job; the snapshot's memory is its own as long as it is `saving`."""
+        self._saves += [job] if job.snapshot is not None else []
         self._afters += 1
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `_listen` sees its end too
@@ -63,39 +64,37 @@ class BackgroundWriter:
             self._process.stdin.flush()
 
     @property
-    def busy(self) -> bool:
-        """Whether the snapshot is still in use, as far as the replies that were taken tell."""
+    def saving(self) -> bool:
+        """Whether a snapshot is still being written or (on rank 0) committed, as far as the replies taken tell."""
         return bool(self._saves)
 
-    def replies(self) -> list[Reply]:
-        """What the writer has told since the last call; does not wait."""
-        told: list[Reply] = []
-        while not self._replies.empty() and not self._ended:
-            told += self._take()
-        return told
+    @property
+    def idle(self) -> bool:
+        """Whether all is done, mirroring included; likewise."""
+        return not self._saves and self._afters == 0
 
-    def wait_saved(self) -> list[Reply]:
-        """Wait until the snapshot is written (on rank 0: and committed), and return the replies up to then."""
-        told = self.replies()
-        while self._saves:
-            told += self._take()
+    def replies(self) -> list[Reply]:
+        """What the writer has told since the last call. One that has ended is started again."""
+        told: list[Reply] = []
+        while not self._replies.empty():
+            told += self._take(self._replies.get())
+        if self._ended:
+            self._start()
         return told
 
     def close(self) -> list[Reply]:
-        """Wait for all jobs, mirroring included, and let the process end."""
-        told = self.replies()
-        while self._afters > 0:
-            told += self._take()
+        """Let the process, which must be idle, end."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        while not self._ended:
-            told += self._take()
+        told: list[Reply] = []
+        with contextlib.suppress(queue.Empty):
+            while not self._ended:
+                told += self._take(self._replies.get(timeout=_PATIENCE_S))
         self.snapshot.close()
         return told
 
-    def _take(self) -> list[Reply]:
-        reply = self._replies.get()
+    def _take(self, reply: Reply | None) -> list[Reply]:
         if reply is None:
             return self._end()
         kind = reply["event"]
@@ -106,9 +105,11 @@ class BackgroundWriter:
 
     def _end(self) -> list[Reply]:
         """The process is gone. What it leaves undone is told, to rank 0's writer too, which waits for its part."""
-        self._ended, self._afters = True, 0
+        self._ended = True
         lost, self._saves = self._saves, []
+        afters, self._afters = self._afters - len(lost), 0
         for job in lost:
-            with contextlib.suppress(OSError):
-                give_up(job, _ENDED)
-        return [{"event": "save_failed", "step": job.step, "reason": _ENDED} for job in lost]
+            give_up(job, _ENDED)
+        replies = [{"event": "save_failed", "step": job.step, "reason": _ENDED} for job in lost]
+        return replies + [{"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"}] * (
+            afters > 0)

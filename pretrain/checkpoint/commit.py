@@ -7,17 +7,17 @@ A kill at any point leaves the checkpoints before as they were, and the new one 
 import json
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from pretrain.checkpoint.files import FileRecord, free_bytes, fsync, write_atomically
 from pretrain.checkpoint.manifest import LATEST, MANIFEST, Manifest, files_in
+from pretrain.errors import SaveError
 
 TEMPORARY = ".tmp-"
-
-
-class SaveError(Exception):
-    """A checkpoint could not be written. The earlier ones are as they were."""
+_POLL_S = 0.05
+_ASK_S = 1.0
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
@@ -55,32 +55,41 @@ def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, Fil
     write_atomically(_part(temporary, rank), json.dumps(part))
 
 
-def commit(temporary: Path, *, save_id: str, world_size: int, manifest: Manifest, timeout_s: float,
-           poll_s: float = 0.05) -> Path:
-    """Make a checkpoint of the folder once every rank has written its part; its final name. Rank 0 only.
+def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
+           has_ended: Callable[[int], bool] = lambda rank: False) -> Manifest:
+    """Make a checkpoint of the folder once every rank has written its part. Rank 0 only.
+
+    Args:
+        manifest: without files.
+        has_ended: whether a rank will write no more.
+
+    Returns:
+        The manifest, with all files.
 
     Raises SaveError where a rank reports an error, or none within `timeout_s`, or the disk refuses: the temporary
     folder is removed then.
     """
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     try:
-        files = wait_for_parts(temporary, save_id=save_id, world_size=world_size, timeout_s=timeout_s, poll_s=poll_s)
-        check_files(temporary, files, world_size=world_size)
-        write_sealed_manifest(temporary, replace(manifest, files=files))
-        remove_parts(temporary, world_size=world_size)
+        files = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
+        check_files(temporary, files, world_size=manifest.world_size)
+        manifest = replace(manifest, files=files)
+        write_sealed_manifest(temporary, manifest)
+        remove_parts(temporary, world_size=manifest.world_size)
         publish(temporary, final)
         point_latest(final)
     except (OSError, SaveError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise error if isinstance(error, SaveError) else SaveError(f"{final}: {error}") from error
-    return final
+    return manifest
 
 
-def wait_for_parts(temporary: Path, *, save_id: str, world_size: int, timeout_s: float,
-                   poll_s: float) -> dict[str, FileRecord]:
+def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: float,
+                   has_ended: Callable[[int], bool]) -> dict[str, FileRecord]:
     """The files of all ranks, as soon as each has said what it wrote. Raises SaveError."""
     files: dict[str, FileRecord] = {}
-    missing, deadline = set(range(world_size)), time.monotonic() + timeout_s
+    missing, ended = set(range(world_size)), set[int]()
+    start = asked = time.monotonic()
     while True:
         for rank in sorted(missing):
             part = _read_part(temporary, rank, save_id)
@@ -92,10 +101,15 @@ def wait_for_parts(temporary: Path, *, save_id: str, world_size: int, timeout_s:
                 missing.discard(rank)
         if not missing:
             return dict(sorted(files.items()))
-        if time.monotonic() > deadline:
-            raise SaveError(f"{temporary}: nothing from rank{'s' * (len(missing) > 1)} "
-                            f"{', '.join(map(str, sorted(missing)[:8]))} within {timeout_s:g} s")
-        time.sleep(poll_s)
+        now = time.monotonic()
+        if missing & ended or now > start + timeout_s:
+            why = "which ended" if missing & ended else f"within {timeout_s:g} s"
+            names = sorted(missing & ended or missing)
+            raise SaveError(f"{temporary}: nothing from rank{'s' * (len(names) > 1)} "
+                            f"{', '.join(map(str, names[:8]))}{' ...' * (len(names) > 8)}, {why}")
+        if now > asked + _ASK_S:  # and then look for its part once more: it may be the last thing that it wrote
+            asked, ended = now, {rank for rank in missing if has_ended(rank)}
+        time.sleep(_POLL_S)
 
 
 def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord] | None:

@@ -210,13 +210,6 @@ def index_name(rank: int) -> str:
     return f"shard_index_rank_{rank:05d}.json"
 
 
-def write_index(engine: DeepSpeedEngine, folder: Path) -> Path:
-    """Write `index_json` under its name."""
-    path = folder / index_name(dist.get_rank())
-    path.write_text(index_json(engine), encoding="utf-8")
-    return path
-
-
 def index_json(engine: DeepSpeedEngine) -> str:
     """What `save_checkpoint` puts where, for the files of this rank: JSON, read by reader.py.
 

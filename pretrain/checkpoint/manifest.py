@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _TAG = re.compile(r"global_step(\d+)")
 _SEAL = "sha256"
+FLAGS = "the flags"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
     loss_scale: dict[str, float] | None = None  # fp16's; None: other precision
+    scheduler: str = ""  # whose learning rate it is: of the JSON (its type), or of the flags (FLAGS)
+    save_id: str = ""  # tells two saves of one step apart
     files: dict[str, FileRecord] = field(default_factory=dict)  # by path within the folder, "/" between its parts
 
     def to_json(self) -> str:
@@ -80,7 +83,8 @@ def _sealed(values: dict[str, Any]) -> str:
 
 
 def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
-                eval_loss: float | None = None, loss_scale: dict[str, float] | None = None) -> Manifest:
+                eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
+                save_id: str = "") -> Manifest:
     """The manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=plan.world_size,
@@ -90,7 +94,9 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         global_batch_size=plan.global_batch_size, seed=plan.args.seed, seq_length=plan.args.seq_length,
         model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
         tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions,
-        eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None, loss_scale=loss_scale)
+        eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None, loss_scale=loss_scale,
+        scheduler=plan.ds_config.get("scheduler", {}).get("type", "") if plan.schedule is None else FLAGS,
+        save_id=save_id)
 
 
 def files_in(folder: Path) -> list[str]:
@@ -129,7 +135,7 @@ def step_of(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _judged(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
+def judged_folders(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
     """Every folder with a checkpoint's name, the newest first, with its manifest or what is wrong with it."""
     folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
     for folder in sorted(folders, key=step_of, reverse=True):
@@ -143,7 +149,7 @@ def whole_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], l
     """(folder and manifest of each whole checkpoint, the newest first; what is wrong with the others)."""
     whole: list[tuple[Path, Manifest]] = []
     complaints: list[str] = []
-    for folder, found in _judged(checkpoints):
+    for folder, found in judged_folders(checkpoints):
         if isinstance(found, ConfigError):
             complaints.append(str(found))
         else:
@@ -158,7 +164,7 @@ def newest_whole(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     there are checkpoints and all are damaged.
     """
     complaints: list[str] = []
-    for folder, found in _judged(checkpoints):
+    for folder, found in judged_folders(checkpoints):
         if not isinstance(found, ConfigError):
             return folder, found, complaints
         complaints.append(str(found))

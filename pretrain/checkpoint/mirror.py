@@ -27,6 +27,7 @@ from pretrain.checkpoint.verify import Advance
 from pretrain.errors import ConfigError
 
 _PROBE = ".ds-pretrain-probe"
+_PART = ".part-"
 _READ_BYTES = 2**24
 _TRANSFERS = 4  # at a time, where the file system's client can do more than one
 
@@ -125,8 +126,8 @@ def check_mirror(url: str) -> None:
         mirror.fs.rm_file(mirror.path(_PROBE))
 
 
-def upload(folder: Path, url: str, names: Iterable[str]) -> None:
-    """Copy these files of a finished checkpoint, those that one rank wrote, say. Raises ConfigError."""
+def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: str) -> None:
+    """Copy these files of a finished checkpoint, the rank's share, and say so there. Raises ConfigError."""
     mirror, tag = _Mirror(url), folder.name
 
     def put(name: str) -> None:
@@ -135,38 +136,47 @@ def upload(folder: Path, url: str, names: Iterable[str]) -> None:
         mirror.fs.put_file(str(folder / name), target)
 
     with mirror.reaching(tag):
-        if mirror.fs.exists(mirror.path(tag, MANIFEST)):  # of an earlier checkpoint of this step
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                mirror.fs.rm_file(mirror.path(tag, MANIFEST))
+        if rank == 0 and mirror.fs.exists(mirror.path(tag, MANIFEST)):  # of an earlier checkpoint of this step
+            mirror.fs.rm_file(mirror.path(tag, MANIFEST))
+        mirror.make_folder(mirror.path(tag))
         mirror.for_each(names, put)
+        mirror.fs.pipe_file(mirror.path(tag, _part(rank, save_id)), b"here")
 
 
 def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float = 1) -> None:
-    """Wait for every rank's files, then copy the manifest: now it is a checkpoint. One process only.
+    """Wait for every rank's `upload`, then copy the manifest: now it is a checkpoint. After `upload`, as rank 0.
 
-    Raises ConfigError where a file is not there, with its size, within `timeout_s`.
+    Raises ConfigError where a rank has not said that it is done within `timeout_s`, or a file has not its size then.
     """
     mirror, tag, manifest = _Mirror(url), folder.name, read_manifest(folder)
+    parts = {_part(rank, manifest.save_id): rank for rank in range(manifest.world_size)}
     deadline = time.monotonic() + timeout_s
     with mirror.reaching(tag):
-        while missing := mirror.missing(tag, manifest):
+        while absent := parts.keys() - mirror.sizes(tag).keys():
             if time.monotonic() >= deadline:
-                raise ConfigError(f"{mirror.url}/{tag}/{missing[0]}", found="no whole file",
-                                  expected=f"{manifest.files[missing[0]].bytes} bytes within {timeout_s:g} s")
+                raise ConfigError(f"{mirror.url}/{tag}", found=f"nothing of rank {min(map(parts.__getitem__, absent))}",
+                                  expected=f"those of every rank within {timeout_s:g} s")
             time.sleep(poll_s)
+        for name in mirror.missing(tag, manifest):
+            raise ConfigError(f"{mirror.url}/{tag}/{name}", found="no whole file",
+                              expected=f"{manifest.files[name].bytes} bytes")
         mirror.fs.pipe_file(mirror.path(tag, MANIFEST), manifest.to_json().encode())
+        for name in mirror.sizes(tag):
+            if name.startswith(_PART):
+                mirror.fs.rm_file(mirror.path(tag, name))
 
 
-def newest_in_mirror(url: str) -> tuple[str, Manifest] | None:
-    """(folder name, manifest) of the newest whole checkpoint, by sizes; None if there is none. Raises ConfigError."""
+def _part(rank: int, save_id: str) -> str:
+    return f"{_PART}{rank:05d}-{save_id}"
+
+
+def finished_in_mirror(url: str) -> list[str]:
+    """Folder names of the checkpoints whose upload was finished, the newest first. Raises ConfigError."""
     mirror = _Mirror(url)
     with mirror.reaching():
-        tags = [name for name in mirror.names() if step_of(Path(name)) >= 0]
-        for tag in sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True):
-            manifest = mirror.manifest(tag)
-            if manifest is not None and not mirror.missing(tag, manifest):
-                return tag, manifest
-    return None
+        tags = [name for name in mirror.names() if step_of(Path(name)) >= 0
+                and mirror.fs.exists(mirror.path(name, MANIFEST))]
+    return sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True)
 
 
 def fetch(url: str, checkpoints: Path, tag: str, progress: Advance | None = None) -> Path:

@@ -31,6 +31,7 @@ from pretrain.checkpoint.fragments import (
 from pretrain.checkpoint.manifest import Manifest
 from pretrain.checkpoint.reader import FP32, SCHEDULED, Reader, optimizer_kind, state_name
 from pretrain.errors import ConfigError
+from pretrain.ranks import gather
 
 Progress = Callable[[int, int], None]  # elements done, elements in all (of this rank)
 # those whose update of a weight takes nothing but that weight's own gradient and states
@@ -54,13 +55,11 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
             _set_counters(engine, reader)
     except ConfigError as error:
         refusal = str(error)
-    refusals = [""] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    if any(refusals):
-        raise ConfigError.of_line(next(filter(None, refusals)))
+    for line in filter(None, gather(refusal)):
+        raise ConfigError.of_line(line)
     with torch.no_grad():
         _refresh(engine)
-    _set_loss_scale(engine, manifest.loss_scale)
+    set_loss_scale(engine, manifest.loss_scale)
     digest = hashlib.sha256(f"{manifest.seed} {manifest.step} {dist.get_rank()}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
 
@@ -72,9 +71,7 @@ def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
     path = folder / index_name(dist.get_rank())
     saved, now = (_cut(text) for text in (path.read_text(encoding="utf-8") if path.is_file() else "{}",
                                           index_json(engine)))
-    same: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(same, saved == now)
-    return all(same)
+    return all(gather(saved == now))
 
 
 def _cut(index: str) -> Any:
@@ -233,7 +230,7 @@ def _refresh(engine: DeepSpeedEngine) -> None:
         optimizer.update_lp_params()
 
 
-def _set_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float] | None) -> None:
+def set_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float] | None) -> None:
     """fp16's scale and its counters where both runs adapt it; otherwise the JSON's own holds."""
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)

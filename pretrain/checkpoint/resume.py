@@ -1,12 +1,12 @@
 """Which checkpoint a run goes on from, and whether it can: judged before a process group forms."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pretrain.check import Plan
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, manifest_of, newest_whole
-from pretrain.checkpoint.mirror import newest_in_mirror
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, judged_folders, manifest_of, newest_whole
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 
@@ -27,22 +27,32 @@ def checkpoints_of(plan: Plan) -> Path:
 def choose_resume(plan: Plan) -> Resume | None:
     """The newest checkpoint of the run folder by its manifest and sizes, as --resume asks; None: begin at step 0.
 
-    What it holds is compared with the manifest later, by all ranks together (`agree.py`). Raises ConfigError.
+    What it holds is compared with the manifest later, and the mirror is looked at, by all ranks together (`agree.py`).
+    Raises ConfigError.
     """
-    checkpoints = checkpoints_of(plan)
-    found = newest_whole(checkpoints)
+    checkpoints, has_mirror = checkpoints_of(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
-        if found is None:
-            return None
-        raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
-                          expected="a run folder without checkpoints", remedy="choose another --save")
+        refuse_to_overwrite([folder for folder, _ in judged_folders(checkpoints)])
+        return None
+    try:
+        found = newest_whole(checkpoints)
+    except ConfigError:
+        if not has_mirror:
+            raise
+        return None
     if found is None:
-        mirror = plan.args.checkpoint_mirror
-        if plan.args.resume == "required" and (mirror is None or newest_in_mirror(mirror) is None):
-            raise ConfigError("--resume required", found=f"no checkpoint in {mirror or checkpoints}",
-                              expected="at least one", remedy="--resume auto begins at step 0")
+        if plan.args.resume == "required" and not has_mirror:
+            raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}", expected="at least one",
+                              remedy="--resume auto begins at step 0")
         return None
     return judged(*found, plan)
+
+
+def refuse_to_overwrite(found: Sequence[Path | str]) -> None:
+    """Raises ConfigError unless `found` is empty."""
+    if found:
+        raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
+                          expected="no checkpoints", remedy="choose another --save and --checkpoint_mirror")
 
 
 def judged(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
@@ -73,6 +83,8 @@ def check_continuity(manifest: Manifest, plan: Plan, folder: Path) -> None:
     # both say which samples come next: with others, some would come again and some never
     _refuse_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
                                                "--seq_length": (manifest.seq_length, now.seq_length)})
+    # each scheduler keeps a state of its own
+    _refuse_change(folder, "source of the learning rate", {"scheduler of": (manifest.scheduler, now.scheduler)})
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
     _refuse_change(folder, "model", {
         f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))

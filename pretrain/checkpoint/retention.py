@@ -3,10 +3,11 @@
 import shutil
 from pathlib import Path
 
-from pretrain.checkpoint.commit import TEMPORARY, SaveError
+from pretrain.checkpoint.commit import TEMPORARY
 from pretrain.checkpoint.files import fsync
 from pretrain.checkpoint.manifest import LATEST, Manifest, whole_checkpoints
 from pretrain.checkpoint.verify import damage
+from pretrain.errors import SaveError
 
 _LEAST = 2  # checkpoints that always stay: one may be damaged later
 

@@ -1,7 +1,6 @@
 """When and how the loop's checkpoints are written: at once or in the background, and what comes after each."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -9,16 +8,19 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.check import Plan
 from pretrain.checkpoint.background import BackgroundWriter
-from pretrain.checkpoint.commit import SaveError
-from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.store import begin_save, describe, save_checkpoint, write_files
 from pretrain.checkpoint.verify import share
-from pretrain.checkpoint.writer import After, Job
+from pretrain.checkpoint.writer import After, Job, Snapshotted
+from pretrain.errors import SaveError
 from pretrain.metrics.run_folder import RunFolder, versions
+from pretrain.ranks import from_rank_0, gather, wait_until_all
 
 
 class Saver:
-    """Saves as the flags ask. A save that fails is told, and training goes on; only the last one may not fail."""
+    """Saves as the flags ask. A save that fails is told, and training goes on; only the last one may not fail.
+
+    All methods are collective.
+    """
 
     def __init__(self, plan: Plan, folder: RunFolder) -> None:
         args = plan.args
@@ -29,80 +31,103 @@ class Saver:
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
         self._failure = ""  # of the newest save
+        self._unheard: list[dict[str, Any]] = []  # complaints of this rank's writer that rank 0 is to print
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
              last: bool) -> None:
-        """Save, or begin to; collective. Training waits for the copy in host memory, or for the disk."""
+        """Save, or begin to. Training waits for the copy in host memory, or for the disk."""
         start = time.perf_counter()
-        cursor: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples}
+        self._hear_all()
+        cursor: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples, "versions": versions(),
+                                  "eval_loss": eval_loss}
         try:
-            if self._plan.args.async_save:
-                if not self._free(step, wait=last or self._plan.args.save_busy == "wait"):
-                    return
-                self._begin(engine, cursor, eval_loss)
+            if not self._plan.args.async_save:
+                self._write(engine, cursor, start)
+            elif self._memory_is_free(step, wait=last or self._plan.args.save_busy == "wait"):
+                self._begin(engine, cursor)
+                dist.barrier()  # from here on a kill of all training processes loses nothing
                 self._folder.event("snapshot", step=step, seconds=round(time.perf_counter() - start, 3))
-            else:
-                self._write(engine, cursor, eval_loss, start)
         except SaveError as error:
             self._tell({"event": "save_failed", "step": step, "reason": str(error)})
 
-    def _write(self, engine: DeepSpeedEngine, cursor: dict[str, Any], eval_loss: float | None, start: float) -> None:
-        saved = save_checkpoint(engine, self._plan, self._checkpoints, versions=versions(), eval_loss=eval_loss,
-                                **cursor)
+    def _write(self, engine: DeepSpeedEngine, cursor: dict[str, Any], start: float) -> None:
+        saved, save_id, sizes = save_checkpoint(engine, self._plan, self._checkpoints, **cursor)
         self._tell({"event": "save", "step": cursor["step"], "path": str(saved),
                     "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
-            sizes = {name: record.bytes for name, record in read_manifest(saved).files.items()}
             names = share(sizes, dist.get_rank(), dist.get_world_size())
-            self._writer.submit(self._job(cursor["step"], saved, names=names, committed=True))
+            self._writer.submit(self._job(cursor["step"], save_id, names, snapshot=None))
 
-    def _begin(self, engine: DeepSpeedEngine, cursor: dict[str, Any], eval_loss: float | None) -> None:
+    def _begin(self, engine: DeepSpeedEngine, cursor: dict[str, Any]) -> None:
         """Copy this rank's files into host memory, and let the writer do the rest."""
         assert self._writer is not None
         temporary, save_id = begin_save(self._plan, self._checkpoints, cursor["step"])
-        snapshot = self._writer.snapshot
-        snapshot.clear()
-        error = write_files(engine, temporary, lambda path: snapshot.open_file(path.name), **cursor)
-        manifest = describe(engine, self._plan, versions=versions(), eval_loss=eval_loss, **cursor)
-        final = self._checkpoints / f"global_step{cursor['step']}"
-        self._writer.submit(self._job(
-            cursor["step"], final, temporary=str(temporary), save_id=save_id, files=list(snapshot.files), error=error,
-            names=[region.name for region in snapshot.files],
-            manifest=manifest.to_json() if dist.get_rank() == 0 else None))
+        memory = self._writer.snapshot
+        memory.clear()
+        error = write_files(engine, temporary, lambda path: memory.open_file(path.name), step=cursor["step"],
+                            consumed_samples=cursor["consumed_samples"])
+        manifest = describe(engine, self._plan, save_id=save_id, **cursor).to_json() if dist.get_rank() == 0 else None
+        names = [region.name for region in memory.files]
+        self._writer.submit(self._job(cursor["step"], save_id, names,
+                                      snapshot=Snapshotted(str(temporary), list(memory.files), error, manifest)))
 
-    def _job(self, step: int, final: Path, **details: Any) -> Job:
-        return Job(**{"step": step, "final": str(final), "rank": dist.get_rank(), "world_size": dist.get_world_size(),
-                      "timeout_s": self._plan.args.save_timeout, "after": self._after, "temporary": "", "save_id": "",
-                      "files": [], "names": [], "error": None, "manifest": None, "committed": False, **details})
+    def _job(self, step: int, save_id: str, names: list[str], snapshot: Snapshotted | None) -> Job:
+        return Job(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
+                   save_id=save_id, timeout_s=self._plan.args.save_timeout, names=names, after=self._after,
+                   snapshot=snapshot)
 
-    def _free(self, step: int, *, wait: bool) -> bool:
+    def _memory_is_free(self, step: int, *, wait: bool) -> bool:
         """Whether the snapshot's memory can be used again, the same on every rank."""
-        assert self._writer is not None
-        for reply in self._writer.wait_saved() if wait else self._writer.replies():
-            self._tell(reply)
-        busy: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(busy, self._writer.busy)
-        if any(busy):
+        if wait:
+            wait_until_all(lambda: not self._is_saving())
+        elif any(gather(self._is_saving())):
             self._tell({"event": "save_skipped", "step": step, "reason": "the save before is still being written"})
-        return not any(busy)
+            return False
+        return True
+
+    def _is_saving(self) -> bool:
+        self._hear()
+        return self._writer is not None and self._writer.saving
+
+    def _is_idle(self) -> bool:
+        self._hear()
+        return self._writer is None or self._writer.idle
+
+    def _hear(self) -> None:
+        for reply in self._writer.replies() if self._writer is not None else []:
+            self._tell(reply)
+
+    def _hear_all(self) -> None:
+        """Let rank 0 print what other ranks' writers complained of: the first complaint, as the others are like it."""
+        self._hear()
+        complaints = [(rank, replies[0]) for rank, replies in enumerate(gather(self._unheard)) if replies]
+        self._unheard = []
+        if complaints and dist.get_rank() == 0:
+            rank, reply = complaints[0]
+            others = f" (and {len(complaints) - 1} other ranks)" if len(complaints) > 1 else ""
+            self._tell({**reply, "reason": f"rank {rank}{others}: {reply['reason']}"})
 
     def _tell(self, reply: dict[str, Any]) -> None:
         """A row of events.jsonl and, where something went wrong, a line for the person who watches."""
+        if dist.get_rank() != 0:
+            # a save that failed is told by rank 0's writer, or by all ranks alike
+            self._unheard += [reply] if reply["event"] == "after_save_failed" else []
+            return
+        reply = dict(reply)
         kind, step, reason = reply.pop("event"), reply.pop("step", 0), reply.pop("reason", "")
         self._folder.event(kind, step=step, reason=reason, **reply)
-        if kind == "save":
-            self._failure = ""
-        if reason and dist.get_rank() == 0:
-            print(f"warning: {kind.replace('_', ' ')} at step {step}: {reason}", flush=True)
-        if kind == "save_failed":
+        if kind in ("save", "save_failed"):
             self._failure = reason
+        if reason:
+            print(f"warning: {kind.replace('_', ' ')} at step {step}: {reason}", flush=True)
 
     def close(self) -> None:
         """Wait for what is under way. Raises SaveError, on every rank, where the last checkpoint is not there."""
-        if self._writer is not None:
-            for reply in self._writer.close():
-                self._tell(reply)
-        failure = [self._failure]
-        dist.broadcast_object_list(failure, src=0)
-        if failure[0]:
-            raise SaveError(f"the last checkpoint was not written: {failure[0]}")
+        wait_until_all(self._is_idle)
+        writer, self._writer = self._writer, None
+        for reply in writer.close() if writer is not None else []:
+            self._tell(reply)
+        self._hear_all()
+        failure = from_rank_0(lambda: self._failure)
+        if failure:
+            raise SaveError(f"the last checkpoint was not written: {failure}")

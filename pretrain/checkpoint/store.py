@@ -7,9 +7,8 @@ A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_ra
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable
+from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,33 +17,21 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain import upstream
 from pretrain.check import Plan
-from pretrain.checkpoint.commit import SaveError, check_space, commit, temporary_folder, write_part
+from pretrain.checkpoint.commit import check_space, commit, temporary_folder, write_part
 from pretrain.checkpoint.file_engine import FileEngine, OpenFile, save
 from pretrain.checkpoint.files import FileRecord, HashedFile
 from pretrain.checkpoint.fragments import index_json, index_name
 from pretrain.checkpoint.manifest import Manifest, manifest_of
 from pretrain.checkpoint.pickles import load_pickle
-from pretrain.checkpoint.reshard import load_resharded, same_shards
+from pretrain.checkpoint.reshard import load_resharded, same_shards, set_loss_scale
 from pretrain.checkpoint.resume import same_layout
 from pretrain.checkpoint.space import checkpoint_bytes
 from pretrain.engine import loss_scale_state
+from pretrain.errors import SaveError
+from pretrain.ranks import from_rank_0, gather
 
-T = TypeVar("T")
-
-
-def rank_0_says(action: Callable[[], T]) -> T:
-    """What `action` returns or raises (SaveError, OSError) on rank 0, on every rank; the others do not run it."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [action(), None]
-        except (SaveError, OSError) as error:
-            outcome = [None, str(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    value, failure = outcome
-    if failure is not None:
-        raise SaveError(failure)
-    return value
+_VISIBLE_S = 60  # for files of other hosts to be seen here, when all have been written
+_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
 
 
 def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
@@ -52,13 +39,16 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
     def begin() -> tuple[Path, str]:
         temporary = temporary_folder(checkpoints, step)
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        check_space(checkpoints, needed_bytes=checkpoint_bytes(plan, checkpoints))
-        temporary.mkdir()
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            check_space(checkpoints, needed_bytes=checkpoint_bytes(plan, checkpoints))
+            temporary.mkdir()
+        except OSError as error:
+            raise SaveError(f"{temporary}: {error}") from error
         return temporary, secrets.token_hex(8)
 
-    return rank_0_says(begin)
+    return from_rank_0(begin)
 
 
 def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *, step: int,
@@ -81,8 +71,11 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
 
 
 def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
-                    versions: dict[str, str], eval_loss: float | None = None) -> Path:
+                    versions: dict[str, str], eval_loss: float | None = None) -> tuple[Path, str, dict[str, int]]:
     """Write `checkpoints/global_stepSTEP`, then `latest`; collective. A kill at any point leaves the ones before whole.
+
+    Returns:
+        The folder, its save_id, and the bytes of each of its files.
 
     Raises SaveError, on every rank, where any could not write its files; nothing is left of the attempt then.
     """
@@ -90,21 +83,24 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     written: dict[str, FileRecord] = {}
     error = write_files(engine, temporary, lambda path: _Recorded(path, written), step=step,
                         consumed_samples=consumed_samples)
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if error is None and not any(errors):
-        write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written)
-    dist.barrier()
+    try:
+        if error is None:
+            write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written)
+    except OSError as failure:
+        error = str(failure)
+    errors = gather(error)
     manifest = describe(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
-                        eval_loss=eval_loss)
+                        eval_loss=eval_loss, save_id=save_id)
 
-    def finish() -> Path:
+    def finish() -> dict[str, int]:
         if any(errors):
             shutil.rmtree(temporary, ignore_errors=True)
             raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
-        return commit(temporary, save_id=save_id, world_size=dist.get_world_size(), manifest=manifest, timeout_s=60)
+        committed = commit(temporary, manifest, timeout_s=_VISIBLE_S)
+        return {name: record.bytes for name, record in committed.files.items()}
 
-    return rank_0_says(finish)
+    sizes = from_rank_0(finish)
+    return checkpoints / f"global_step{step}", save_id, sizes
 
 
 class _Recorded(HashedFile):
@@ -120,10 +116,10 @@ class _Recorded(HashedFile):
 
 
 def describe(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int, versions: dict[str, str],
-             eval_loss: float | None) -> Manifest:
+             eval_loss: float | None, save_id: str) -> Manifest:
     """The manifest of the engine's present state, without files."""
     return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
-                       loss_scale=loss_scale_state(engine))
+                       loss_scale=loss_scale_state(engine), save_id=save_id)
 
 
 def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
@@ -133,7 +129,12 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
     """
     if same_layout(manifest, plan) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
+        optimizer = engine.optimizer
+        settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}
         upstream.load_checkpoint(engine, folder.parent, folder.name)
+        for name, value in settings.items():  # this run's: DeepSpeed brings back those of the JSON that saved
+            setattr(optimizer, name, value)
+        set_loss_scale(engine, manifest.loss_scale)
         _set_rng_state(load_pickle(_rng_file(folder, dist.get_rank())))
     else:
         load_resharded(engine, folder, manifest)
@@ -154,5 +155,5 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
-    if "device" in states:
+    if "device" in states and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(states["device"])

@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.checkpoint import background
 from pretrain.checkpoint.manifest import whole_checkpoints
 from pretrain.checkpoint.verify import damage
-from pretrain.checkpoint.writer import wait_for_writers
+from pretrain.checkpoint.writer_locks import wait_for_writers
 from pretrain.train import main
 from tests.distributed.killed_writer import SUB_STEPS, die_after
 from tests.distributed.launch import free_port, rank_environment
