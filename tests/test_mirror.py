@@ -116,7 +116,7 @@ def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str, tmp_
     folder = checkpoints / NEWEST
     _upload(folder, url, 0)
     assert finished_in_mirror(url) == ["global_step2"]
-    with pytest.raises(ConfigError, match="found nothing of rank 1; expected those of every rank within 0.01 s"):
+    with pytest.raises(ConfigError, match=r"found nothing of rank 1; expected those of every rank within 0\.01 s"):
         finish_upload(folder, url, timeout_s=0.01, poll_s=0.01)
     _upload(folder, url, 1)
     assert finished_in_mirror(url) == ["global_step2"]

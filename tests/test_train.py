@@ -121,12 +121,15 @@ def test_resumes_that_are_refused(interrupted: tuple[Path, Path, list[str]], cor
              "--resume required", "no checkpoint")
     _refused(alone(_flags(corpus, halves, "--train_steps", "9", "--resume", "never", config=one)), "--resume never",
              "global_step6")
-    _refused(alone(_flags(corpus, halves, "--train_steps", "9", config=one)), "world size", "2 in the checkpoint")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for flag, value, word in (("--learning_rate", "5e-4", "optimizer params"), ("--seed", "7", "--seed"),
                               ("--model_overrides", "vocab_size=256,n_layer=3,n_embd=64", "model num_layers")):
         changed = _flags(corpus, halves, "--train_steps", "9", flag, value)
         _refused(alone(changed, **first_of_two), word, "in the checkpoint and")
+    scheduled = tmp_path / "scheduled.json"
+    scheduled.write_text(one.read_text().replace('"bf16"', '"scheduler": {"type": "WarmupLR", "params": {}}, "bf16"'))
+    _refused(alone(_flags(corpus, halves, "--train_steps", "9", config=scheduled)), "scheduler",
+             "the flags in the checkpoint and WarmupLR in this run")
 
 
 def test_damaged_newest_checkpoint_is_passed_over(interrupted: tuple[Path, Path, list[str]]) -> None:

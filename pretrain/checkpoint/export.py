@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.check import DEEPSPEED_VERSION
-from pretrain.checkpoint.files import write_atomically
+from pretrain.checkpoint.files import fsync, write_atomically
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from pretrain.checkpoint.reader import FP32, SCHEDULED, Reader
 from pretrain.data.progress import Progress
@@ -224,8 +224,11 @@ def _publish(folder: Path, out: Path, what: str, write: Callable[[Path], None]) 
         write(temporary)
         sizes = {str(path.relative_to(temporary)): path.stat().st_size
                  for path in sorted(temporary.rglob("*")) if path.is_file()}
+        for path in temporary.rglob("*"):
+            fsync(path)
         write_atomically(temporary / SOURCE, json.dumps({**source, "files": sizes}, indent=1))
         temporary.rename(out)
+        fsync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

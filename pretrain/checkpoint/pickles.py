@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
     except pickle.UnpicklingError as error:
         raise ConfigError(str(path), found=_culprit(str(error)), expected="tensors, numbers, texts and containers",
                           remedy="the file was not written by this program: do not load it elsewhere") from None
-    except (RuntimeError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(str(path), found=f"an unreadable file ({str(error).splitlines()[0]})",
+    except Exception as error:  # whatever the unpickler makes of damaged bytes
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(str(path), found=f"an unreadable file ({first_line})",
                           expected="a file that torch.save wrote", remedy="the checkpoint is damaged") from None
 
 

@@ -111,6 +111,15 @@ def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
     return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
 
 
+def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
+    """The writer of rank 1 is killed after the first save."""
+    folder = Path(case["run"])
+    pids = start(case["flags"], log_of(case))
+    wait_for_event(folder, "save", more_than=0)
+    subprocess.run(["pkill", "-9", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 1$"], check=True)
+    return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+
+
 def killed(case: dict[str, Any]) -> dict[str, Any]:
     """Kill as the case says, and finish. [expected and real first step of each start], and how it ended."""
     numbers, folder = random.Random(case["name"]), Path(case["run"])
@@ -142,6 +151,6 @@ if __name__ == "__main__":
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
         results[case["name"]] = {"run": run, "shell": shell, "stopped_writer": stopped_writer,
-                                 "killed": killed}[case["kind"]](case)
+                                 "lost_writer": lost_writer, "killed": killed}[case["kind"]](case)
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))

@@ -14,6 +14,7 @@ from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
 from pretrain.distributed import init_process_group, running_environment
 from pretrain.engine import deepspeed_output
 from pretrain.errors import ConfigError
+from pretrain.ranks import gather
 from tests.distributed.layouts import Watch, anonymous_bytes
 from tests.distributed.worker import Case, end, engine_of, plan_of, steps
 
@@ -24,8 +25,8 @@ def train_and_save(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     at = case["saved_step"]
     before = steps(engine, plan, 0, at)
-    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                             consumed_samples=at * plan.global_batch_size, versions={})
+    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                                 consumed_samples=at * plan.global_batch_size, versions={})
     after = steps(engine, plan, at, plan.train_steps)
     result = {"folder": str(folder.absolute()), "before": before, "after": after, "optimizer": _class(engine)}
     end(engine)
@@ -41,13 +42,13 @@ def go_on(case: Case) -> dict[str, Any]:
     start = time.perf_counter()
     load_checkpoint(engine, plan, source, read_manifest(source))
     seconds = time.perf_counter() - start
-    seeds: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(seeds, torch.initial_seed())
-    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                             consumed_samples=at * plan.global_batch_size, versions={})
+    seeds = gather(torch.initial_seed())
+    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                                 consumed_samples=at * plan.global_batch_size, versions={})
     after = steps(engine, plan, at, plan.train_steps if case.get("train", True) else at)
     result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
-              "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
+              "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
+              "settings": _settings(engine)}
     end(engine)
     return result
 
@@ -57,13 +58,14 @@ def refused(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     source = Path(case["source"])
-    said = ["nothing"] * dist.get_world_size()
+    said = "nothing"
     try:
         load_checkpoint(engine, plan, source, read_manifest(source))
     except ConfigError as error:
-        dist.all_gather_object(said, str(error))
+        said = str(error)
+    said_by_all = gather(said)
     end(engine)
-    return {"said": said}
+    return {"said": said_by_all}
 
 
 def load_universal(case: Case) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def load_universal(case: Case) -> dict[str, Any]:
     converted, at = Path(case["source"]), case["saved_step"]
     path, client_state = engine.load_checkpoint(str(converted.parent), tag=converted.name)
     assert path is not None
-    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                             consumed_samples=client_state["consumed_samples"], versions={})
+    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                                 consumed_samples=client_state["consumed_samples"], versions={})
     after = steps(engine, plan, at, plan.train_steps)
     result = {"folder": str(folder.absolute()), "after": after, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)
@@ -92,6 +94,12 @@ def memory_of_load(case: Case) -> dict[str, Any]:
     result = {"before": watch.before, "peak": watch.peak, "after": anonymous_bytes()}
     end(engine)
     return result
+
+
+def _settings(engine: Any) -> list[float]:
+    """What the JSON says of clipping and the loss scale, as the optimizer has it."""
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
+    return [getattr(engine.optimizer, "clip_grad", -1), getattr(scaler, "scale_window", -1)]
 
 
 def _class(engine: Any) -> str:

@@ -144,7 +144,7 @@ CHANGES = {
     "sgd_without_momentum": Change(_with(plain(1), **_optimizer("SGD")), _with(plain(3), **_optimizer("SGD"))),
     "nadam": Change(_with(plain(1), **NADAM), _with(staged(0), **NADAM)),
     "warmup": Change(_with(plain(3), **WARMUP), _with(staged(1), **WARMUP)),
-    "torch_adam_to_fused": Change(_with(plain(3), **TORCH_ADAM), staged(0)),
+    "torch_adam_to_fused": Change(_with(plain(3), **TORCH_ADAM), staged(0), 1e-4),
     "adagrad": Change(_with(staged(0), **ADAGRAD), _with(plain(2, **OFFLOADED), **ADAGRAD)),
     "round_robin": Change(plain(2, round_robin_gradients=True), plain(3)),
     "to_round_robin": Change(plain(3), plain(2, round_robin_gradients=True)),
@@ -157,6 +157,16 @@ CHANGES = {
     "before_the_first_step": Change(plain(1), plain(3), saved_step=0),
 }
 
+
+def _other_settings(values: dict[str, Any]) -> Change:
+    """The same layout, clipped otherwise, with a scale that grows every third step."""
+    return Change(fp16(values), _with(fp16(values), gradient_clipping=0.25,
+                                      fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}), 5e-2)
+
+
+OTHER_SETTINGS = {f"other_settings_{i}": _other_settings(values) for i, values in enumerate(
+    [plain(2), plain(3), staged(0)])}
+CHANGES |= OTHER_SETTINGS
 
 # by name: what is saved, and the other run that is to take it
 REFUSED = {
@@ -198,9 +208,18 @@ def test_changes(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> 
         assert after["after"]["lr"] == before["after"]["lr"], name
 
 
+def test_the_json_of_this_run_holds(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name in OTHER_SETTINGS:
+        before, after = outcomes[name]
+        assert after["settings"] == [0.25, 3]
+        scales = after["after"]["loss_scale"]
+        assert scales[0] == before["after"]["loss_scale"][0]
+        assert scales != before["after"]["loss_scale"]
+
+
 def test_loss_scale_comes_along(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name, (before, after) in ((name, outcomes[name]) for name in CHANGES):
-        if "fp16" in CHANGES[name].before and "fp16" in CHANGES[name].after:
+        if "fp16" in CHANGES[name].before and "fp16" in CHANGES[name].after and name not in OTHER_SETTINGS:
             saved, now = (read_manifest(Path(result["folder"])).loss_scale for result in (before, after))
             assert saved is not None
             assert now is not None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases import config, flags
-from tests.distributed.launch import run_forked
+from tests.distributed.launch import free_port, run_forked
 
 STEPS = 6
 POISONED = ("layer_01-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
@@ -64,14 +64,23 @@ def results(corpus: str, folder: Path, disks: dict[str, Path]) -> dict[str, Any]
         run(f"{how} to the mirror", how, exit_step=4, **mirror)
         shell(f"rm -rf {how}/checkpoints")
         run(f"{how} from the mirror", how, resume="required", **mirror)
+    damage_newest = "printf x | dd of=checkpoints/global_step6/layer_02-model_states.pt bs=1 seek=3000 conv=notrunc"
+    shell(f"cp -r sync damaged; cp -r mirror_sync mirror_damaged; cd damaged; {damage_newest} status=none")
+    run("damaged here", "damaged", train_steps=8, checkpoint_mirror=folder / "mirror_damaged")
+    shell("rm -rf damaged/checkpoints; for i in mirror_damaged/*; do : > $i/layer_01-model_states.pt; done")
+    run("damaged everywhere", "damaged", train_steps=9, checkpoint_mirror=folder / "mirror_damaged")
+    nobody = f"ftp://127.0.0.1:{free_port()}/run"
+    shell("cp -r reference no_mirror")
+    run("no mirror", "no_mirror", train_steps=8, checkpoint_mirror=nobody, keep_checkpoints=2)
+    run("nothing anywhere", "nothing", checkpoint_mirror=nobody)
+    run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=40, async_save="true")
     run("kept", "kept", save_interval=1, eval_interval=1, keep_checkpoints=2, keep_every=3, keep_best=1)
     run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
         train_steps=40)
     for how, more in (("sync", {}), ("async", {"async_save": "true"})):
-        run(f"large {how}", f"large_{how}", model_overrides="vocab_size=256,n_layer=4,n_embd=768", save_interval=1,
-            keep_checkpoints=2, **more)
-    shell("cp -r reference flipped; cd flipped/checkpoints/global_step6; "
-          "printf x | dd of=layer_02-model_states.pt bs=1 seek=3000 conv=notrunc status=none")
+        run(f"large {how}", f"large_{how}", model_overrides="vocab_size=256,n_layer=4,n_embd=768", train_steps=9,
+            save_interval=3, keep_checkpoints=2, **more)
+    shell(f"cp -r reference flipped; cd flipped; {damage_newest} status=none")
     run("flipped", "flipped", train_steps=8)
     for number, name in enumerate(POISONED):
         shell(f"cp -r reference poisoned{number}; {sys.executable} -m tests.distributed.poison "
@@ -107,6 +116,39 @@ def test_a_lost_disk_is_made_good_by_the_mirror(results: dict[str, Any], folder:
     assert resume["step"] == 4
     assert results["reference"]["status"] == [0, 0]
     assert losses(folder / how) == losses(folder / "reference")
+
+
+def test_a_damaged_checkpoint_is_made_good_by_the_mirror(results: dict[str, Any], folder: Path) -> None:
+    assert results["damaged here"]["status"] == [0, 0]
+    assert events(folder / "damaged", "resume")[-1]["step"] == 6
+    assert "global_step6/layer_02-model_states.pt: found SHA-256" in events(folder / "damaged", "verify")[-1]["reason"]
+    assert losses(folder / "damaged")[6] == losses(folder / "reference")[6]
+
+
+def test_nothing_whole_anywhere_is_no_reason_to_begin_anew(results: dict[str, Any], folder: Path) -> None:
+    assert results["damaged everywhere"]["status"] == [2, 2]
+    assert "checkpoints: found no whole checkpoint (" in log(folder / "damaged")
+    assert results["nothing anywhere"]["status"] == [2, 2]
+    assert "Connection refused" in log(folder / "nothing")
+
+
+def test_a_mirror_that_is_away_ends_nothing(results: dict[str, Any], folder: Path) -> None:
+    run = folder / "no_mirror"
+    assert results["no mirror"]["status"] == [0, 0]
+    assert "Connection refused" in events(run, "verify")[-1]["reason"]
+    assert events(run, "resume")[-1]["step"] == 6
+    assert {row["step"] for row in events(run, "after_save_failed")} == {8}
+    assert all("Connection refused" in row["reason"] for row in events(run, "after_save_failed"))
+    assert "rank 1: " in log(run)
+    assert [row["path"].rpartition("/")[2] for row in events(run, "prune")] == ["global_step2", "global_step4"]
+
+
+def test_a_writer_that_is_killed_costs_one_save(results: dict[str, Any], folder: Path) -> None:
+    run = folder / "lost_writer"
+    assert results["lost writer"]["status"] == [0, 0]
+    failed = {row["step"] for row in events(run, "save_failed")}
+    assert len(failed) <= 1
+    assert {row["step"] for row in events(run, "save")} == set(range(1, 41)) - failed
 
 
 def test_retention(results: dict[str, Any], folder: Path) -> None:
@@ -151,7 +193,7 @@ def test_training_waits_for_the_copy_alone(results: dict[str, Any], folder: Path
     assert losses(folder / "large_sync") == losses(folder / "large_async")
     written = [row["seconds"] for row in events(folder / "large_sync", "save")]
     copied = [row["seconds"] for row in events(folder / "large_async", "snapshot")]
-    assert len(written) == len(copied) == STEPS
+    assert len(written) == len(copied) == 3
     ratio = median(copied) / median(written)
     print(f"398 MB: {median(written):.3f} s synchronous, {median(copied):.3f} s asynchronous: {ratio:.1%}")
     assert ratio <= 0.2
