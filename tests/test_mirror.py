@@ -90,11 +90,8 @@ def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
     seconds = time.perf_counter()
     for step in (1, 3, 2):
         _mirror(checkpoints / f"global_step{step}", url)
-    manifest = read_manifest(checkpoints / NEWEST)
     assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
-    arrived: list[int] = []
-    folder = fetch(url, tmp_path / "here", NEWEST, lambda num_bytes, _: arrived.append(num_bytes))
-    assert sum(arrived) == sum(record.bytes for record in manifest.files.values())
+    folder = fetch(url, tmp_path / "here", NEWEST)
     print(f"{url.partition(':')[0]}: three checkpoints up and one down in {time.perf_counter() - seconds:.2f} s")
     assert folder == tmp_path / "here" / NEWEST
     assert damage(folder, read_manifest(folder)) == []

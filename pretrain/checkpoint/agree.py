@@ -14,6 +14,7 @@ from pretrain.checkpoint.pickles import load_pickle
 from pretrain.checkpoint.resume import Resume, checkpoints_of, judged, refuse_to_overwrite
 from pretrain.checkpoint.verify import damage, foreign, share
 from pretrain.checkpoint.writer_locks import wait_for_writers
+from pretrain.data.progress import Progress
 from pretrain.errors import ConfigError, SaveError
 from pretrain.ranks import from_rank_0, gather
 
@@ -79,8 +80,11 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
 def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files, each hashed by one rank; the same list on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = share({name: record.bytes for name, record in manifest.files.items()}, rank, size)
-    found = damage(folder, manifest, names=mine) + (foreign(folder, manifest) if rank == 0 else [])
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
+    mine = share(sizes, rank, size)
+    with Progress("verifying", sum(sizes[name] for name in mine), active=rank == 0) as progress:
+        found = damage(folder, manifest, names=mine, advance=progress.advance)
+    found += foreign(folder, manifest) if rank == 0 else []
     try:
         if read_manifest(folder) != manifest:
             found.append(f"{folder}: found another manifest on {gethostname()}; expected one folder that all share")

@@ -7,7 +7,6 @@ without it, or with files of other sizes, a folder of the mirror is no checkpoin
 import contextlib
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from pretrain.checkpoint.commit import (
 )
 from pretrain.checkpoint.files import HashedFile
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_of
-from pretrain.checkpoint.verify import Advance
+from pretrain.data.progress import Progress
 from pretrain.errors import ConfigError
 
 _PROBE = ".ds-pretrain-probe"
@@ -179,7 +178,7 @@ def finished_in_mirror(url: str) -> list[str]:
     return sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True)
 
 
-def fetch(url: str, checkpoints: Path, tag: str, progress: Advance | None = None) -> Path:
+def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     """Copy a checkpoint of the mirror here; its folder. Each file is hashed while it arrives. One process only.
 
     Raises ConfigError where it is no whole checkpoint, SaveError where it does not fit; nothing is left of it then.
@@ -189,13 +188,14 @@ def fetch(url: str, checkpoints: Path, tag: str, progress: Advance | None = None
         manifest = mirror.manifest(tag)
     if manifest is None:
         raise ConfigError(f"{mirror.url}/{tag}", found="no manifest, or a damaged one", expected="a whole checkpoint")
-    check_space(checkpoints, needed_bytes=sum(record.bytes for record in manifest.files.values()))
+    num_bytes = sum(record.bytes for record in manifest.files.values())
+    check_space(checkpoints, needed_bytes=num_bytes)
     temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed attempt left
     temporary.mkdir(parents=True)
-    advance = _one_at_a_time(progress)
     try:
-        mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, advance))
+        with Progress("fetching", num_bytes) as progress:
+            mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, progress))
         write_sealed_manifest(temporary, manifest)
         publish(temporary, final)
         point_latest(final)
@@ -207,23 +207,13 @@ def fetch(url: str, checkpoints: Path, tag: str, progress: Advance | None = None
     return final
 
 
-def _one_at_a_time(progress: Advance | None) -> Advance:
-    lock = threading.Lock()
-
-    def advance(num_bytes: int, name: str) -> None:
-        with lock:
-            if progress is not None:
-                progress(num_bytes, name)
-
-    return advance
-
-
-def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest, advance: Advance) -> None:
+def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest,
+                progress: Progress) -> None:
     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(temporary / name) as file:
         for piece in mirror.read(tag, name):
             file.write(piece)
-            advance(len(piece), name)
+            progress.advance(len(piece), name)
     found, expected = file.close(), manifest.files[name]
     if found != expected:
         raise ConfigError(f"{mirror.url}/{tag}/{name}", found=f"{found.bytes} bytes, SHA-256 {found.sha256[:16]}...",

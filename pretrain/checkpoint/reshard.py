@@ -7,7 +7,7 @@ memory-mapped, straight into the live tensors.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,15 @@ from pretrain.checkpoint.fragments import (
 )
 from pretrain.checkpoint.manifest import Manifest
 from pretrain.checkpoint.reader import FP32, SCHEDULED, Reader, optimizer_kind, state_name
+from pretrain.data.progress import Progress
 from pretrain.errors import ConfigError
 from pretrain.ranks import gather
 
-Progress = Callable[[int, int], None]  # elements done, elements in all (of this rank)
 # those whose update of a weight takes nothing but that weight's own gradient and states
 ELEMENTWISE = ("Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 
 
-def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
-                   progress: Progress | None = None) -> None:
+def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     """Weights, optimizer states, rates, schedule, counters and loss scale, from a checkpoint of any layout; collective.
 
     The random number generators begin anew, each rank's from (seed, step, rank). Raises ConfigError, the same on every
@@ -50,7 +49,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, *,
         with torch.no_grad():
             reader = Reader(folder)
             _check(engine, reader)
-            _fill(engine, reader, progress)
+            _fill(engine, reader)
             _set_groups(engine, reader)
             _set_counters(engine, reader)
     except ConfigError as error:
@@ -94,23 +93,23 @@ def _check(engine: DeepSpeedEngine, reader: Reader) -> None:
                               expected=f"{shape}, as in this run's model")
 
 
-def _fill(engine: DeepSpeedEngine, reader: Reader, progress: Progress | None) -> None:
+def _fill(engine: DeepSpeedEngine, reader: Reader) -> None:
     """The flat fp32 weights and their states; at stage 3 the 16-bit weights too."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.checkpoint_event_prologue()  # no parameter is gathered
     flats = flat_tensors(engine)
     template = _state_template(engine, flats[0].parameter) if reader.states != [FP32] else {}
     _check_states(engine, reader, template)
-    done, total = 0, sum(flat.numel for flat in flats)
-    for flat in flats:
-        with _in_memory(engine, flat):
-            for fragment in flat.fragments:
-                target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
-                reader.copy(fragment.name, FP32, fragment.start, target)
-            _fill_states(engine, flat, reader, template)
-        done += flat.numel
-        if progress is not None:
-            progress(done, total)
+    bytes_each = 4 * len(reader.states)
+    total = bytes_each * sum(flat.numel for flat in flats)
+    with Progress("changing the layout", total, active=dist.get_rank() == 0) as progress:
+        for flat in flats:
+            with _in_memory(engine, flat):
+                for fragment in flat.fragments:
+                    target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
+                    reader.copy(fragment.name, FP32, fragment.start, target)
+                _fill_states(engine, flat, reader, template)
+            progress.advance(bytes_each * flat.numel, reader.folder.name)
 
 
 @contextlib.contextmanager

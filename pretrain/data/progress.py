@@ -1,6 +1,7 @@
 """Progress in bytes: a live bar in a terminal, a line now and then in a log."""
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -12,21 +13,24 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """A context manager; writes to stderr."""
+    """A context manager; writes to stderr, if it is `active`."""
 
-    def __init__(self, title: str, total_bytes: int) -> None:
+    def __init__(self, title: str, total_bytes: int, *, active: bool = True) -> None:
+        self._active, self._lock = active, threading.Lock()
         self._title, self._total, self._done, self._note = title, max(total_bytes, 1), 0, ""
         self._started = self._last_line = time.monotonic()
         self._bar = RichProgress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
-            console=Console(stderr=True), disable=not sys.stderr.isatty())
+            console=Console(stderr=True), disable=not (active and sys.stderr.isatty()))
         self._task = self._bar.add_task(title, total=self._total, note="")
 
     def advance(self, num_bytes: int, note: str) -> None:
-        self._done, self._note = self._done + num_bytes, note
+        """From any thread."""
+        with self._lock:
+            self._done, self._note = self._done + num_bytes, note
         self._bar.update(self._task, completed=self._done, note=self._status())
-        if self._bar.disable and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+        if self._active and self._bar.disable and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             print(f"{self._title}: {100 * self._done // self._total}%, {self._status()}", file=sys.stderr, flush=True)
 

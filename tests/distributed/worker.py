@@ -98,8 +98,10 @@ def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 add(item)
+        elif hasattr(value, "__dict__"):
+            add(vars(value))
         else:
-            digest.update(repr(getattr(value, "__dict__", value)).encode())
+            digest.update(repr(float(value) if type(value) is int else value).encode())  # a scale of 512 or 512.0
 
     add(engine.optimizer.state_dict())
     for _, parameter in sorted(engine.module.named_parameters()):
