@@ -32,6 +32,7 @@ from pretrain.engine import (
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
 from pretrain.ranks import gather
+from pretrain.resilience.stop import STOPPED, Stop
 
 
 def train(plan: Plan, world: World) -> int:
@@ -45,11 +46,13 @@ def train(plan: Plan, world: World) -> int:
     folder = RunFolder(Path(args.save), active=world.rank == 0)
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
     saver = Saver(plan, folder)
+    stop = Stop()
     loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
     _announce(plan, world, resume, meter, folder)
     meter.restart(first_step)
 
     last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
+    step, stopped_by = first_step, ""
     for step in range(first_step + 1, last_step + 1):
         eval_loss = None
         micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
@@ -60,22 +63,26 @@ def train(plan: Plan, world: World) -> int:
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
             eval_loss = meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps),
                                        consumed_samples)
-        if _due(step, args.save_interval, last_step):
+        stopped_by = stop.requested()
+        if _due(step, args.save_interval, last_step) or stopped_by:
             saver.save(engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
-                       last=step == last_step)
+                       last=step == last_step or stopped_by != "")
             meter.restart(step)
+        if stopped_by:
+            break
 
-    if last_step == plan.train_steps and "test" in loaders:
-        meter.log_eval(last_step, "test", evaluate(engine, loaders["test"], args.eval_steps), consumed_samples)
+    if step == plan.train_steps and "test" in loaders:
+        meter.log_eval(step, "test", evaluate(engine, loaders["test"], args.eval_steps), consumed_samples)
     for loader in loaders.values():
         loader.close()
     saver.close()
-    folder.event("stop", step=last_step, reason="finished" if last_step == plan.train_steps else "--exit_step")
+    stop.close()
+    folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
     dist.barrier()
     if world.local_rank == 0:
         _remove_swap_files(plan)
     dist.destroy_process_group()
-    return 0
+    return STOPPED if step < last_step else 0
 
 
 def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:

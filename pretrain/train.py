@@ -19,7 +19,7 @@ from pretrain.errors import ConfigError, SaveError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 without its last checkpoint, 2 refused.
+    """Exit code: 0 finished, 1 without its last checkpoint, 2 refused, 75 saved and stopped by a signal.
 
     Whatever can be refused is, before torch is imported or a process joins.
     """

@@ -70,8 +70,8 @@ class Job:
 
 def main(descriptor: int, checkpoints: Path, rank: int) -> None:
     """Work until the training process closes our standard input."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # they are meant for the training process
+        signal.signal(number, signal.SIG_IGN)
     verified: set[str] = set()
     with hold_lock(checkpoints, rank), ThreadPoolExecutor(1) as after:  # a slow mirror does not hold up the next save
         _reply({"event": "ready"})

@@ -111,6 +111,18 @@ def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
     return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
 
 
+def signalled(case: dict[str, Any]) -> dict[str, Any]:
+    """One rank gets a signal after the first row of metrics."""
+    folder, numbers = Path(case["run"]), {"USR1": signal.SIGUSR1, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
+    pids = start(case["flags"], log_of(case))
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").is_file():
+        assert time.monotonic() < deadline, f"no metrics in {folder}"
+        time.sleep(0.005)
+    os.kill(pids[case["rank"]], numbers[case["signal"]])
+    return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+
+
 def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
     """The writer of rank 1 is killed after the first save."""
     folder = Path(case["run"])
@@ -150,7 +162,8 @@ if __name__ == "__main__":
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
-        results[case["name"]] = {"run": run, "shell": shell, "stopped_writer": stopped_writer,
-                                 "lost_writer": lost_writer, "killed": killed}[case["kind"]](case)
+        kinds = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
+                 "signalled": signalled, "killed": killed}
+        results[case["name"]] = kinds[case["kind"]](case)
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))
