@@ -38,20 +38,23 @@ from pretrain.resilience.stop import STOPPED, Stop
 def train(plan: Plan, world: World) -> int:
     """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
     args = plan.args
+    last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
     with deepspeed_output(args.deepspeed_log_level):
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
+    if resume is not None and resume.manifest.step >= last_step:
+        return _is_complete(plan, resume, last_step)
+    with deepspeed_output(args.deepspeed_log_level):
         engine = build_engine(plan)
         first_step, consumed_samples = _restore(engine, plan, resume)
     folder = RunFolder(Path(args.save), active=world.rank == 0)
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
     saver = Saver(plan, folder)
-    stop = Stop()
+    stop = Stop(engine.device)
     loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
     _announce(plan, world, resume, meter, folder)
     meter.restart(first_step)
 
-    last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
     step, stopped_by = first_step, ""
     for step in range(first_step + 1, last_step + 1):
         eval_loss = None
@@ -75,7 +78,7 @@ def train(plan: Plan, world: World) -> int:
         meter.log_eval(step, "test", evaluate(engine, loaders["test"], args.eval_steps), consumed_samples)
     for loader in loaders.values():
         loader.close()
-    saver.close()
+    saver.close(wait_for_copies=not stopped_by)
     stop.close()
     folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
     dist.barrier()
@@ -101,6 +104,13 @@ def _remove_swap_files(plan: Plan) -> None:
 
 def _due(step: int, interval: int, last_step: int) -> bool:
     return step == last_step or (interval > 0 and step % interval == 0)
+
+
+def _is_complete(plan: Plan, resume: Resume, last_step: int) -> int:
+    if dist.get_rank() == 0:
+        print(f"{plan.args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
+    dist.destroy_process_group()
+    return 0
 
 
 def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tuple[int, int]:

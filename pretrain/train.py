@@ -11,8 +11,7 @@ if __name__ == "__main__":  # the folder of this file has modules with common na
 
 from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
-from pretrain.checkpoint.resume import checkpoints_of, choose_resume
-from pretrain.checkpoint.writer_locks import wait_for_writers
+from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
 from pretrain.distributed import World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
@@ -36,16 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: RunArguments, world: World) -> int:
-    """Judge the run, and train if it passes and is not complete already. Returns the exit code; raises ConfigError."""
+    """Judge the run, and train if it passes. Returns the exit code; raises ConfigError."""
     device = detect_device()
     plan = check_run(args, world_size=world.size, device=device)
-    wait_for_writers(checkpoints_of(plan), timeout_s=args.save_timeout, ranks=[0])  # so that all ranks see the same
-    resume = choose_resume(plan)
-    last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
-    if resume is not None and resume.manifest.step >= last_step:
-        if world.rank == 0:
-            print(f"{args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
-        return 0
+    choose_resume(plan)  # to refuse early; what is there may change meanwhile: the ranks agree on it later
     prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed
 

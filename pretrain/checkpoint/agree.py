@@ -1,6 +1,7 @@
 """All ranks choose the checkpoint to go on from together: rank 0 proposes, each verifies a share of its files."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import gethostname
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from pretrain.check import Plan
 from pretrain.checkpoint.commit import remove_leftovers
-from pretrain.checkpoint.manifest import Manifest, judged_folders, read_manifest, step_of
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, judged_folders, read_manifest, step_of
 from pretrain.checkpoint.mirror import check_mirror, fetch, finished_in_mirror
 from pretrain.checkpoint.pickles import load_pickle
 from pretrain.checkpoint.resume import Resume, checkpoints_of, judged, refuse_to_overwrite
@@ -16,7 +17,7 @@ from pretrain.checkpoint.verify import damage, foreign, share
 from pretrain.checkpoint.writer_locks import wait_for_writers
 from pretrain.data.progress import Progress
 from pretrain.errors import ConfigError, SaveError
-from pretrain.ranks import from_rank_0, gather
+from pretrain.ranks import from_rank_0, gather, wait_until_all
 
 Say = Callable[[str], None]
 Offer = tuple[Path, str] | str  # a folder and its manifest.json; or why there is none
@@ -30,7 +31,7 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
     """
     offers = _offers(plan, say)  # only rank 0's is asked
     complaints: list[str] = []
-    while (offer := from_rank_0(lambda: next(offers, None))) is not None:
+    while (offer := from_rank_0(lambda: _next(offers))) is not None:
         if isinstance(offer, str):
             complaints.append(offer)
             continue
@@ -47,6 +48,13 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
         raise ConfigError("--resume required", found="no checkpoint", expected="at least one",
                           remedy="--resume auto begins at step 0")
     return None
+
+
+def _next(offers: Iterator[Offer]) -> Offer | None:
+    try:
+        return next(offers, None)
+    except OSError as error:  # of the run folder's file system
+        raise SaveError(str(error)) from error
 
 
 def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
@@ -78,18 +86,21 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
 
 
 def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files, each hashed by one rank; the same list on every rank."""
+    """What is wrong with the files, each hashed by one rank; the same list on every rank, as soon as all are done."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = share(sizes, rank, size)
-    with Progress("verifying", sum(sizes[name] for name in mine), active=rank == 0) as progress:
-        found = damage(folder, manifest, names=mine, advance=progress.advance)
+    with ThreadPoolExecutor(1) as pool, Progress("verifying", sum(sizes[name] for name in mine),
+                                                 active=rank == 0) as progress:
+        hashing = pool.submit(damage, folder, manifest, mine, advance=progress.advance)
+        wait_until_all(hashing.done)
+        found = hashing.result()
     found += foreign(folder, manifest) if rank == 0 else []
     try:
-        if read_manifest(folder) != manifest:
+        if (folder / MANIFEST).read_text(encoding="utf-8") != manifest.to_json():
             found.append(f"{folder}: found another manifest on {gethostname()}; expected one folder that all share")
-    except ConfigError as error:
-        found.append(f"{gethostname()}: {error}")
+    except (OSError, ValueError) as error:
+        found.append(f"{folder}: found no manifest on {gethostname()} ({error}); expected one folder that all share")
     return [line for lines in gather(found) for line in lines]
 
 

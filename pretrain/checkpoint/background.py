@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.snapshot import Snapshot
-from pretrain.checkpoint.writer import Job, give_up
+from pretrain.checkpoint.writer import Job, give_up, is_committed
 
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.writer"
 _ENDED = "the background writer has ended"
-_PATIENCE_S = 60.0  # for a writer that starts, or has nothing left to do
+_PATIENCE_S = 60.0  # for a writer that starts
 
 
 class BackgroundWriter:
@@ -42,6 +42,7 @@ class BackgroundWriter:
         self._process.wait()  # it goes on as a process of its own
         self._replies: queue.Queue[Reply | None] = queue.Queue()
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()
+        self._ended = False
         with contextlib.suppress(queue.Empty):
             self._ended = self._replies.get(timeout=_PATIENCE_S) is None
 
@@ -58,6 +59,8 @@ class BackgroundWriter:
         """Give the writer a job; the snapshot's memory is its own as long as it is `saving`."""
         self._saves += [job] if job.snapshot is not None else []
         self._afters += 1
+        if self._ended:
+            self._replies.put(None)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `_listen` sees its end too
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
@@ -74,25 +77,23 @@ class BackgroundWriter:
         return not self._saves and self._afters == 0
 
     def replies(self) -> list[Reply]:
-        """What the writer has told since the last call. One that has ended is started again."""
+        """What the writer has told since the last call."""
         told: list[Reply] = []
         while not self._replies.empty():
             told += self._take(self._replies.get())
-        if self._ended:
-            self._start()
         return told
 
-    def close(self) -> list[Reply]:
-        """Let the process, which must be idle, end."""
+    def start_again(self) -> None:
+        """If it has ended. It was told by `replies`, and what it left undone too."""
+        if self._ended:
+            self._start()
+
+    def close(self) -> None:
+        """Let the process end when it has nothing left to do."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        told: list[Reply] = []
-        with contextlib.suppress(queue.Empty):
-            while not self._ended:
-                told += self._take(self._replies.get(timeout=_PATIENCE_S))
         self.snapshot.close()
-        return told
 
     def _take(self, reply: Reply | None) -> list[Reply]:
         if reply is None:
@@ -108,8 +109,12 @@ class BackgroundWriter:
         self._ended = True
         lost, self._saves = self._saves, []
         afters, self._afters = self._afters - len(lost), 0
+        replies: list[Reply] = []
         for job in lost:
-            give_up(job, _ENDED)
-        replies = [{"event": "save_failed", "step": job.step, "reason": _ENDED} for job in lost]
+            if is_committed(job):  # and died before it could say so
+                replies.append({"event": "save", "step": job.step, "path": job.final})
+            else:
+                give_up(job, _ENDED)
+                replies.append({"event": "save_failed", "step": job.step, "reason": _ENDED})
         return replies + [{"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"}] * (
             afters > 0)

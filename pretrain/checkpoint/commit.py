@@ -4,7 +4,9 @@ Ranks speak through files alone, so that processes of their own can write while 
 A kill at any point leaves the checkpoints before as they were, and the new one whole or absent.
 """
 
+import contextlib
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -55,6 +57,14 @@ def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, Fil
     write_atomically(_part(temporary, rank), json.dumps(part))
 
 
+def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
+    """Whether the rank has said that it wrote everything."""
+    try:
+        return _read_part(temporary, rank, save_id) is not None
+    except (OSError, ValueError, SaveError):
+        return False
+
+
 def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
            has_ended: Callable[[int], bool] = lambda rank: False) -> Manifest:
     """Make a checkpoint of the folder once every rank has written its part. Rank 0 only.
@@ -77,11 +87,20 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
         write_sealed_manifest(temporary, manifest)
         remove_parts(temporary, world_size=manifest.world_size)
         publish(temporary, final)
-        point_latest(final)
     except (OSError, SaveError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
         raise error if isinstance(error, SaveError) else SaveError(f"{final}: {error}") from error
+    with contextlib.suppress(OSError):  # no room for it: the checkpoint is there, and the next save tries again
+        point_latest(final)
     return manifest
+
+
+def discard(temporary: Path) -> None:
+    """Remove it. Renamed first: other ranks may still write, and are not to make files in it while it is emptied."""
+    renamed = temporary.with_name(f"{TEMPORARY}discarded-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        temporary.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: float,

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
@@ -122,11 +123,20 @@ def read_manifest(folder: Path) -> Manifest:
                           expected=f"that of step {step_of(folder)}", remedy="the folder was renamed")
     for name, record in manifest.files.items():
         file = folder / name
-        found_bytes = file.stat().st_size if file.is_file() else None
+        found_bytes = _size(file)
         if found_bytes != record.bytes:
             raise ConfigError(str(file), found="no such file" if found_bytes is None else f"{found_bytes} bytes",
                               expected=f"{record.bytes} bytes", remedy="the checkpoint is damaged")
     return manifest
+
+
+def _size(file: Path) -> int | None:
+    """Bytes; None: no such file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def step_of(folder: Path) -> int:

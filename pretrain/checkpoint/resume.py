@@ -41,7 +41,7 @@ def choose_resume(plan: Plan) -> Resume | None:
             raise
         return None
     if found is None:
-        if plan.args.resume == "required" and not has_mirror:
+        if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
             raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}", expected="at least one",
                               remedy="--resume auto begins at step 0")
         return None

@@ -11,6 +11,7 @@ from pretrain.checkpoint.background import BackgroundWriter
 from pretrain.checkpoint.store import begin_save, describe, save_checkpoint, write_files
 from pretrain.checkpoint.verify import share
 from pretrain.checkpoint.writer import After, Job, Snapshotted
+from pretrain.checkpoint.writer_locks import has_ended
 from pretrain.errors import SaveError
 from pretrain.metrics.run_folder import RunFolder, versions
 from pretrain.ranks import from_rank_0, gather, wait_until_all
@@ -32,6 +33,8 @@ class Saver:
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
         self._failure = ""  # of the newest save
         self._unheard: list[dict[str, Any]] = []  # complaints of this rank's writer that rank 0 is to print
+        dist.barrier()  # all writers run and hold their locks: who sees rank 0's as free sees no other host's
+        self._locks_are_shared = not any(gather(self._writer is not None and has_ended(self._checkpoints, 0)))
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
              last: bool) -> None:
@@ -55,12 +58,14 @@ class Saver:
         self._tell({"event": "save", "step": cursor["step"], "path": str(saved),
                     "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
+            self._writer.start_again()
             names = share(sizes, dist.get_rank(), dist.get_world_size())
             self._writer.submit(self._job(cursor["step"], save_id, names, snapshot=None))
 
     def _begin(self, engine: DeepSpeedEngine, cursor: dict[str, Any]) -> None:
         """Copy this rank's files into host memory, and let the writer do the rest."""
         assert self._writer is not None
+        self._writer.start_again()
         temporary, save_id = begin_save(self._plan, self._checkpoints, cursor["step"])
         memory = self._writer.snapshot
         memory.clear()
@@ -73,7 +78,8 @@ class Saver:
 
     def _job(self, step: int, save_id: str, names: list[str], snapshot: Snapshotted | None) -> Job:
         return Job(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
-                   save_id=save_id, timeout_s=self._plan.args.save_timeout, names=names, after=self._after,
+                   save_id=save_id, timeout_s=self._plan.args.save_timeout,
+                   locks_are_shared=self._locks_are_shared, names=names, after=self._after,
                    snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:
@@ -121,13 +127,15 @@ class Saver:
         if reason:
             print(f"warning: {kind.replace('_', ' ')} at step {step}: {reason}", flush=True)
 
-    def close(self) -> None:
-        """Wait for what is under way. Raises SaveError, on every rank, where the last checkpoint is not there."""
-        wait_until_all(self._is_idle)
-        writer, self._writer = self._writer, None
-        for reply in writer.close() if writer is not None else []:
-            self._tell(reply)
+    def close(self, *, wait_for_copies: bool) -> None:
+        """Wait for what is being saved and, if asked, mirrored; otherwise the writers end that by themselves.
+
+        Raises SaveError, on every rank, where the last checkpoint is not there.
+        """
+        wait_until_all(self._is_idle if wait_for_copies else lambda: not self._is_saving())
         self._hear_all()
+        if self._writer is not None:
+            self._writer.close()
         failure = from_rank_0(lambda: self._failure)
         if failure:
             raise SaveError(f"the last checkpoint was not written: {failure}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pretrain.check import Plan
-from pretrain.checkpoint.manifest import whole_checkpoints
+from pretrain.checkpoint.manifest import Manifest, judged_folders
 
 # fp32 optimizer states of each parameter, by the optimizer's name in lower case; of another one: two, as Adam's
 _STATES = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "muon": 1}
@@ -14,10 +14,9 @@ def checkpoint_bytes(plan: Plan, checkpoints: Path) -> int:
 
     An estimate: fp32 weights, optimizer states and, but for ZeRO-3, the weights that the model computes with.
     """
-    whole, _ = whole_checkpoints(checkpoints)
-    for _, manifest in whole[:1]:
-        if (manifest.zero_stage, manifest.precision) == (plan.zero_stage, plan.precision):
-            return sum(record.bytes for record in manifest.files.values())
+    newest = next((found for _, found in judged_folders(checkpoints) if isinstance(found, Manifest)), None)
+    if newest is not None and (newest.zero_stage, newest.precision) == (plan.zero_stage, plan.precision):
+        return sum(record.bytes for record in newest.files.values())
     optimizer = plan.ds_config["optimizer"]
     states = _STATES.get(optimizer["type"].lower(), 2)
     if optimizer["type"].lower() == "sgd":

@@ -6,7 +6,6 @@ A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_ra
 
 import contextlib
 import secrets
-import shutil
 from copy import copy
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain import upstream
 from pretrain.check import Plan
-from pretrain.checkpoint.commit import check_space, commit, temporary_folder, write_part
+from pretrain.checkpoint.commit import check_space, commit, discard, temporary_folder, write_part
 from pretrain.checkpoint.file_engine import FileEngine, OpenFile, save
 from pretrain.checkpoint.files import FileRecord, HashedFile
 from pretrain.checkpoint.fragments import index_json, index_name
@@ -40,7 +39,7 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
     def begin() -> tuple[Path, str]:
         temporary = temporary_folder(checkpoints, step)
         try:
-            shutil.rmtree(temporary, ignore_errors=True)  # what a killed run left
+            discard(temporary)  # what a killed run left
             checkpoints.mkdir(parents=True, exist_ok=True)
             check_space(checkpoints, needed_bytes=checkpoint_bytes(plan, checkpoints))
             temporary.mkdir()
@@ -94,7 +93,7 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
 
     def finish() -> dict[str, int]:
         if any(errors):
-            shutil.rmtree(temporary, ignore_errors=True)
+            discard(temporary)
             raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
         committed = commit(temporary, manifest, timeout_s=_VISIBLE_S)
         return {name: record.bytes for name, record in committed.files.items()}

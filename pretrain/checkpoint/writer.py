@@ -9,7 +9,6 @@ import contextlib
 import json
 import mmap
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -21,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.commit import commit, write_part
+from pretrain.checkpoint.commit import commit, discard, has_part, write_part
 from pretrain.checkpoint.files import FileRecord, HashedFile
-from pretrain.checkpoint.manifest import Manifest, read_manifest
+from pretrain.checkpoint.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.mirror import finish_upload, upload
 from pretrain.checkpoint.retention import prune
 from pretrain.checkpoint.snapshot import Region
@@ -63,6 +62,7 @@ class Job:
     rank: int
     save_id: str
     timeout_s: float
+    locks_are_shared: bool  # every host sees those of `writer_locks`
     names: list[str]  # of the files that this rank mirrors
     after: After
     snapshot: Snapshotted | None = None  # None: the training processes have written and committed it
@@ -73,7 +73,8 @@ def main(descriptor: int, checkpoints: Path, rank: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # they are meant for the training process
         signal.signal(number, signal.SIG_IGN)
     verified: set[str] = set()
-    with hold_lock(checkpoints, rank), ThreadPoolExecutor(1) as after:  # a slow mirror does not hold up the next save
+    # a slow mirror holds up neither the next save nor, as the lock is given back first, the next start
+    with ThreadPoolExecutor(1) as after, hold_lock(checkpoints, rank):
         _reply({"event": "ready"})
         for line in sys.stdin:
             job = _read_job(line)
@@ -113,7 +114,7 @@ def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
     elif snapshot.manifest is not None:
         try:
             commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
-                   has_ended=partial(has_ended, temporary.parent))
+                   has_ended=partial(_has_ended, job))
         except SaveError as failure:
             error = str(failure)
     if error is not None:
@@ -138,7 +139,9 @@ def give_up(job: Job, error: str) -> None:
         return
     temporary = Path(job.snapshot.temporary)
     if job.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
+        return
+    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # they did come
         return
     with contextlib.suppress(OSError):  # the folder is gone; or the time-out has to tell it
         for region in job.snapshot.files:  # room for the part, on a full disk
@@ -150,7 +153,7 @@ def _after(job: Job, verified: set[str]) -> None:
     """Mirror this rank's files; on rank 0 complete the mirror's copy, then prune."""
     final = Path(job.final)
     try:
-        if job.snapshot is not None and not _is_committed(job):
+        if job.snapshot is not None and not _becomes_committed(job):
             return  # rank 0's writer has said why
         if job.after.mirror is not None:
             _told(job, partial(_mirror, job, final, job.after.mirror))
@@ -184,23 +187,31 @@ def _prune(job: Job, checkpoints: Path, verified: set[str]) -> None:
         _reply({"event": "prune", "step": job.step, "path": str(removed)})
 
 
-def _is_committed(job: Job) -> bool:
-    """Wait until rank 0's writer has made a checkpoint of this very save; False: it will not."""
-    final, start = Path(job.final), time.monotonic()
-    asked, ended = start, False
-    while True:
-        with contextlib.suppress(ConfigError):
-            if read_manifest(final).save_id == job.save_id:
-                return True
-        assert job.snapshot is not None
+def is_committed(job: Job) -> bool:
+    """Whether this very save has become a checkpoint."""
+    try:
+        return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
+    except (OSError, ValueError):
+        return False
+
+
+def _becomes_committed(job: Job) -> bool:
+    """Wait for rank 0's writer; False: it will not make a checkpoint of this save."""
+    assert job.snapshot is not None
+    start = asked = time.monotonic()
+    ended = False
+    while not is_committed(job):
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
-            with contextlib.suppress(ConfigError):  # it may have been renamed between the two looks
-                return read_manifest(final).save_id == job.save_id
-            return False
+            return is_committed(job)  # it may have been renamed between the two looks
         if now > asked + _ASK_S:
-            asked, ended = now, has_ended(final.parent, 0)
-        time.sleep(0.1)
+            asked, ended = now, _has_ended(job, 0)
+        time.sleep(min(1.0, 0.05 + (now - start) / 10))
+    return True
+
+
+def _has_ended(job: Job, rank: int) -> bool:
+    return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
 """Signals that ask a run to save and end: a scheduler's before its time limit, an operator's, Ctrl-C."""
 
+import contextlib
+import os
 import signal
+import socket
+import threading
 from types import FrameType
 
+import psutil
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 STOPPED = 75  # exit code: saved, start me again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
@@ -13,14 +19,16 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 class Stop:
     """From now on a signal to any rank lets all ranks stop after the same step.
 
-    No step waits for it: each begins an all-reduce of what this rank has heard, on the host, and the next one reads it.
+    No step waits for it: each begins an all-reduce of what this rank has heard, and the next one reads the outcome.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, device: torch.device) -> None:
         self._heard = 0
-        self._said = torch.zeros(1, dtype=torch.int32)
-        self._work = dist.all_reduce(self._said, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._said = torch.zeros(1, dtype=torch.int32, device=device)
+        self._read = self._said if device.type == "cpu" else torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._copied = None if device.type == "cpu" else get_accelerator().Event()
+        self._say()
+        self._wakeup = _end_with_siblings()
         for number in SIGNALS:
             signal.signal(number, self._hear)
 
@@ -28,19 +36,63 @@ class Stop:
         self._heard = number
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
 
+    def _say(self) -> None:
+        self._said.fill_(self._heard)
+        self._work = dist.all_reduce(self._said, op=dist.ReduceOp.MAX, async_op=True)
+        if self._copied is not None:
+            self._work.wait()  # the device's queue does, not the host
+            self._read.copy_(self._said, non_blocking=True)
+            self._copied.record()
+
     def requested(self) -> str:
         """The name of the signal that a rank had heard when it last asked, "" for none; the same on every rank.
 
         Collective: once a step.
         """
-        self._work.wait()
-        number = int(self._said)
-        self._said = torch.tensor([self._heard], dtype=torch.int32)
-        self._work = dist.all_reduce(self._said, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        number = self._answer()
+        self._say()
         return signal.Signals(number).name if number else ""
 
+    def _answer(self) -> int:
+        if self._copied is not None:
+            self._copied.synchronize()  # with what was queued before the newest step
+        else:
+            self._work.wait()
+        return int(self._read)
+
     def close(self) -> None:
-        """Signals do again what they did before. Collective."""
-        self._work.wait()
-        for number in SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        """The end has begun, and no signal disturbs it but a second Ctrl-C. Collective."""
+        self._answer()
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+
+
+def _end_with_siblings() -> socket.socket | None:
+    """SIGTERM ends this process at once if a process that the same launcher started has ended: then it is no request.
+
+    DeepSpeed's launcher sends it to the ranks beside one that crashed, and waits 30 s for each (launcher/launch.py,
+    0.19.8); they wait for the dead one in a collective, where Python's own handlers are never called. Returns what must
+    stay open.
+    """
+    size, parent = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.Process().parent()
+    if size == 1 or parent is None or _ranks_of(parent) < size:  # another kind of launcher
+        return None
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            if number[0] == signal.SIGTERM and _ranks_of(parent) < size:
+                os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="sigterm", daemon=True).start()
+    return writer
+
+
+def _ranks_of(parent: psutil.Process) -> int:
+    """How many processes the launcher has that run."""
+    with contextlib.suppress(psutil.Error):
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in parent.children())
+    return 0
