@@ -53,6 +53,9 @@ def build_operators(*, offload: bool) -> bool:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from pretrain.operator_lock import lock_operators_by_process
+
+    lock_operators_by_process()
     deepspeed.utils.logger.setLevel(logging.ERROR)
     accelerator = get_accelerator()
     operators = {**_OPERATORS.get(accelerator.device_name(), {}), **(_OFFLOAD if offload else {})}

@@ -12,8 +12,11 @@ ENVIRONMENTS = {
                  "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, World(1, 4, 1, 2, "openmpi")),
     "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
               World(1, 2, 1, 2, "pmi")),
-    "srun": ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4",
-              "SLURM_STEP_ID": "0"}, World(5, 8, 1, 4, "slurm")),
+    "srun": ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+              "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}, World(5, 8, 1, 4, "slurm")),
+    "srun, uneven nodes": ({"SLURM_PROCID": "8", "SLURM_NTASKS": "9", "SLURM_LOCALID": "0", "SLURM_NODEID": "3",
+                            "SLURM_STEP_TASKS_PER_NODE": "3(x2),2,1", "SLURM_NTASKS_PER_NODE": "3",
+                            "SLURM_STEP_ID": "0"}, World(8, 9, 0, 1, "slurm")),
     "sbatch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1, "none")),
     "launcher under SLURM": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_PROCID": "0",
                               "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, World(1, 2, 1, 1, "torch")),
@@ -26,9 +29,11 @@ def test_world_from_environment(name: str) -> None:
     assert world_from_environment(environ) == expected
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"},
+                                     {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
+                                      "SLURM_STEP_TASKS_PER_NODE": "1(y2)"}])
 def test_impossible_ranks_are_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="RANK"):
+    with pytest.raises(ConfigError, match=r"RANK|TASKS_PER_NODE"):
         world_from_environment(environ)
 
 

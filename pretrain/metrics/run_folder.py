@@ -71,8 +71,12 @@ def read_starts(run: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without a last line that a kill cut short; none where there is no such file."""
-    path = run / "metrics.jsonl"
+    """The rows of metrics.jsonl."""
+    return read_rows(run / "metrics.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl, without a last line that a kill cut short; none where there is no such file."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:

@@ -144,6 +144,8 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
         if when == "end":
             return {"resumed": resumed, "status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
         if when == "random":
+            if len(resumed) == 1:  # so that there is something to resume from
+                wait_for_event(folder, "save", more_than=0)
             time.sleep(numbers.uniform(0, case["window_s"]))
         elif when == "snapshot":  # in memory, hardly on the disk
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train under mpirun (Open MPI, MPICH, Intel MPI): launch/mpi.sh [mpirun flags] -- [flags of pretrain/train.py]
+#
+#   launch/mpi.sh -np 2 -- --config run.yaml
+#   launch/mpi.sh -np 16 --hostfile hosts -- --config run.yaml     # hosts in mpirun's own grammar
+#   srun --mpi=pmix python pretrain/train.py --config run.yaml     # SLURM's MPI needs no mpirun
+#
+# Ranks come from the launcher's variables; on several hosts rank 0's address comes through mpi4py, unless MASTER_ADDR
+# is set. Variables for NCCL, gloo, torch and the like go along. MPIRUN names another mpirun. mpirun passes a SIGUSR1
+# on: all ranks save and exit with 75.
+set -euo pipefail
+code=$(cd "$(dirname "$0")/.." && pwd)
+export PATH="${VENV:-$code/.venv}/bin:$PATH"
+die() { echo "launch/mpi.sh: $*" >&2; exit 2; }
+
+flags=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do flags+=("$1"); shift; done
+[ "${1:-}" = -- ] && [ $# -gt 1 ] ||
+    die "found no flags of pretrain/train.py; expected launch/mpi.sh -np RANKS -- --config run.yaml"
+shift
+mpirun=${MPIRUN:-mpirun}
+command -v "$mpirun" >/dev/null ||
+    die "found no $mpirun; expected Open MPI's or MPICH's. Remedy: install one, or MPIRUN=/path/to/mpirun"
+
+travels='^(MASTER_|NCCL_|GLOO_|UCX_|OMP_|KMP_|MKL_|CUDA_|DS_|TORCH|HF_|PYTHON|PATH$|LD_LIBRARY_PATH$)'
+names=$(compgen -e | grep -E "$travels")
+case $("$mpirun" --version 2>&1) in
+    *"Open MPI"* | *open-mpi*)
+        flags=(--bind-to none "${flags[@]}")  # it binds a rank to one core otherwise
+        for name in $names; do flags=(-x "$name" "${flags[@]}"); done ;;
+    *) flags=(-genvlist "$(echo $names | tr ' ' ,)" "${flags[@]}") ;;
+esac
+# each rank its share of the cores: with all of them, the ranks of a host would hinder one another
+# shellcheck disable=SC2016
+exec "$mpirun" "${flags[@]}" bash -c '
+    share=$(($(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 0 ? share : 1))}
+    exec "$@"' bash "$(command -v python)" -u "$code/pretrain/train.py" "$@"

@@ -1,0 +1,195 @@
+"""launch/cluster.sh: hostfile -> hosts, checked -> RUN/.deepspeed_env -> `deepspeed` -> one end for all hosts."""
+
+import argparse
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pretrain.arguments import parse_arguments
+from pretrain.cli import Parser, run_main
+from pretrain.cluster.ending import Job, run_job
+from pretrain.cluster.environment import own_variables, run_variables, write_environment
+from pretrain.cluster.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.meeting import PORT_OFFSET, environment, join
+from pretrain.cluster.preflight import ROOT, Facts, Question, examine_hosts, question_of
+from pretrain.cluster.remote import by_srun, by_ssh, here, ssh_options
+from pretrain.distributed import DEFAULT_MASTER_PORT
+from pretrain.errors import ConfigError
+
+_COMMANDS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}  # what DeepSpeed looks for
+_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}  # Debian's
+_PLAIN = re.compile(r"[\w@%+=:,./-]+")
+
+
+def command_line() -> Parser:
+    """The flags before `--`: those of `deepspeed` with the same meaning, and two of our own."""
+    parser = Parser(prog="launch/cluster.sh", usage="%(prog)s --hostfile HOSTS [flags] -- FLAGS OF pretrain/train.py",
+                    description="Train on several hosts, which share this checkout, the data and the run folder.")
+    add = parser.add_argument
+    add("--hostfile", "-H", required=True, help="a line `NAME slots=RANKS` for each host; rank 0 is on the first")
+    add("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: only these of the hostfile")
+    add("--exclude", "-e", default="", help="HOST[:SLOT,SLOT][@HOST...]: all but these")
+    add("--num_nodes", type=int, default=-1, help="the first so many hosts")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="the first so many slots of each host")
+    add("--master_addr", default="", help="address of the first host (default: on the interface to the others)")
+    add("--master_port", type=int, default=int(DEFAULT_MASTER_PORT), help="a free port there (default: %(default)s)")
+    add("--launcher", choices=sorted(_COMMANDS), default="pdsh", help="what starts the ranks (default: %(default)s)")
+    add("--launcher_args", default="", help="more flags for it, as one word")
+    add("--ssh_port", type=int, help="of every host")
+    add("--no_ssh", action="store_true", help="run this command on every host, each with its --node_rank; they meet "
+                                              "at --master_addr, port --master_port + 1")
+    add("--node_rank", type=int, default=-1, help="with --no_ssh: this host's place in the hostfile, from 0")
+    add("--meet", type=float, default=60, help="with --no_ssh: seconds for the other hosts' launchers to come "
+                                               "(default: %(default)s)")
+    add("--grace", type=float, default=30, help="seconds from a host's failure until the others are ended "
+                                                "(default: %(default)s)")
+    add("--check_only", action="store_true", help="check the hosts, and start nothing")
+    passed = parser.add_argument_group("handed to `deepspeed` as they are")
+    for flag in ("--venv_script", "--enable_each_rank_log", "--bind_core_list"):
+        passed.add_argument(flag)
+    passed.add_argument("--log_level", default="warning", help="of the launcher (default: %(default)s)")
+    passed.add_argument("--bind_cores_to_rank", action="store_true")
+    return parser
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(launcher's flags, train.py's flags): those before and after `--`. Raises ConfigError where there is none."""
+    if "--" not in words:
+        if {"-h", "--help"} & set(words):
+            return list(words), []
+        raise ConfigError("command line", found="no --", expected="the flags of pretrain/train.py after --")
+    middle = words.index("--")
+    train = list(words[middle + 1:])
+    return list(words[:middle]), train[1:] if train and train[0].endswith("train.py") else train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the run's exit code. Raises ConfigError."""
+    words, train = split_words(sys.argv[1:] if argv is None else argv)
+    flags = command_line().parse_args(words)
+    slots = choose_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude,
+                         num_nodes=flags.num_nodes, num_slots=flags.num_gpus)
+    _check_launcher(flags, slots)
+    args = parse_arguments(train)
+    folder = Path.cwd()
+    own = own_variables(os.environ, [Path.home(), folder])
+    reach = by_srun if flags.launcher == "slurm" else by_ssh(flags.ssh_port)
+    ranks = {host: len(numbers) for host, numbers in slots.items()}
+    question = question_of(args, train, folder)
+    if flags.no_ssh:
+        return _start_here(flags, train, slots, own, question)
+    facts = examine_hosts(reach, ranks, question)
+    print("\n".join(_table(facts, ranks)), flush=True)
+    if flags.check_only:
+        return 0
+    job = Job(secrets.token_hex(8), ranks, list(slots), reach, flags.grace)
+    return _start(flags, train, facts, slots, own, job, folder / args.save)
+
+
+def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -> None:
+    launcher = flags.launcher
+    if flags.no_ssh:
+        if not flags.master_addr:
+            raise ConfigError("--no_ssh", found="no --master_addr", expected="the address of the first host")
+        return
+    if shutil.which(_COMMANDS[launcher]) is None:
+        raise ConfigError(f"--launcher {launcher}", found=f"no {_COMMANDS[launcher]} on this host", expected="it",
+                          remedy=f"sudo apt-get install {_PACKAGES[launcher]}")
+    if launcher != "pdsh" and any(numbers != list(range(len(numbers))) for numbers in slots.values()):
+        raise ConfigError(f"--launcher {launcher}", found="chosen slots of a host", expected="whole hosts",
+                          remedy="--launcher pdsh can choose slots")
+
+
+def _table(facts: Mapping[str, Facts], ranks: Mapping[str, int]) -> list[str]:
+    """A line a host."""
+    width = max(map(len, facts))
+    return [f"{host:<{width}}  {ranks[host]} rank{'s' * (ranks[host] > 1)}, {found.cores} cores, {found.gpus} GPUs"
+            + (f", {found.interface[0]} {found.interface[1]}" if found.interface else "")
+            for host, found in facts.items()]
+
+
+def _start(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, Facts],
+           slots: Mapping[str, list[int]], own: Mapping[str, str], job: Job, run: Path) -> int:
+    ranks = {host: len(numbers) for host, numbers in slots.items()}
+    first = next(iter(slots))
+    interface = facts[first].interface
+    address = flags.master_addr or (interface[1] if interface else first)
+    variables = run_variables(facts, ranks, own, job.name)
+    hostfile = Path(flags.hostfile).absolute()
+    if flags.launcher != "pdsh":
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
+        hostfile = run / ".hostfile"  # the other launchers know no filters
+        hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in ranks.items()))
+    environ = {**os.environ, "DS_ENV_FILE": str(write_environment(run, variables)),
+               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
+    environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
+    command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
+                                interface=variables.get("NCCL_SOCKET_IFNAME", ""))
+    return run_job(command, environ, job)
+
+
+def _start_here(flags: argparse.Namespace, train: Sequence[str], slots: Mapping[str, list[int]],
+                own: Mapping[str, str], question: Question) -> int:
+    """--no_ssh: this host's ranks alone, in step with the launchers of the others."""
+    ranks, hosts = {host: len(numbers) for host, numbers in slots.items()}, tuple(slots)
+    met = join(hosts, flags.node_rank, flags.master_addr, flags.master_port + PORT_OFFSET, flags.meet)
+    facts, name = met.compare(ranks, question)
+    host = hosts[flags.node_rank]
+    if flags.node_rank == 0:
+        print("\n".join(_table(facts, ranks)), flush=True)
+    code = 0
+    try:
+        if not flags.check_only:
+            job = Job(name, ranks, [host], here, flags.grace)
+            environ = environment(run_variables({host: facts[host]}, ranks, own, name))
+            command = deepspeed_command(flags, train, hostfile=Path(flags.hostfile).absolute(),
+                                        master_addr=flags.master_addr, interface="")
+            code = run_job(command, environ, job, met.listen)
+    finally:
+        met.leave(code, flags.grace)
+    return code
+
+
+def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfile: Path, master_addr: str,
+                      interface: str) -> list[str]:
+    """The words of plain `deepspeed`, for hosts that have been checked."""
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh_check",
+               "--master_addr", master_addr, "--master_port", str(flags.master_port),
+               "--launcher", flags.launcher, "--log_level", flags.log_level]
+    command += ["--no_ssh", "--node_rank", str(flags.node_rank)] if flags.no_ssh else ["--force_multi"]
+    launcher_args = flags.launcher_args
+    if flags.launcher == "pdsh":
+        for name in ("include", "exclude", "num_nodes", "num_gpus"):
+            value = getattr(flags, name)
+            command += [f"--{name}", str(value)] if value not in ("", -1) else []
+    elif flags.launcher == "slurm":
+        launcher_args = f"--kill-on-bad-exit=1 {launcher_args}"
+    elif flags.launcher == "openmpi" and "btl_tcp_if_include" not in launcher_args and interface:
+        launcher_args = f"--mca btl_tcp_if_include {interface} {launcher_args}"  # DeepSpeed would say eth0
+    command += [f"--launcher_args={launcher_args}"] if launcher_args else []
+    for name in ("venv_script", "enable_each_rank_log", "bind_core_list"):
+        command += [f"--{name}", getattr(flags, name)] if getattr(flags, name) else []
+    command += ["--ssh_port", str(flags.ssh_port)] if flags.ssh_port else []
+    command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
+    return [*command, str(ROOT / "pretrain" / "train.py"),
+            *(map(quoted_for_pdsh, train) if flags.launcher == "pdsh" and not flags.no_ssh else train)]
+
+
+def quoted_for_pdsh(word: str) -> str:
+    """A word that is the same again behind DeepSpeed's own quoting (of words with a space), pdsh and the host's shell.
+
+    pdsh reads %h, %n, %u and %% as its own.
+    """
+    word = word.replace("%", "%%")
+    if " " in word:  # DeepSpeed puts it between ", and \ before each " in it
+        return re.sub(r"([\\$`])", r"\\\1", word)
+    return word if _PLAIN.fullmatch(word) else shlex.quote(word)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,266 @@
+"""tools/check_cluster.py on hosts that really differ: network namespaces with their own host names, links and mounts.
+
+A switch in a namespace of its own joins them; a fault is a token bucket on a link, a tiny tmpfs, a route to nowhere.
+"""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.cluster.health.check import Place, hosts_of
+from pretrain.cluster.health.devices import DeviceHealth, device_health
+from pretrain.cluster.health.judge import judge_devices, judge_links, judge_reach
+from pretrain.cluster.health.links import Link, partner_of, rounds, spread
+from pretrain.cluster.health.reach import ClockServer, Reach, reach
+from pretrain.cluster.health.report import Report
+from pretrain.cluster.health.verdict import culprits, slow
+from pretrain.errors import ConfigError
+from tests.distributed.launch import ROOT, run_ranks
+
+SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "30"]
+
+
+# judging
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+def test_every_pair_plays_once_and_nobody_twice_in_a_round(count: int) -> None:
+    plan = rounds(count)
+    assert sorted(pair for each in plan for pair in each) == list(combinations(range(count), 2))
+    assert all(len({host for pair in each for host in pair}) == 2 * len(each) for each in plan)
+    assert len(plan) == count - 1 + count % 2
+    assert len(spread(plan, 3)) == min(3, len(plan))
+
+
+def test_partners_have_the_same_place_on_their_hosts() -> None:
+    hosts = [[0, 1], [2, 3], [4]]
+    assert [partner_of(rank, [(0, 1)], hosts) for rank in range(5)] == [2, 3, 0, 1, None]
+    assert [partner_of(rank, [(0, 2)], hosts) for rank in range(5)] == [4, None, None, None, 0]
+
+
+def test_outliers_are_against_the_better_median() -> None:
+    assert slow([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
+    assert slow([1.0, 0.5], 0.8) == [1]
+    assert slow([1.0, 0.85, 0.9], 0.8) == []
+    assert culprits({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [("d", ["a", "b", "c"]), ("a and b", [])]
+
+
+def _links(hosts: str, slow_ones: str) -> dict[tuple[str, str], list[Link]]:
+    return {(a, b): [Link(10.0 if {a, b} & set(slow_ones) else 1.0, 10**9, 10.0, False)] * 2
+            for a, b in combinations(hosts, 2)}
+
+
+@pytest.mark.parametrize(("hosts", "bad"), [("abc", "b"), ("abcd", "d"), ("abcd", "cd"), ("abcdefgh", "ae")])
+def test_slow_hosts_are_told_from_their_partners(hosts: str, bad: str) -> None:
+    report = Report(ranks=len(hosts), hosts={host: {} for host in hosts})
+    judge_links(report, _links(hosts, bad), None, 0.0)
+    assert {finding.where for finding in report.findings} == set(bad)
+
+
+def test_two_hosts_have_nothing_to_be_compared_with_but_a_floor() -> None:
+    report = Report(ranks=2, hosts={"a": {}, "b": {}})
+    judge_links(report, _links("ab", "b"), None, 0.0)
+    assert report.findings == []
+    judge_links(report, _links("ab", "b"), None, 5.0)
+    assert [str(each) for each in report.findings] == [
+        "a and b: network of 1.6 Gbit/s with each other; expected at least 5 Gbit/s"]
+
+
+def test_wrong_products_and_slow_devices_are_named_with_their_rank() -> None:
+    report = Report(ranks=3, hosts={"a": {}, "b": {}})
+    good = DeviceHealth(100.0, 2**33, 50.0, ())
+    judge_devices(report, {"a": [0, 1], "b": [2]}, None,
+                  [good, DeviceHealth(60.0, 2**33, 50.0, ()), DeviceHealth(100.0, 2**33, 50.0, ("wrong product",))])
+    assert [str(each) for each in report.findings] == [
+        "b: rank 2: wrong product",
+        "a: rank 1: matrix products of 60 TFLOP/s; the median is 100, expected at least 80% of it"]
+
+
+def test_one_wrong_number_in_one_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = torch.Tensor.__matmul__, []
+
+    def once_wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = right(a, b)
+        calls.append(product.shape)
+        if product.shape == (96, 96) and calls.count(product.shape) == 3:
+            product[17, 5] += 1
+        return product
+
+    assert device_health(96, 2**20).complaints == ()
+    monkeypatch.setattr(torch.Tensor, "__matmul__", once_wrong)
+    assert device_health(96, 2**20).complaints == ("wrong matrix product in 1 of 6",)
+
+
+def test_a_clock_that_is_off_is_measured_and_named() -> None:
+    server = ClockServer(lambda: time.time() + 5.0)
+    try:
+        seen = reach(("127.0.0.1", server.port))
+    finally:
+        server.close()
+    assert seen.clock_offset_s == pytest.approx(5.0, abs=0.2)
+    here = Reach(1e-4, 0.0)
+    report = Report(ranks=3)  # rank 0's clock is the one that is off
+    judge_reach(report, {"a": [0], "b": [1], "c": [2]}, 1.0,
+                [{"b": here, "c": here}, {"a": seen, "c": here}, {"a": seen, "b": here}])
+    (finding,) = report.findings
+    assert finding.where == "a"
+    assert "5 s ahead" in finding.text
+    assert reach(("127.0.0.1", server.port)).error
+
+
+def test_hosts_of_one_name_are_kept_apart() -> None:
+    places = [Place("node", local, "", 0) for local in (0, 1, 0, 1)]
+    assert hosts_of(places) == {"node": [0, 1], "node#2": [2, 3]}
+
+
+# the real thing
+
+
+class Switch:
+    """Hosts h0 to h3 at 10.0.0.1, .2, ...; each a network namespace, named after this process."""
+
+    def __init__(self) -> None:
+        self.prefix = f"hc{os.getpid()}"
+        self.namespaces: list[str] = []
+
+    def build(self) -> None:
+        self._namespace("switch")
+        self._ip("switch", "link add bridge type bridge")
+        self._ip("switch", "link set bridge up")
+        for number in range(4):
+            name, port = f"h{number}", f"port{number}"
+            self._namespace(name)
+            self._ip("switch", f"link add {port} type veth peer name eth0 netns {self.prefix}{name}")
+            self._ip("switch", f"link set {port} master bridge up")
+            for words in (f"addr add 10.0.0.{number + 1}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                self._ip(name, words)
+
+    def _namespace(self, name: str) -> None:
+        _run("ip", "netns", "add", f"{self.prefix}{name}")
+        self.namespaces.append(f"{self.prefix}{name}")
+
+    def _ip(self, name: str, words: str) -> None:
+        _run("ip", "-n", f"{self.prefix}{name}", *words.split())
+
+    def check(self, folder: Path, flags: list[str], setups: list[str], *, per_host: int = 1,
+              environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
+        """Start the tool on every rank, as a launcher would; `setups` run before it, one a host."""
+        host = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0",
+                "LOCAL_SIZE": str(per_host), "LOCAL_WORLD_SIZE": str(per_host)}
+        hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup,
+                  "environ": {**host, "LOCAL_RANK": str(local)}}
+                 for number, setup in enumerate(setups) for local in range(per_host)]
+        command = [str(Path(__file__).with_name("as_host.py")), str(ROOT / "tools" / "check_cluster.py"),
+                   "--save", str(folder), *flags]
+        ranks = 1 if environ else len(hosts)
+        logs = folder.parent / f"{folder.name}-logs"
+        logs.mkdir()
+        done = run_ranks(command, ranks, cwd=logs, timeout=120, environ={"HOSTS": json.dumps(hosts), **(environ or {})})
+        for each in done:  # torch, imported before the tool could tell it to be quiet, finds no names for 10.0.0.x
+            each.stdout = "".join(line for line in each.stdout.splitlines(True) if "[c10d] The hostname" not in line)
+        return done
+
+    def close(self) -> None:
+        for namespace in self.namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    if os.geteuid() != 0:
+        pytest.skip("hosts of their own need root, for network namespaces")
+    if shutil.which("ip") is None and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], capture_output=True)
+    made = Switch()
+    try:
+        made.build()
+    except (OSError, subprocess.CalledProcessError) as error:
+        made.close()
+        pytest.skip(f"this machine makes no network namespaces: {getattr(error, 'stderr', error)}")
+    yield made
+    made.close()
+
+
+def _bad(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line.removeprefix("BAD  ") for line in done.stdout.splitlines() if line.startswith("BAD")]
+
+
+def test_slow_link_full_disk_and_a_checkpoint_that_does_not_fit(switch: Switch, corpus: str, tmp_path: Path) -> None:
+    run = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2_bf16.json"), "--model", "tiny", "--train_data",
+           corpus, "--seq_length", "64", "--micro_batch_size", "1", "--gradient_accumulation_steps", "1",
+           "--learning_rate", "1e-3", "--train_steps", "5", "--split", "80,20,0"]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    done = switch.check(folder, [*SMALL, "--min_ratio", "0.05", *run], [
+        "", f"mount -t tmpfs -o size=1m none {folder}", f"mount -t tmpfs -o size=8m none {folder}",
+        "tc qdisc add dev eth0 root tbf rate 40mbit burst 64kb latency 500ms"])
+    assert [each.returncode for each in done] == [1] * 4, done[0].stdout
+    bad = [line for line in _bad(done[0]) if "latency of" not in line]  # it depends on what else this machine does
+    assert [line.split(":")[0] for line in bad] == ["h1", "h2", "h3"], done[0].stdout
+    assert "No space left on device" in bad[0]
+    assert "GB are free; expected" in bad[1]
+    assert "network of" in bad[2]
+    assert "with h0, h1, h2" in bad[2]
+    rows = {line.split()[0]: line for line in done[0].stdout.splitlines() if line[:1] == "h" and line[1:2].isdigit()}
+    assert all("<<" in rows[name] for name in ("h1", "h2", "h3")), done[0].stdout
+    assert [each.stdout for each in done[1:]] == [""] * 3
+    assert list(folder.iterdir()) == []
+
+
+def test_a_sound_cluster_as_json(switch: Switch, tmp_path: Path) -> None:
+    done = switch.check(tmp_path / "run", [*SMALL, "--min_ratio", "0.001", "--json"], ["", ""], per_host=2)
+    assert [each.returncode for each in done] == [0] * 4, done[0].stdout
+    report = json.loads(done[0].stdout)
+    assert report["ok"]
+    assert report["findings"] == []
+    assert list(report["hosts"]) == ["h0", "h1"]
+    assert report["hosts"]["h0"].keys() == {"matrix products", "free memory", "memory", "all-reduce inside the host",
+                                            "network", "latency", "disk"}
+    assert all(number > 0 for row in report["hosts"].values() for number in row.values())
+    assert [link["hosts"] for link in report["links"]] == [["h0", "h1"]]
+    assert report["collectives"].keys() == {"all-reduce", "all-gather"}
+
+
+def test_two_hosts_that_do_not_reach_each_other(switch: Switch, tmp_path: Path) -> None:
+    done = switch.check(tmp_path / "run", [*SMALL, "--min_ratio", "0.001"], ["", "ip route add blackhole 10.0.0.3", ""])
+    assert [each.returncode for each in done] == [1] * 3, done[0].stdout
+    (bad,) = _bad(done[0])
+    assert bad.startswith("h1 and h2: no TCP connection with each other")
+    assert "no transfers were measured" in done[0].stdout
+
+
+def test_a_host_without_a_cable(switch: Switch, tmp_path: Path) -> None:
+    """Each side says what it knows, and ends."""
+    here = ["", "ip link set eth0 down"]
+    (first,) = switch.check(tmp_path / "first", ["--timeout", "1"], here, environ={"RANK": "0", "WORLD_SIZE": "2"})
+    (second,) = switch.check(tmp_path / "second", ["--timeout", "1"], here, environ={"RANK": "1", "WORLD_SIZE": "2"})
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    assert _bad(first) == ["rank 1: rank 1 of 2 said nothing for 7 s (start); ranks came from h0"]
+    assert second.stdout.startswith("ds-pretrain: error: h1: no connection with rank 0 at 10.0.0.1:29500")
+    assert len(second.stdout.splitlines()) == 1
+
+
+def test_bad_flags_are_refused() -> None:
+    tool = ROOT / "tools" / "check_cluster.py"
+    parse = runpy.run_path(str(tool))["parse"]
+    for words in (["--rounds", "-1"], ["--message_mib", "0"], ["--timeout", "nan"]):
+        with pytest.raises(ConfigError, match=words[0]):
+            parse(words)
+    done = subprocess.run([sys.executable, str(tool), "--messag_mib", "1"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "messag_mib" in done.stderr

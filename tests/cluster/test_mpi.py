@@ -1,0 +1,93 @@
+"""launch/mpi.sh with Open MPI and MPICH, and ranks and addresses as MPI tells them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, free_port
+from tests.test_train import losses, rows
+
+_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
+_TELL = """
+import os, sys
+from pretrain.distributed import running_environment
+world = running_environment()
+words = world.rank, world.size, world.local_rank, world.local_size, world.launcher, os.environ["MASTER_ADDR"]
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: mpirun mixes the ranks' output
+"""
+
+
+def _missing() -> list[str]:
+    return [package for command, package in _PACKAGES.items() if shutil.which(command) is None]
+
+
+@pytest.fixture(scope="module")
+def environ() -> dict[str, str]:
+    """Of a machine with both kinds of mpirun."""
+    if _missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "update", "-qq"], env=quiet, capture_output=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", *_missing()], env=quiet, capture_output=True)
+    if _missing():
+        pytest.skip(f"MPI needs the packages {', '.join(_missing())}")
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()),
+            "VENV": str(Path(sys.executable).parents[1]), "PYTHONPATH": str(ROOT),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
+        environ: dict[str, str], corpus: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--", "--deepspeed_config", str(ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"), "--model", "tiny",
+             "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64", "--train_data", corpus, "--seq_length", "64",
+             "--micro_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--split",
+             "80,20,0", "--eval_steps", "1", "--log_interval", "1", "--train_steps", "40", "--save", str(run)]
+    script = str(ROOT / "launch" / "mpi.sh")
+    first = subprocess.Popen([script, "-np", "2", "--oversubscribe", *flags], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env={**environ, "MPIRUN": "mpirun.openmpi"})
+    try:
+        while not (run / "metrics.jsonl").exists() and first.poll() is None:
+            time.sleep(0.1)
+        first.send_signal(signal.SIGUSR1)  # to mpirun, which hands it on
+        output, _ = first.communicate(timeout=240)
+    finally:
+        first.kill()
+    assert first.returncode == 75, output
+
+    second = subprocess.run([script, "-n", "2", *flags, "--resume", "required"], text=True, capture_output=True,
+                            env={**environ, "MPIRUN": "mpirun.mpich"}, timeout=240)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "2 pipeline stages" in second.stdout
+    assert [step for step, *_ in losses(run)] == list(range(1, 41))
+    assert losses(run)[-1][1] < losses(run)[0][1] - 0.2
+    stops = [row["reason"] for row in rows(run, "events.jsonl") if row["event"] == "stop"]
+    assert stops == ["SIGUSR1", "finished"]
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [
+    # as of a launcher that sets PMIx's variables alone
+    (["OMPI_COMM_WORLD_RANK"], ["0 2 0 2 mpi 127.0.0.1", "1 2 1 2 mpi 127.0.0.1"]),
+    # as on two hosts
+    (["OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
+     ["0 2 0 1 openmpi ADDRESS", "1 2 0 1 openmpi ADDRESS"]),
+])
+def test_what_the_launcher_does_not_say_comes_through_mpi(
+        environ: dict[str, str], hidden: list[str], expected: list[str]) -> None:
+    done = subprocess.run(
+        ["mpirun.openmpi", "-np", "2", "--oversubscribe", "env", *(word for name in hidden for word in ("-u", name)),
+         sys.executable, "-c", _TELL], env=environ, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    address = subprocess.run(["hostname", "-I"], text=True, capture_output=True).stdout.split()[0]
+    assert sorted(done.stdout.splitlines()) == [line.replace("ADDRESS", address) for line in expected]
+
+
+def test_a_command_line_without_flags_for_the_run_is_refused() -> None:
+    done = subprocess.run([ROOT / "launch" / "mpi.sh", "-np", "2"], text=True, capture_output=True)
+    assert done.returncode == 2
+    assert "expected launch/mpi.sh -np RANKS -- --config run.yaml" in done.stderr

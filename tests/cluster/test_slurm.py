@@ -1,0 +1,139 @@
+"""launch/slurm/pretrain.sbatch on a real cluster of two nodes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pretrain.errors import ConfigError
+from pretrain.slurm import RECORD, after, check_time_limit, seconds
+from tests.cluster.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
+from tests.distributed.launch import ROOT
+from tests.test_train import rows
+
+__all__ = ["slurm"]  # the fixture
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def config(corpus: str, slurm: SlurmCluster) -> str:
+    """The run.yaml of all jobs here; each has its own --save."""
+    values: dict[str, Any] = {
+        "deepspeed_config": str(ROOT / "ds_configs" / "zero2_bf16.json"), "model": "tiny",
+        "model_overrides": "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "train_data": corpus,
+        "seq_length": 64, "split": "80,20,0", "micro_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 1.0e-3, "eval_steps": 1, "log_interval": 1, "save_interval": 5, "train_steps": STEPS}
+    path = slurm.folder / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def submit(slurm: SlurmCluster, config: str, run: Path, *flags: str, minutes: int = 30, **environ: str) -> str:
+    """The job of `sbatch -N 2 launch/slurm/pretrain.sbatch run.yaml --save RUN`."""
+    return slurm.submit("--nodes=2", "--ntasks-per-node=1", f"--time={minutes}", str(SBATCH), config, "--save",
+                        str(run), *flags, **environ)
+
+
+def losses(run: Path) -> dict[int, tuple[float, float]]:
+    """Of each step, as it was taken last."""
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row}
+
+
+def saves(run: Path) -> list[int]:
+    """The steps of the checkpoints that were committed."""
+    return [row["step"] for row in rows(run, "events.jsonl") if row["event"] == "save"]
+
+
+def wait_for_step(slurm: SlurmCluster, job: str, run: Path, step: int) -> None:
+    def reached() -> bool:
+        assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)  # the last: requeued
+        return (run / "metrics.jsonl").exists() and step <= max(losses(run), default=0)
+
+    wait_until(reached, lambda: slurm.log(job), timeout_s=240)
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: SlurmCluster, config: str) -> Path:
+    """The run that nothing interrupts, started by one DeepSpeed launcher a node."""
+    run = slurm.folder / "whole"
+    job = submit(slurm, config, run, LAUNCHER="deepspeed")
+    slurm.wait_for(job, "COMPLETED")
+    assert "2 data-parallel" in slurm.log(job)
+    assert len(losses(run)) == STEPS
+    assert not list(slurm.folder.glob(".hosts*"))
+    return run
+
+
+def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
+        slurm: SlurmCluster, config: str, whole: Path) -> None:
+    run = slurm.folder / "interrupted"
+    first = submit(slurm, config, run, "--save_interval", "0")
+    wait_for_step(slurm, first, run, 2)
+    slurm.run("scancel", "--signal=USR1", "--batch", first)  # as SLURM does before the time limit
+    wait_until(lambda: "back to the queue" in slurm.log(first), lambda: slurm.log(first), timeout_s=240)
+    (signalled_at,) = saves(run)
+
+    wait_for_step(slurm, first, run, signalled_at + 2)  # it has begun again by itself
+    slurm.run("scancel", first)
+    slurm.wait_for(first, "CANCELLED")
+    wait_until(lambda: len(saves(run)) == 2, lambda: slurm.log(first), timeout_s=20)
+    cancelled_at = saves(run)[-1]
+
+    second = submit(slurm, config, run, "--resume", "required")
+    wait_for_step(slurm, second, run, cancelled_at + 7)  # one more was saved
+    slurm.end_node("n2")
+    slurm.wait_for(second, "PENDING", "COMPLETING")
+    slurm.start_node("n2")
+    slurm.wait_for(second, "COMPLETED")
+    assert "node n2 of the start before was lost" in slurm.log(second)
+
+    assert losses(run) == losses(whole)
+    resumed = [row["step"] for row in rows(run, "events.jsonl") if row["event"] == "resume"]
+    assert resumed[:2] == [signalled_at, cancelled_at]
+    assert resumed[2] > cancelled_at
+    starts = [(start["job"], start["step"]) for start in rows(run, "slurm.jsonl")]
+    assert starts == [(first, 0), (first, resumed[0]), (second, resumed[1]), (second, resumed[2])]
+    assert slurm.state(first) == "CANCELLED"
+
+
+def test_a_time_limit_below_a_save_is_refused(slurm: SlurmCluster, config: str) -> None:
+    job = submit(slurm, config, slurm.folder / "short", minutes=1)
+    slurm.wait_for(job, "FAILED")
+    assert slurm.exit_code(job) == 2
+    (line,) = [line for line in slurm.log(job).splitlines() if "ds-pretrain" in line]
+    assert line.startswith("ds-pretrain: error: --time: found ")
+    assert "more than 120 s" in line
+    assert not (slurm.folder / "short").exists()
+
+
+def test_the_signal_leaves_time_for_a_step_and_a_save() -> None:
+    check_time_limit(limit_s=math.inf, signal_s=120, save_s=100, step_s=20)
+    with pytest.raises(ConfigError, match=r"USR1@120: found 120 s .* at least 130 s"):
+        check_time_limit(limit_s=3600, signal_s=120, save_s=100, step_s=30)
+    with pytest.raises(ConfigError, match="--time: found 200 s; expected more than 240 s"):
+        check_time_limit(limit_s=200, signal_s=120, save_s=100, step_s=20)
+
+
+def test_times_as_squeue_writes_them() -> None:
+    assert [seconds(text) for text in ("59", "1:00", "2:00:01\n", "1-00:00:00", "UNLIMITED")] == [
+        59, 60, 7201, 86400, math.inf]
+    with pytest.raises(ConfigError, match="squeue: found 'soon'"):
+        seconds("soon")
+
+
+def test_a_refused_run_and_one_that_gets_nowhere_are_not_started_again(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"job": "7", "nodes": [], "step": 0, "time": 0.0}
+    record, environ = tmp_path / RECORD, {"SLURM_JOB_ID": "7"}
+    record.write_text("".join(json.dumps(row) + "\n" for row in [{**start, "job": "6"}, start, start]))
+    assert after(tmp_path, environ, exit_code=75) == 0
+    assert after(tmp_path, environ, exit_code=2) == 1
+    record.write_text(record.read_text() + json.dumps(start) + "\n" + '{"job": "7", "no')
+    assert after(tmp_path, environ, exit_code=75) == 1
+    assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "exit code 75, step 0: back to the queue",
+        "exit code 2, step 0: not started again, as the run was refused",
+        "exit code 75, step 0: not started again, as 3 starts in a row went no further than step 0"]

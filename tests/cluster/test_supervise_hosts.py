@@ -1,0 +1,141 @@
+"""launch/supervise.py and two hosts: ranks that it finds over ssh, and a host that is lost in the middle of a run."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretrain.resilience.hosts import Reach, ranks_on, unhealthy
+from pretrain.resilience.ledger import read_ledger
+from tests.cluster.ssh_hosts import Host, Hosts, two_hosts
+from tests.distributed.launch import ROOT, free_port, run_forked
+from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until
+
+STEPS = 30
+JSON = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                                  "weight_decay": "auto"}}}
+
+
+def flags(corpus: str, folder: Path) -> list[str]:
+    return ["--deepspeed_config", str(folder / "zero2.json"), "--model", "tiny", "--model_overrides",
+            "vocab_size=256,n_layer=2,n_embd=64", "--train_data", corpus, "--seq_length", "64", "--split", "100,0,0",
+            "--micro_batch_size", "2", "--gradient_accumulation_steps", "1", "--learning_rate", "1e-3",
+            "--log_interval", "1", "--save_interval", "1", "--keep_checkpoints", "2", "--train_steps", str(STEPS),
+            "--save", str(folder / "run")]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Hosts of this file's own: one of them is lost at its end."""
+    with two_hosts(tmp_path_factory.mktemp("supervised_hosts")) as hosts:
+        yield hosts
+
+
+def lose(host: Host) -> None:
+    """Its sshd, connections and ranks end at once."""
+    host.sshd.kill()
+    for word in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(word), signal.SIGKILL)
+
+
+def test_ranks_on_a_host_are_found_and_asked_and_ended(pair: Hosts, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", pair.environ["PATH"])
+    (tmp_path / "train.py").write_text("import signal, time, pathlib\n"
+                                       "signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('saved').touch())\n"
+                                       "pathlib.Path('began').touch()\nwhile True: time.sleep(1)\n")
+    monkeypatch.chdir(tmp_path)
+    words, address, reach = ["--save", "a run", "--lr", "1%"], pair.b.address, Reach(timeout_s=20)
+    script = f"cd {tmp_path}; RANK=1 exec {sys.executable} train.py --local_rank=0 --save 'a run' --lr 1%"
+    with subprocess.Popen(["ssh", address, script], env=pair.environ) as rank:
+        wait_until(lambda: (tmp_path / "began").exists())
+        (pid,) = ranks_on([address], "list", words, reach)[address]
+        assert ranks_on([address], "list", [*words, "--other"], reach) == {}
+        assert ranks_on([address], "save", words, reach) == {address: [pid]}
+        wait_until(lambda: (tmp_path / "saved").exists())
+        assert ranks_on([address], "end", words, reach) == {address: [pid]}
+        assert rank.wait(10) != 0
+    assert ranks_on([address], "list", words, reach) == {}
+    assert unhealthy([pair.a.address, address], "ip addr | grep -q netb || { echo no netb >&2; false; }", reach) == {
+        pair.a.address: "no netb"}
+
+
+def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
+    """The supervised run on both hosts; its output goes to FOLDER/log."""
+    (folder / "zero2.json").write_text(json.dumps(JSON))
+    hostfile = pair.hostfile(folder / "hosts")
+    with open(folder / "log", "w", encoding="utf-8") as log:
+        return supervise([*words, "--health_command", "true", "--", str(ROOT / "launch" / "cluster.sh"), "--hostfile",
+                          str(hostfile), "--master_port", str(free_port()), "--grace", "1", "--",
+                          *flags(corpus, folder)],
+                         environ=pair.environ, stdout=log, stderr=log)
+
+
+def check_losses(corpus: str, folder: Path) -> None:
+    """Those of the run are those of two ranks on one host that nobody disturbed."""
+    (folder / "alone").mkdir()
+    words = [*flags(corpus, folder)[:-1], str(folder / "alone" / "run")]
+    case = {"name": "reference", "kind": "run", "run": words[-1],
+            "flags": [f"{name}={value}" for name, value in batched(words)]}
+    assert run_forked([case], folder)["reference"]["status"] == [0, 0]
+    expected = {row["step"]: row["loss"] for row in rows(folder / "alone" / "run")}
+    assert {row["step"]: row["loss"] for row in rows(folder / "run")} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_it_waits_for_a_host_whose_network_is_cut(corpus: str, tmp_path: Path, pair: Hosts) -> None:
+    supervisor = launch(["--max_restarts", "100", "--backoff_max_s", "2"], corpus, tmp_path, pair)
+    try:
+        wait_for_rows(supervisor, tmp_path / "run", 3)
+        pair.b.set_link("down")
+        cut = time.monotonic()
+        wait_until(lambda: len(read_ledger(tmp_path / "run")[0]) >= 2, timeout=180)
+        print(f"{time.monotonic() - cut:.1f} s from the cut until it is noticed")
+        pair.b.set_link("up")
+        code, _ = ended(supervisor, timeout=200)
+    finally:
+        pair.b.set_link("up")
+        end_tree(supervisor)
+        print((tmp_path / "log").read_text()[-8000:])
+    assert code == 0
+    pair.wait_until_empty()
+    starts, _ = read_ledger(tmp_path / "run")
+    print(*starts, sep="\n")
+    assert starts[0]["exit_code"] not in (0, 2)
+    assert starts[1]["exit_code"] is None
+    assert f"host {pair.b.address}: " in starts[1]["reason"]
+    assert starts[-1]["hosts"] == [pair.a.address, pair.b.address]
+    assert starts[-1]["first_step"] == starts[0]["kept_step"] >= 2
+    check_losses(corpus, tmp_path)
+
+
+def test_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> None:
+    supervisor = launch(["--min_hosts", "1", "--max_restarts", "2"], corpus, tmp_path, pair)
+    try:
+        wait_for_rows(supervisor, tmp_path / "run", 3)
+        lose(pair.b)
+        code, _ = ended(supervisor, timeout=200)
+    finally:
+        end_tree(supervisor)
+        print((tmp_path / "log").read_text()[-8000:])
+    assert code == 0
+    pair.a.wait_until_empty()
+    starts, (summary,) = read_ledger(tmp_path / "run")
+    print(*starts, summary, sep="\n")
+    assert [row["hosts"] for row in starts] == [[pair.a.address, pair.b.address], [pair.a.address]]
+    assert starts[0]["exit_code"] not in (0, 2)
+    assert starts[1]["first_step"] == starts[0]["kept_step"] >= 2
+    assert summary["summary"] == "finished"
+    batches = [start["batch"]["global_batch_size"] for start in json.loads((tmp_path / "run/run.json").read_text())]
+    assert batches == [4, 4]
+    check_losses(corpus, tmp_path)
