@@ -1,5 +1,6 @@
 """A real run under launch/supervise.py: its ranks are killed, it is stopped by a signal, and it finishes."""
 
+import os
 import random
 import signal
 import subprocess
@@ -15,8 +16,8 @@ from pretrain.resilience.ledger import read_ledger
 from tests.distributed.launch import ROOT, free_port, run_forked
 from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
 
-STEPS = 60
-KILLS = 5
+STEPS = 60 if os.environ.get("DS_PRETRAIN_ALL_CLUSTERS") else 30
+KILLS = 5 if os.environ.get("DS_PRETRAIN_ALL_CLUSTERS") else 2
 
 
 def flags(corpus: str, run: Path) -> list[str]:

@@ -1,0 +1,187 @@
+"""Two hosts over ssh: they train as one does, an unfit one is named before anything starts, nothing stays behind."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.manifest import newest_whole
+from pretrain.cluster.ending import LOST
+from tests.cluster.ssh_hosts import Host, Hosts
+from tests.distributed.launch import ROOT, free_port
+from tests.test_train import _flags, launch, losses, rows
+
+ZERO2 = ROOT / "ds_configs" / "zero2_bf16.json"
+PIPELINE = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
+TRAIN = str(ROOT / "pretrain" / "train.py")
+REFUSED_WITHIN_S = 20
+
+
+def _command(hosts: Hosts, folder: Path, *words: str) -> list[str]:
+    hostfile = hosts.hostfile(folder / "hosts")
+    return [str(ROOT / "launch" / "cluster.sh"), "--hostfile", str(hostfile), "--master_port", str(free_port()), *words]
+
+
+@contextlib.contextmanager
+def _started(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """launch/cluster.sh, ended with its hosts' processes where a test fails."""
+    command = [*_command(hosts, folder, *words), "--", *flags]
+    process = subprocess.Popen(command, env=hosts.environ, cwd=folder, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        for host in (hosts.a, hosts.b):
+            for pid in host.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_rows(run: Path, number: int, process: "subprocess.Popen[str]") -> None:
+    while not (run / "metrics.jsonl").is_file() or len(rows(run)) < number:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.05)
+
+
+def _rank(host: Host) -> int:
+    (pid,) = [pid for pid, command in host.processes().items() if re.search(r"-u \S*train.py", command)]
+    return pid
+
+
+def test_two_hosts_train_as_one(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """ZeRO-2 through launch/cluster.sh, a pipeline through plain `deepspeed`; nobody names an interface."""
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # two threads round otherwise
+    commands = {ZERO2: [*_command(hosts, tmp_path), "--"],
+                PIPELINE: ["deepspeed", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")),
+                           "--master_port", str(free_port()), TRAIN]}
+    for config, command in commands.items():
+        run, one = tmp_path / config.stem, tmp_path / f"{config.stem}-one"
+        done = subprocess.run([*command, *_flags(corpus, run, "--train_steps", "3", config=config)], env=hosts.environ,
+                              cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        hosts.wait_until_empty()
+        alone = launch(2, _flags(corpus, one, "--train_steps", "3", config=config))
+        assert alone.returncode == 0, alone.stdout + alone.stderr
+        assert losses(run) == [pytest.approx(row, rel=1e-6) for row in losses(one)]
+
+
+def _refused(hosts: Hosts, command: list[str], folder: Path) -> str:
+    start = time.monotonic()
+    done = subprocess.run(command, env=hosts.environ, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < REFUSED_WITHIN_S
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ds-pretrain: error: ")
+    hosts.wait_until_empty(0)
+    return line
+
+
+def test_unfit_hosts_are_named(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    flags = ["--", *_flags(corpus, tmp_path / "runs" / "one", "--train_steps", "3", config=ZERO2)]
+    nowhere = hosts.b.address.replace(".2", ".77")
+    hostfile = hosts.hostfile(tmp_path / "hosts3")
+    hostfile.write_text(hostfile.read_text() + f"{nowhere} slots=1\n")
+    line = _refused(hosts, [*_command(hosts, tmp_path), "--hostfile", str(hostfile), *flags], tmp_path)
+    assert f"found {nowhere}: no ssh to it" in line
+    assert hosts.a.address not in line
+
+    (metadata,) = Path(ROOT, ".venv").glob("lib/python*/site-packages/transformers-*.dist-info/METADATA")
+    other = tmp_path / "METADATA"
+    other.write_text(re.sub(r"(?m)^Version: .*", "Version: 4.0.0", metadata.read_text(), count=1))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "runs").mkdir()
+    with hosts.b.bind(other, metadata):
+        line = _refused(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+        assert f"{hosts.b.address}: transformers 4.0.0 (here 5." in line
+    with hosts.b.bind(empty, Path(corpus).parent), hosts.b.bind(empty, tmp_path / "runs"):
+        line = _refused(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+    assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
+    assert f"{hosts.b.address}: --save is no such folder there" in line
+    assert hosts.a.address not in line
+    assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
+    with _started(hosts, tmp_path, flags) as process:
+        _wait_for_rows(run, 2, process)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 75, output
+        hosts.wait_until_empty()
+    found = newest_whole(run / "checkpoints")
+    assert found is not None
+    with _started(hosts, tmp_path, flags, "--grace", "1") as process:
+        _wait_for_rows(run, len(rows(run)) + 2, process)
+        os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice anything by itself
+        os.kill(_rank(hosts.b), signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 256 - signal.SIGKILL, output
+        assert f"{hosts.b.address} (rank 1) failed with exit code 247" in output
+        hosts.wait_until_empty()
+    assert f"resumed from {run / 'checkpoints' / found[0].name}" in output
+
+
+def _launchers_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
+                           *words: str) -> list["subprocess.Popen[str]"]:
+    """The same command on both hosts, with the number of each: as a scheduler would start it."""
+    port, hostfile = free_port(), hosts.hostfile(folder / "hosts")
+    command = [str(ROOT / "launch" / "cluster.sh"), "--hostfile", str(hostfile), "--no_ssh", "--master_addr",
+               hosts.a.address, "--master_port", str(port), *words]
+    lines = [shlex.join(["cd", str(folder)]) + "; OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu exec "
+             + shlex.join([*command, "--node_rank", str(number), "--", *flags]) for number in range(2)]
+    return [subprocess.Popen(["ssh", host.address, line], env=hosts.environ, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT) for host, line in zip((hosts.a, hosts.b), lines, strict=True)]
+
+
+def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with hosts.b.bind(empty, Path(corpus).parent):
+        both = _launchers_without_ssh(hosts, tmp_path, flags)
+        output = [launcher.communicate(timeout=60)[0] for launcher in both]
+    assert [launcher.returncode for launcher in both] == [2, 2], output
+    assert f"found {hosts.b.address}: no {corpus}.bin" in output[0]
+    assert f"no {corpus}.bin" in output[1]
+    both = _launchers_without_ssh(hosts, tmp_path, flags, "--grace", "1")
+    _wait_for_rows(run, 2, both[0])
+    os.kill(_rank(hosts.a), signal.SIGSTOP)
+    os.kill(_rank(hosts.b), signal.SIGKILL)
+    output = [launcher.communicate(timeout=60)[0] for launcher in both]
+    assert [launcher.returncode for launcher in both] == [256 - signal.SIGKILL] * 2, output
+    assert f"{hosts.b.address} (rank 1) failed with exit code 247" in output[0]
+    hosts.wait_until_empty()
+
+
+@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+def test_a_cut_cable_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """Without help gloo waits for the process group's time-out on both sides; then each host ends by itself."""
+    run, timeout_s = tmp_path / "run", 60
+    flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
+    with _started(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": str(timeout_s // 60)}), tmp_path,
+                  flags, "--grace", "1") as process:
+        _wait_for_rows(run, 2, process)
+        hosts.b.set_link("down")
+        try:
+            start = time.monotonic()
+            output = process.communicate(timeout=timeout_s + 10)[0]
+            assert process.returncode == LOST, output
+            assert f"{hosts.b.address} (rank 1) was lost" in output
+            hosts.a.wait_until_empty(0)
+            hosts.b.wait_until_empty(max(0, start + timeout_s + 10 - time.monotonic()))
+        finally:
+            hosts.b.set_link("up")
