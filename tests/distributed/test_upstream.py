@@ -261,7 +261,7 @@ def test_i_sequence_parallelism_is_refused(results: Results, corpus: str, tmp_pa
 
 def test_j_slurm_ranks_are_derived() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8",
-               "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4(x2)"}
+               "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     assert world_from_environment(environ) == World(rank=5, size=8, local_rank=1, local_size=4, launcher="slurm")
 
 

@@ -46,9 +46,9 @@ def gathered(value: Any) -> list[Any]:
 def plain_deepspeed() -> Iterator[None]:
     """Our model and loop in DeepSpeed as it is."""
 
-    def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, **_: Any) -> Path:
+    def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, **_: Any) -> tuple[Path]:
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
-        return folder / f"global_step{step}"
+        return (folder / f"global_step{step}",)
 
     def load(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, manifest: None) -> None:
         engine.load_checkpoint(str(folder.parent), tag=folder.name)
