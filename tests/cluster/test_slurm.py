@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def whole(slurm: SlurmCluster, config: str) -> Path:
     return run
 
 
+@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
 def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
         slurm: SlurmCluster, config: str, whole: Path) -> None:
     run = slurm.folder / "interrupted"

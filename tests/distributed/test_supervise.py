@@ -16,8 +16,10 @@ from pretrain.resilience.ledger import read_ledger
 from tests.distributed.launch import ROOT, free_port, run_forked
 from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
 
-STEPS = 60 if os.environ.get("DS_PRETRAIN_ALL_CLUSTERS") else 30
-KILLS = 5 if os.environ.get("DS_PRETRAIN_ALL_CLUSTERS") else 2
+pytestmark = pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"),
+                                reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+STEPS = 60
+KILLS = 5
 
 
 def flags(corpus: str, run: Path) -> list[str]:
