@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from pretrain.cli import Parser, run_main
 from pretrain.errors import ConfigError
-from pretrain.resilience.hosts import Reach
+from pretrain.resilience.hosts import reach_hosts
 from pretrain.resilience.launch_command import hostfile_of, run_folder, ssh_port
 from pretrain.resilience.supervisor import Settings, supervise
 
@@ -48,7 +48,7 @@ def main() -> int:
         value = getattr(args, name)
         if value is not None and not value >= lowest:
             raise ConfigError(f"--{name}", found=value, expected=f"at least {lowest}")
-    settings = Settings(command=command, run=run_folder(command, args.save), reach=Reach(ssh_port(command)),
+    settings = Settings(command=command, run=run_folder(command, args.save), reach=reach_hosts(ssh_port(command)),
                         hostfile=hostfile_of(command, args.hostfile), **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _say)
 

@@ -33,6 +33,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("command line", found=message, expected="the flags that --help lists", remedy=remedy)
 
 
+def say(text: str) -> None:
+    """A line for the operator."""
+    print(f"ds-pretrain: {text}", file=sys.stderr, flush=True)
+
+
 def run_main(main: Callable[[], int | None]) -> NoReturn:
     """Exit with main's code: 2 and one line on stderr for bad input, 130 when interrupted, 141 when nobody reads."""
     try:

@@ -45,6 +45,9 @@ class World:
     launcher: str
 
 
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
 def _integer(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
@@ -85,7 +88,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
         return world
     if "PMIX_RANK" in environ:
         return _mpi_world(_integer(environ, "PMIX_RANK"))
-    return World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+    return ALONE
 
 
 def _mpi() -> Any:

@@ -11,7 +11,7 @@ from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_
 from pretrain.checkpoint.reader import Reader
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.metrics.run_folder import read_starts
+from pretrain.metrics.rows import read_starts
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf import to_transformers
 

@@ -29,10 +29,11 @@ from pretrain.engine import (
     sum_over_data_parallel,
     train_batch,
 )
+from pretrain.exit_codes import FINISHED, STOPPED
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
 from pretrain.ranks import gather
-from pretrain.resilience.stop import STOPPED, Stop
+from pretrain.resilience.stop import Stop
 
 
 def train(plan: Plan, world: World) -> int:
@@ -85,7 +86,7 @@ def train(plan: Plan, world: World) -> int:
     if world.local_rank == 0:
         _remove_swap_files(plan)
     dist.destroy_process_group()
-    return STOPPED if step < last_step else 0
+    return STOPPED if step < last_step else FINISHED
 
 
 def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
@@ -110,7 +111,7 @@ def _is_complete(plan: Plan, resume: Resume, last_step: int) -> int:
     if dist.get_rank() == 0:
         print(f"{plan.args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
     dist.destroy_process_group()
-    return 0
+    return FINISHED
 
 
 def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tuple[int, int]:

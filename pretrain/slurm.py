@@ -6,7 +6,6 @@ launch/slurm/pretrain.sbatch calls `python -m pretrain.slurm before` on every no
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,18 +14,18 @@ from typing import Any
 
 from pretrain.arguments import parse_arguments
 from pretrain.check import Plan, check_run
-from pretrain.checkpoint.manifest import newest_whole
+from pretrain.checkpoint.manifest import newest_step
 from pretrain.checkpoint.resume import checkpoints_of, choose_resume
 from pretrain.checkpoint.space import checkpoint_bytes
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, run_main, say
 from pretrain.device import detect_device
 from pretrain.distributed import World, print_error
 from pretrain.errors import ConfigError
-from pretrain.metrics.run_folder import read_metrics, read_rows
+from pretrain.exit_codes import NEVER_AGAIN, REFUSED, STOPPED
+from pretrain.metrics.rows import read_metrics, read_rows
 
 RECORD = "slurm.jsonl"
 STARTS_WITHOUT_PROGRESS = 3
-_NEVER_AGAIN = {2: "the run was refused", 76: "the bad-step guard stopped it"}
 _PROBE_BYTES = 32 * 2**20
 _PROBE_TIMEOUT_S = 20
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             before(plan, os.environ, signal_s=known.signal_seconds)
     except ConfigError as error:
         print_error(World(rank=node, size=node + 1, local_rank=0, local_size=1, launcher="slurm"), error)
-        return 2
+        return REFUSED
     return 0
 
 
@@ -74,9 +73,9 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
     starts = read_record(run, job)
     nodes = _output("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]).split()
     if starts:
-        _say(f"start {len(starts) + 1} of job {job}, on {' '.join(nodes)}")
+        say(f"start {len(starts) + 1} of job {job}, on {' '.join(nodes)}")
         for line in failed_nodes(starts[-1].nodes, since=starts[-1].time):
-            _say(line)
+            say(line)
     run.mkdir(parents=True, exist_ok=True)
     with open(run / RECORD, "a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(Start(job, nodes, newest_step(checkpoints_of(plan)), time.time()))) + "\n")
@@ -86,15 +85,15 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
     """0 where the job should go back into the queue, otherwise 1; says why."""
     starts = read_record(run, environ["SLURM_JOB_ID"])
     step = newest_step(run / "checkpoints")
-    if exit_code != 75:
+    if exit_code != STOPPED:
         for node in silent_nodes(starts[-1].nodes if starts else []):
-            _say(f"node {node} does not answer")
-    reason = _NEVER_AGAIN.get(exit_code)
+            say(f"node {node} does not answer")
+    reason = NEVER_AGAIN.get(exit_code)
     fruitless = [start for start in starts[-STARTS_WITHOUT_PROGRESS:] if start.step == step]
     if len(fruitless) == STARTS_WITHOUT_PROGRESS:
         reason = f"{STARTS_WITHOUT_PROGRESS} starts in a row went no further than step {step}"
     verdict = f"not started again, as {reason}" if reason else "back to the queue"
-    _say(f"exit code {exit_code}, step {step}: {verdict}")
+    say(f"exit code {exit_code}, step {step}: {verdict}")
     return 1 if reason else 0
 
 
@@ -139,15 +138,6 @@ def _bytes_per_second(folder: Path) -> float:
     finally:
         path.unlink(missing_ok=True)
     return _PROBE_BYTES / (time.perf_counter() - start)
-
-
-def newest_step(checkpoints: Path) -> int:
-    """The step of the newest whole checkpoint; 0 where there is none."""
-    try:
-        found = newest_whole(checkpoints)
-    except ConfigError:  # all are damaged, which the next start says
-        return 0
-    return 0 if found is None else found[1].step
 
 
 def read_record(run: Path, job: str) -> list[Start]:
@@ -203,10 +193,6 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(command[0], found=str(error), expected="SLURM's answer",
                           remedy="run it within a job of SLURM") from None
-
-
-def _say(text: str) -> None:
-    print(f"ds-pretrain: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

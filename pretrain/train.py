@@ -13,8 +13,9 @@ from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
-from pretrain.distributed import World, prepare_deepspeed, print_error, running_environment
+from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
+from pretrain.exit_codes import CRASHED, REFUSED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,16 +23,16 @@ def main(argv: list[str] | None = None) -> int:
 
     Whatever can be refused is, before torch is imported or a process joins.
     """
-    world = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+    world = ALONE
     try:
         world = running_environment()
         return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
-        return 2
+        return REFUSED
     except SaveError as error:
         print_error(world, error)
-        return 1
+        return CRASHED
 
 
 def run(args: RunArguments, world: World) -> int:

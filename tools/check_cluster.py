@@ -19,7 +19,7 @@ from pretrain.arguments import parse_arguments
 from pretrain.cli import Parser, run_main
 from pretrain.cluster.health.settings import Settings
 from pretrain.device import detect_device
-from pretrain.distributed import World, prepare_deepspeed, print_error, running_environment
+from pretrain.distributed import ALONE, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError
 
 _MIB = 2**20
@@ -64,7 +64,7 @@ def parse(words: list[str]) -> tuple[Settings, bool]:
 
 def main(words: list[str]) -> int:
     """The exit code."""
-    world = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+    world = ALONE
     try:
         world = running_environment()
         settings, as_json = parse(words)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pretrain.check import Plan
 from pretrain.checkpoint.commit import remove_leftovers
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, judged_folders, read_manifest, step_of
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, checkpoint_folders, judge_folder, read_manifest, step_of
 from pretrain.checkpoint.mirror import check_mirror, fetch, finished_in_mirror
 from pretrain.checkpoint.pickles import load_pickle
 from pretrain.checkpoint.resume import Resume, checkpoints_of, judged, refuse_to_overwrite
@@ -62,7 +62,7 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
     checkpoints, mirror = checkpoints_of(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, say=say)
     remove_leftovers(checkpoints)
-    here = {step_of(folder): (folder, found) for folder, found in judged_folders(checkpoints)}
+    here = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
     there: dict[int, str] = {}
     if mirror is not None:
         try:
@@ -71,11 +71,11 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
         except ConfigError as error:
             yield str(error)  # the run goes on if there is a checkpoint here
     if plan.args.resume == "never":
-        refuse_to_overwrite([*(folder for folder, _ in here.values()), *(f"{mirror}/{tag}" for tag in there.values())])
+        refuse_to_overwrite([*here.values(), *(f"{mirror}/{tag}" for tag in there.values())])
     for step in sorted(here.keys() | there.keys(), reverse=True):
         if step in here:
-            folder, found = here[step]
-            yield str(found) if isinstance(found, ConfigError) else (folder, found.to_json())
+            found = judge_folder(here[step])
+            yield str(found) if isinstance(found, ConfigError) else (here[step], found.to_json())
         if step in there and mirror is not None:
             say(f"fetching {there[step]} from {mirror}")
             try:

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest, step_of
+from pretrain.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_folders,
+    judge_folder,
+    newest_whole,
+    read_manifest,
+    step_of,
+)
 from pretrain.checkpoint.verify import Advance, damage
 from pretrain.errors import ConfigError
 
@@ -34,10 +42,10 @@ def find(path: Path) -> list[Found]:
     """
     if is_checkpoint(path):
         return [_judge(path)]
-    folders = [folder for folder in checkpoints_of(path).glob("global_step*") if step_of(folder) >= 0]
+    folders = checkpoint_folders(checkpoints_of(path))
     if not folders:
         raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
-    return [_judge(folder) for folder in sorted(folders, key=step_of, reverse=True)]
+    return [_judge(folder) for folder in folders]
 
 
 def find_one(path: Path) -> Found:
@@ -56,10 +64,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _judge(folder: Path) -> Found:
-    try:
-        return Found(folder, read_manifest(folder))
-    except ConfigError as error:
-        return Found(folder, None, str(error))
+    found = judge_folder(folder)
+    return Found(folder, None, str(found)) if isinstance(found, ConfigError) else Found(folder, found)
 
 
 def verify(found: Found, advance: Advance | None = None) -> list[str]:

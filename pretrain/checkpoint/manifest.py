@@ -4,6 +4,7 @@ A folder counts as a checkpoint if its manifest is intact and every file that it
 `verify.damage` compares the contents too.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -145,14 +146,24 @@ def step_of(folder: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-def judged_folders(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
-    """Every folder with a checkpoint's name, the newest first, with its manifest or what is wrong with it."""
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """Every folder with a checkpoint's name, the newest first; whole or not."""
     folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
-    for folder in sorted(folders, key=step_of, reverse=True):
-        try:
-            yield folder, read_manifest(folder)
-        except ConfigError as error:
-            yield folder, error
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def judge_folder(folder: Path) -> Manifest | ConfigError:
+    """Its manifest, or what is wrong with it, as `read_manifest` says."""
+    try:
+        return read_manifest(folder)
+    except ConfigError as error:
+        return error
+
+
+def judged_folders(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
+    """Every folder with a checkpoint's name, the newest first, with what `judge_folder` says."""
+    for folder in checkpoint_folders(checkpoints):
+        yield folder, judge_folder(folder)
 
 
 def whole_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
@@ -182,3 +193,11 @@ def newest_whole(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
         raise ConfigError(str(checkpoints), found=f"no whole checkpoint ({complaints[0]})",
                           expected="at least one whole checkpoint", remedy="restore one, or choose another --save")
     return None
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Step of the newest whole checkpoint; 0 where there is none, or all are damaged, which the run itself says."""
+    with contextlib.suppress(ConfigError):
+        found = newest_whole(checkpoints)
+        return found[1].step if found else 0
+    return 0

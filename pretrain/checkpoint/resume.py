@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.check import Plan
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, judged_folders, manifest_of, newest_whole
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, checkpoint_folders, manifest_of, newest_whole
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 
@@ -32,7 +32,7 @@ def choose_resume(plan: Plan) -> Resume | None:
     """
     checkpoints, has_mirror = checkpoints_of(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
-        refuse_to_overwrite([folder for folder, _ in judged_folders(checkpoints)])
+        refuse_to_overwrite(checkpoint_folders(checkpoints))
         return None
     try:
         found = newest_whole(checkpoints)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from pretrain.cli import say
 from pretrain.cluster.remote import HostError, Reach, ask_all
+from pretrain.exit_codes import FINISHED, GUARD, HANG, REFUSED, STOPPED
 
-EXIT_SAVED = 75
 LOST = 255  # ssh's exit code when the connection breaks
-_TOLD_FIRST = (2, 76, 77)  # refused, bad steps, hang: the ranks that end because of these only crash
+_TOLD_FIRST = (REFUSED, GUARD, HANG)  # the ranks that end because of these only crash
 _FAILED = re.compile(r"pdsh@[^:]*: (?P<host>\S+): ssh exited with exit code (?P<code>\d+)")
 _POLL_S = 0.2
 _LAUNCHER_ENDS_S = 5.0  # after the last process on the hosts
@@ -28,7 +29,7 @@ def exit_code(codes: Iterable[int]) -> int:
     for code in _TOLD_FIRST:
         if code in failed:
             return code
-    return max((code for code in failed if code != EXIT_SAVED), default=EXIT_SAVED if failed else 0)
+    return max((code for code in failed if code != STOPPED), default=STOPPED if failed else FINISHED)
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class Job:
         """Send a signal to every rank."""
         for host, told in self._ask("signal_ranks", number).items():
             if isinstance(told, HostError):
-                _say(f"{host}: its ranks cannot be told: {told}")
+                say(f"{host}: its ranks cannot be told: {told}")
 
     def end(self, patience_s: float = 0) -> None:
         """End every process of the job on every host; those that end by themselves within `patience_s` may."""
         answers = self._ask("end_job", patience_s, timeout_s=patience_s + 20)
         for host, ended in answers.items():
             if isinstance(ended, HostError):
-                _say(f"{host}: cannot be reached to end what remains there: {ended}")
+                say(f"{host}: cannot be reached to end what remains there: {ended}")
             elif ended:
-                _say(f"{host}: ended {len(ended)} process{'es' * (len(ended) > 1)} that remained")
+                say(f"{host}: ended {len(ended)} process{'es' * (len(ended) > 1)} that remained")
 
     def _ask(self, question: str, *words: Any, timeout_s: float = 15) -> dict[str, Any]:
         return ask_all(self.reach, dict.fromkeys(self.hosts, (question, self.name, *words)), timeout_s=timeout_s)
@@ -123,8 +124,8 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: Job,
             os.killpg(process.pid, signal.SIGKILL)
         reader.join(_LAUNCHER_ENDS_S)
     code = exit_code(codes if ended_by_us else [*watch.codes.values(), process.returncode])
-    if not ended_by_us and code not in (0, EXIT_SAVED) and any(watch.codes.values()):
-        _say(job.first_failed(watch.codes))
+    if not ended_by_us and code not in (FINISHED, STOPPED) and any(watch.codes.values()):
+        say(job.first_failed(watch.codes))
     if not ended_by_us and code != 0:
         job.end(patience_s=max(job.grace_s - (time.monotonic() - (watch.first_failure or time.monotonic())), 0))
     return code if interrupted is None else 128 + interrupted
@@ -139,11 +140,11 @@ def _wait(process: "subprocess.Popen[str]", job: Job, watch: Watch) -> int | Non
             if number == signal.SIGINT or (number == signal.SIGTERM and told):
                 return number
             if not told:
-                _say("asked to stop: all ranks save first")
+                say("asked to stop: all ranks save first")
                 job.tell(signal.SIGUSR1)
                 told = True
         if watch.others_run_on(job):
-            _say(f"{job.first_failed(watch.codes)}, and others still run {job.grace_s:g} s later: they are ended")
+            say(f"{job.first_failed(watch.codes)}, and others still run {job.grace_s:g} s later: they are ended")
             return None
         time.sleep(_POLL_S)
     return None
@@ -158,7 +159,3 @@ def _received_by(watch: Watch) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    print(f"ds-pretrain: {text}", file=sys.stderr, flush=True)

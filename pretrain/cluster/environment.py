@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def run_variables(facts: Mapping[str, Facts], slots: Mapping[str, int], own: Map
                   job: str) -> dict[str, str]:
     """All variables of the ranks, the user's own winning over what was found out."""
     return {"OMP_NUM_THREADS": str(threads(facts, slots)), **interface_variables(facts), **own, JOB_VARIABLE: job}
+
+
+def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's, for a `deepspeed` that it starts: with `variables`, and with its own scripts found first."""
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, **variables, "PATH": path}
 
 
 def write_environment(run: Path, variables: Mapping[str, str]) -> Path:

@@ -13,9 +13,9 @@ from pathlib import Path
 from pretrain.arguments import parse_arguments
 from pretrain.cli import Parser, run_main
 from pretrain.cluster.ending import Job, run_job
-from pretrain.cluster.environment import own_variables, run_variables, write_environment
+from pretrain.cluster.environment import launcher_environment, own_variables, run_variables, write_environment
 from pretrain.cluster.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.meeting import PORT_OFFSET, environment, join
+from pretrain.cluster.meeting import PORT_OFFSET, join
 from pretrain.cluster.preflight import ROOT, Facts, Question, examine_hosts, question_of
 from pretrain.cluster.remote import by_srun, by_ssh, here, ssh_options
 from pretrain.distributed import DEFAULT_MASTER_PORT
@@ -125,8 +125,7 @@ def _start(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, 
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
         hostfile = run / ".hostfile"  # the other launchers know no filters
         hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in ranks.items()))
-    environ = {**os.environ, "DS_ENV_FILE": str(write_environment(run, variables)),
-               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
+    environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
     environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
     command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
                                 interface=variables.get("NCCL_SOCKET_IFNAME", ""))
@@ -146,7 +145,7 @@ def _start_here(flags: argparse.Namespace, train: Sequence[str], slots: Mapping[
     try:
         if not flags.check_only:
             job = Job(name, ranks, [host], here, flags.grace)
-            environ = environment(run_variables({host: facts[host]}, ranks, own, name))
+            environ = launcher_environment(run_variables({host: facts[host]}, ranks, own, name))
             command = deepspeed_command(flags, train, hostfile=Path(flags.hostfile).absolute(),
                                         master_addr=flags.master_addr, interface="")
             code = run_job(command, environ, job, met.listen)

@@ -4,9 +4,6 @@ They compare their facts before anything starts; later a host whose ranks fail s
 """
 
 import json
-import os
-import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pretrain.cluster import probe
 from pretrain.cluster.ending import LOST, Watch
+from pretrain.cluster.listening import listens
 from pretrain.cluster.preflight import Facts, Question, check_here, compare, token_in
 from pretrain.errors import ConfigError
 
@@ -100,7 +98,7 @@ def join(hosts: tuple[str, ...], number: int, address: str, port: int, wait_s: f
     if not 0 <= number < len(hosts):
         raise ConfigError("--node_rank", found=number, expected=f"0 to {len(hosts) - 1}, this host's place in the file")
     where = f"--master_addr {address}, port {port}"
-    if number != 0 and not _listens(address, port, wait_s):
+    if number != 0 and not listens(address, port, wait_s):
         raise ConfigError(where, found="no answer", expected=f"the launcher of {hosts[0]}, the first host, within "
                           f"{wait_s:g} s", remedy="start launch/cluster.sh on it too, with --node_rank 0")
     try:
@@ -109,21 +107,3 @@ def join(hosts: tuple[str, ...], number: int, address: str, port: int, wait_s: f
         raise ConfigError(where, found=str(error).splitlines()[0], expected="a free port, between launchers alone",
                           remedy="--master_port N takes others") from None
     return Meeting(store, hosts, number, wait_s)
-
-
-def _listens(address: str, port: int, wait_s: float) -> bool:
-    """Whether anybody does within `wait_s`: TCPStore would print a stack for each attempt."""
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end:
-        try:
-            socket.create_connection((address, port), timeout=2).close()
-            return True
-        except OSError:
-            time.sleep(_POLL_S)
-    return False
-
-
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of this host's `deepspeed`, which reads no .deepspeed_env without ssh."""
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    return {**os.environ, **variables, "PATH": path}

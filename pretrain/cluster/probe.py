@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 JOB_VARIABLE = "DS_PRETRAIN_JOB"  # its value marks every process of one start
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _HASHED_BYTES = 2**20  # at either end of a file
 
 
@@ -139,8 +139,8 @@ def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]
 
 def signal_ranks(job: str, number: int) -> list[int]:
     """Send a signal to the ranks of `job` on this host (not to what they started). Returns their process ids."""
-    ranks = {process for process, environ in processes_of(job).items() if any(name in environ for name in
-                                                                              _RANK_VARIABLES)}
+    ranks = {process for process, environ in processes_of(job).items()
+             if any(name in environ for name in RANK_VARIABLES)}
     first = sorted(process for process in ranks if _parent(process) not in ranks)
     for process in first:
         _signal(process, number)

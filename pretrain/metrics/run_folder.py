@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.check import Plan
-from pretrain.errors import ConfigError
+from pretrain.metrics.rows import read_starts
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 
@@ -58,32 +58,6 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
         "versions": versions(), "git_commit": _git_commit(), "hosts": hosts,
     }
-
-
-def read_starts(run: Path) -> list[dict[str, Any]]:
-    """The records of run.json, the newest last. Raises ConfigError for what is no run folder."""
-    try:
-        return list(json.loads((run / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(run / "run.json"), found=str(getattr(error, "strerror", None) or error),
-                          expected="the record that a run writes when it starts",
-                          remedy="name the folder that --save gave") from None
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
-    return read_rows(run / "metrics.jsonl")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, without a last line that a kill cut short; none where there is no such file."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 class RunFolder:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.data.indexed import read_meta
-from pretrain.metrics.run_folder import read_metrics, read_starts
+from pretrain.metrics.rows import read_metrics, read_starts
 
 
 @dataclass(frozen=True)

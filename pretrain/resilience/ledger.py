@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.manifest import newest_whole
-from pretrain.errors import ConfigError
+from pretrain.checkpoint.manifest import newest_step
+from pretrain.metrics.rows import read_rows
 
 LEDGER = "restarts.jsonl"
 _FILES = ("events.jsonl", "metrics.jsonl")
@@ -62,41 +62,10 @@ def marks(run: Path) -> dict[str, int]:
 
 def read_progress(run: Path, since: Mapping[str, int]) -> Progress:
     """What has been written since those `marks`."""
-    events, metrics = (_rows(run / name, since[name]) for name in _FILES)
-    kept = checkpoint_step(run)
+    events, metrics = (read_rows(run / name, since[name]) for name in _FILES)
+    kept = newest_step(run / "checkpoints")
     began = next((event["step"] for event in events if event["event"] == "start"), kept)
     return Progress(events, [row for row in metrics if "step_time_ms" in row], began, kept)
-
-
-def _rows(path: Path, offset: int) -> list[dict[str, Any]]:
-    """The rows behind `offset`, without lines that a kill cut short."""
-    rows = []
-    if path.is_file():
-        with open(path, "rb") as file:
-            file.seek(offset)
-            for line in file:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    continue
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def checkpoint_step(run: Path) -> int:
-    """Step of the newest whole checkpoint; 0 where there is none."""
-    try:
-        found = newest_whole(run / "checkpoints")
-    except ConfigError:  # all are damaged: the run itself will say so
-        return 0
-    return found[1].step if found else 0
-
-
-def newest_start(run: Path) -> dict[str, Any] | None:
-    """The newest record of run.json; None where no start has come so far."""
-    try:
-        return dict(json.loads((run / "run.json").read_text(encoding="utf-8"))[-1])
-    except (OSError, ValueError, LookupError):
-        return None
 
 
 def step_seconds(progress: Progress) -> dict[int, float]:
@@ -154,5 +123,5 @@ class Ledger:
 
 def read_ledger(run: Path) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
     """(rows of starts, summary rows) of RUN/restarts.jsonl; none where there is no such file."""
-    rows = _rows(run / LEDGER, 0)
+    rows = read_rows(run / LEDGER)
     return [row for row in rows if "start" in row], [row for row in rows if "summary" in row]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import psutil
 
 from pretrain.checkpoint.background import WRITER_MODULE
+from pretrain.cluster.probe import RANK_VARIABLES
 
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
@@ -43,7 +43,7 @@ def _is_rank(process: psutil.Process, identity: Sequence[str], cwd: str) -> bool
         return False
     with contextlib.suppress(psutil.Error, OSError):
         environ = process.environ()
-        return any(name in environ for name in _RANK_VARIABLES) and process.cwd() == cwd
+        return any(name in environ for name in RANK_VARIABLES) and process.cwd() == cwd
     return False
 
 

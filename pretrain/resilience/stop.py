@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-STOPPED = 75  # exit code: saved, start me again (EX_TEMPFAIL of sysexits.h)
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 

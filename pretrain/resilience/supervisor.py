@@ -14,27 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from pretrain.checkpoint.manifest import newest_step
+from pretrain.cluster.remote import Reach
 from pretrain.errors import ConfigError
+from pretrain.exit_codes import CRASHED, FINISHED, GUARD, HANG, NEVER_AGAIN, REFUSED, STOPPED
+from pretrain.metrics.rows import read_starts
 from pretrain.resilience import launch_command as launch
-from pretrain.resilience.hosts import DEFAULT_HEALTH_COMMAND, Reach, ranks_on, unhealthy
-from pretrain.resilience.ledger import (
-    Ledger,
-    Progress,
-    Start,
-    checkpoint_step,
-    marks,
-    newest_start,
-    read_progress,
-    step_seconds,
-)
+from pretrain.resilience.hosts import DEFAULT_HEALTH_COMMAND, LOCAL, ranks_on, reach_hosts, unhealthy
+from pretrain.resilience.ledger import Ledger, Progress, Start, marks, read_progress, step_seconds
 from pretrain.resilience.processes import adopt_orphans, ask_to_save, descendants, end_descendants
 
-FINISHED, REFUSED, STOPPED, GUARD, HANG, CRASHED = 0, 2, 75, 76, 77, 1
 _SAID = {REFUSED: "refused", STOPPED: "stopped", GUARD: "stopped by the bad-step guard", HANG: "hang"}
-_FINAL = (FINISHED, REFUSED, GUARD)
 _POLL_S, _ASK_AGAIN_S, _TERM_S = 0.2, 1.0, 10.0
-_LOCAL = "localhost"
 Say = Callable[[str], None]
 
 
@@ -52,7 +45,7 @@ class Settings:
     grace_s: float = 1800.0  # for a run that was asked to save and end
     health_command: str = DEFAULT_HEALTH_COMMAND
     health_timeout_s: float = 60.0
-    reach: Reach = field(default_factory=Reach)
+    reach: Reach = field(default_factory=reach_hosts)
 
 
 class Heard:
@@ -94,11 +87,11 @@ def supervise(settings: Settings, say: Say) -> int:
 
 def _start_until_done(settings: Settings, ledger: Ledger, heard: Heard, say: Say) -> tuple[int, str]:
     """(exit code, outcome). The pause between two starts grows as long as nothing is gained."""
-    farthest, fruitless = checkpoint_step(settings.run), 0
+    farthest, fruitless = newest_step(settings.run / "checkpoints"), 0
     while True:
         start, seconds = _start(settings, len(ledger.starts) + 1, heard, say)
         ledger.add(start, seconds)
-        if start.exit_code in _FINAL:
+        if start.exit_code == FINISHED or start.exit_code in NEVER_AGAIN:
             return start.exit_code or 0, start.reason
         if heard.name:
             return STOPPED, f"{heard.name}: {start.reason}"
@@ -136,7 +129,8 @@ def _start(settings: Settings, number: int, heard: Heard, say: Say) -> tuple[Sta
     else:
         if number > 1:
             _end_leftovers(settings)
-        say(f"start {number} from step {checkpoint_step(settings.run)}" + (f" on {', '.join(hosts)}" if hosts else ""))
+        step = newest_step(settings.run / "checkpoints")
+        say(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
         code = _run(command, settings, since, heard)
     progress = read_progress(settings.run, since)
     if code is not None:
@@ -152,15 +146,14 @@ def _choose_hosts(settings: Settings, say: Say) -> tuple[list[str], list[str], s
     if settings.hostfile is None:
         return settings.command, [], ""
     hosts = launch.hosts_of(settings.command, settings.hostfile)
-    reach = Reach(settings.reach.port, settings.health_timeout_s)
-    ill = unhealthy(hosts, settings.health_command, reach)
+    ill = unhealthy(hosts, settings.health_command, settings.reach, settings.health_timeout_s)
     well = {host: slots for host, slots in hosts.items() if host not in ill}
     for host, wrong in ill.items():
         say(f"host {host} is not well: {wrong}")
     whole = launch.with_hostfile(settings.command, settings.hostfile)
     if not ill:
         return whole, list(well), ""
-    before = newest_start(settings.run)  # without it nobody knows the global batch
+    before = _newest_record(settings.run)  # without it nobody knows the global batch
     if settings.min_hosts is None or len(well) < settings.min_hosts or before is None:
         return whole, list(well), "host " + ", ".join(f"{host}: {wrong}" for host, wrong in ill.items())
     say(f"going on without {', '.join(ill)}")
@@ -240,16 +233,23 @@ def _shell_code(code: int | None) -> int:
 
 def _planned_steps(settings: Settings) -> int | None:
     """The step at which the run is complete, by its flags, and by its own record where they say tokens."""
-    record = newest_start(settings.run) or {}
+    record = _newest_record(settings.run) or {}
     steps = launch.run_setting(settings.command, "train_steps") or record.get("train_steps")
     limits = [int(str(value)) for value in (steps, launch.run_setting(settings.command, "exit_step"))
               if str(value).isdecimal()]
     return min(limits) if limits else None
 
 
+def _newest_record(run: Path) -> dict[str, Any] | None:
+    """The last one of run.json; None where no start has come so far."""
+    with contextlib.suppress(ConfigError, LookupError):
+        return read_starts(run)[-1]
+    return None
+
+
 def _on_hosts(settings: Settings, action: str) -> dict[str, list[int]]:
     """`ranks_on` all hosts of the hostfile, or this one."""
-    hosts = [_LOCAL] if settings.hostfile is None else launch.hosts_of(settings.command, settings.hostfile)
+    hosts = [LOCAL] if settings.hostfile is None else launch.hosts_of(settings.command, settings.hostfile)
     return ranks_on(hosts, action, launch.identity(settings.command), settings.reach)
 
 

@@ -6,9 +6,7 @@ A rank that hangs or never came would hang all others in a collective; here the 
 import contextlib
 import os
 import pickle
-import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,12 +14,12 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from pretrain.cluster.listening import listens
 from pretrain.distributed import World
 
 T = TypeVar("T")
 D = TypeVar("D")
 START_SHARE = 2.0  # of the time-out, until all have come: a cold shared disk takes long to import torch from
-_POLL_S = 0.5
 _GRACE_S = 5.0  # between two ranks whose actions were both given as long
 
 
@@ -101,27 +99,14 @@ def join(world: World, timeout_s: float) -> Board:
     start_s = START_SHARE * timeout_s
     holds_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
     try:
-        if not holds_store:
-            _wait_for_listener(address, port, start_s)
+        if not holds_store and not listens(address, port, start_s):
+            raise OSError("nobody listens")
         store = TCPStore(address, port, world.size, holds_store, timeout=timedelta(seconds=start_s),
                          wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError, OSError) as error:
         raise ConnectionError(f"no connection with rank 0 at {address}:{port} ({first_line(error)}); is it started, "
                               "and is this its address?") from None
     return Board(PrefixStore("check_cluster", store), world.rank, world.size, timeout_s)
-
-
-def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """Raises OSError. torch would fill the log with warnings meanwhile."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=timeout_s).close()
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(_POLL_S)
 
 
 def bounded(action: Callable[[], T], timeout_s: float) -> T:
