@@ -3,6 +3,7 @@
 #
 #   launch/quickstart.sh [RUN_FOLDER]     (default: runs/quickstart)
 #
+# SETUP=done: use the environment VENV as it is.
 # The corpus is the Python standard library's own source, about 30 MB, which every machine that runs this has.
 # Can be run again: each part that is there already is kept, and the training resumes or says that it is complete.
 set -euo pipefail
@@ -10,7 +11,7 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 run=$(realpath -m "${1:-$here/runs/quickstart}")
 cd "$here"
 start=$SECONDS
-launch/setup.sh
+[ "${SETUP:-}" = done ] || launch/setup.sh
 VENV=${VENV:-$here/.venv}
 export PATH="$VENV/bin:$PATH"
 say() { printf '\033[1m[quickstart] %s\033[0m\n' "$*"; }

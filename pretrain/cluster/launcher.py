@@ -120,12 +120,13 @@ def _start(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, 
     interface = facts[first].interface
     address = flags.master_addr or (interface[1] if interface else first)
     variables = run_variables(facts, ranks, own, job.name)
-    hostfile = Path(flags.hostfile).absolute()
     if flags.launcher != "pdsh":
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
-        hostfile = run / ".hostfile"  # the other launchers know no filters
-        hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in ranks.items()))
     environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
+    hostfile = Path(flags.hostfile).absolute()
+    if flags.launcher != "pdsh":
+        hostfile = run.absolute() / ".hostfile"  # the other launchers know no filters
+        hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in ranks.items()))
     environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
     command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
                                 interface=variables.get("NCCL_SOCKET_IFNAME", ""))

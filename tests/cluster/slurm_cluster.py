@@ -98,8 +98,9 @@ class SlurmCluster:
         wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}", timeout_s)
 
     def start_node(self, name: str) -> None:
-        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
-                   "slurmd", "-D", "-N", name, "-f", self.environ["SLURM_CONF"]]
+        # --mount-proc: in mounts of its own, too
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
+                   f"mount --bind '{self.folder}/hosts' /etc/hosts; exec slurmd -D -N {name} -f \"$SLURM_CONF\""]
         self.slurmds[name] = _daemon(command, self.folder, self.environ, self.stack)
 
     def end_node(self, name: str) -> None:
@@ -167,6 +168,7 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
                "VENV": str(Path(sys.executable).parents[1])}
     ports = {"controller_port": free_port(), "port_n1": free_port(), "port_n2": free_port()}
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, host=socket.gethostname(), **ports))
+    (folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n{_own_address()} {' '.join(NODES)}\n")
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir()
     with contextlib.ExitStack() as stack:
@@ -177,6 +179,12 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
             cluster.start_node(name)
         wait_until(lambda: _idle(cluster) == 2, lambda: (folder / "daemons.log").read_text(), timeout_s=30)
         yield cluster
+
+
+def _own_address() -> str:
+    """By which other machines know this one; the loopback interface's where there are none."""
+    words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    return words[0] if words else "127.0.0.1"
 
 
 def _idle(cluster: SlurmCluster) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -15,10 +16,12 @@ import pytest
 
 from pretrain.checkpoint.manifest import newest_whole
 from pretrain.cluster.ending import LOST
+from tests.cluster.mpi import mpi
 from tests.cluster.ssh_hosts import Host, Hosts
 from tests.distributed.launch import ROOT, free_port
 from tests.test_train import _flags, launch, losses, rows
 
+__all__ = ["mpi"]  # the fixture
 ZERO2 = ROOT / "ds_configs" / "zero2_bf16.json"
 PIPELINE = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 TRAIN = str(ROOT / "pretrain" / "train.py")
@@ -74,6 +77,29 @@ def test_two_hosts_train_as_one(hosts: Hosts, corpus: str, tmp_path: Path) -> No
         alone = launch(2, _flags(corpus, one, "--train_steps", "3", config=config))
         assert alone.returncode == 0, alone.stdout + alone.stderr
         assert losses(run) == [pytest.approx(row, rel=1e-6) for row in losses(one)]
+
+
+@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
+    """`--launcher openmpi` and `mpich`: DeepSpeed hands over to their `mpirun`, which reaches the hosts by ssh."""
+    found = {}
+    for launcher in ("openmpi", "mpich"):
+        folder, run = tmp_path / launcher, tmp_path / f"run-{launcher}"
+        folder.mkdir()
+        (folder / "mpirun").symlink_to(shutil.which(f"mpirun.{launcher}") or "")
+        environ = {**hosts.environ, "PATH": os.pathsep.join([str(folder), hosts.environ["PATH"]]),
+                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        # MPICH's mpirun tells the hosts to call it back by this machine's name, which they do not know
+        own = ["--launcher_args=-localhost " + hosts.a.address.rpartition(".")[0] + ".254"] * (launcher == "mpich")
+        command = [*_command(hosts, tmp_path, "--launcher", launcher, *own), "--"]
+        done = subprocess.run([*command, *_flags(corpus, run, "--train_steps", "3", config=ZERO2)], env=environ,
+                              cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 data-parallel" in done.stdout
+        hosts.wait_until_empty()
+        found[launcher] = losses(run)
+    assert len(found["openmpi"]) == 3
+    assert found["openmpi"] == found["mpich"]
 
 
 def _refused(hosts: Hosts, command: list[str], folder: Path) -> str:

@@ -1,7 +1,6 @@
 """launch/mpi.sh with Open MPI and MPICH, and ranks and addresses as MPI tells them."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.mpi import mpi
 from tests.distributed.launch import ROOT, free_port
 from tests.test_train import losses, rows
 
-_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
+__all__ = ["mpi"]  # the fixture
 _TELL = """
 import os, sys
 from pretrain.distributed import running_environment
@@ -23,19 +23,8 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: mpirun mixes the
 """
 
 
-def _missing() -> list[str]:
-    return [package for command, package in _PACKAGES.items() if shutil.which(command) is None]
-
-
 @pytest.fixture(scope="module")
-def environ() -> dict[str, str]:
-    """Of a machine with both kinds of mpirun."""
-    if _missing() and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], env=quiet, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", *_missing()], env=quiet, capture_output=True)
-    if _missing():
-        pytest.skip(f"MPI needs the packages {', '.join(_missing())}")
+def environ(mpi: None) -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()),
             "VENV": str(Path(sys.executable).parents[1]), "PYTHONPATH": str(ROOT),
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -101,6 +101,44 @@ def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
     assert slurm.state(first) == "CANCELLED"
 
 
+@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+def test_the_time_limit_sends_the_signal(slurm: SlurmCluster, config: str) -> None:
+    """SLURM's own timer, in a copy of the script that asks for it 30 s before the end of two minutes."""
+    run, script = slurm.folder / "timed", slurm.folder / "timed.sbatch"
+    script.write_text(SBATCH.read_text().replace("USR1@120", "USR1@30"))
+    job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=2", str(script), config, "--save", str(run),
+                       "--train_steps", "100000", "--save_interval", "0")
+    wait_until(lambda: "back to the queue" in slurm.log(job), lambda: slurm.log(job), timeout_s=180)
+    assert rows(run, "events.jsonl")[-1]["reason"] == "SIGUSR1"
+    assert "exit code 75" in slurm.log(job)
+    slurm.run("scancel", job)
+    slurm.wait_for(job, "CANCELLED")
+
+
+@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+@pytest.mark.parametrize("kind", ["srun --mpi=pmi2", "srun --mpi=pmix", "cluster.sh --launcher slurm"])
+def test_other_ways_to_start_ranks_in_a_job(slurm: SlurmCluster, config: str, kind: str) -> None:
+    run, script = slurm.folder / kind.replace(" ", "-"), slurm.folder / "other.sbatch"
+    train = f"--config {config} --train_steps 2 --save '{run}'"
+    if kind.startswith("srun"):
+        if kind.partition("=")[2] not in slurm.run("srun", "--mpi=list"):
+            pytest.skip(f"this SLURM has no {kind.partition('=')[2]}")
+        line = f"{kind} -N2 -n2 python -u '{ROOT}/pretrain/train.py' {train}"
+    else:
+        line = f"scontrol show hostnames | sed 's/$/ slots=1/' > hosts; " \
+               f"'{ROOT}/launch/{kind.split()[0]}' --hostfile hosts {kind.partition(' ')[2]} -- {train}"
+    script.write_text(f"#!/bin/bash\n#SBATCH --output=pretrain-%j.log\n{line}\n")
+    job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=9", str(script))
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    if "can not load PMIx library" in slurm.log(job):
+        pytest.skip("this SLURM's pmix needs libpmix.so: Debian has it in libpmix-dev")
+    if "no network interface" in slurm.log(job):
+        pytest.skip("this machine has no network interface but the loopback one")
+    assert slurm.state(job) == "COMPLETED", slurm.log(job)
+    assert "2 data-parallel" in slurm.log(job)
+    assert len(losses(run)) == 2
+
+
 def test_a_time_limit_below_a_save_is_refused(slurm: SlurmCluster, config: str) -> None:
     job = submit(slurm, config, slurm.folder / "short", minutes=1)
     slurm.wait_for(job, "FAILED")

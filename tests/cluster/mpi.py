@@ -1,0 +1,24 @@
+"""A machine with both kinds of mpirun."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich"}
+
+
+def _missing() -> list[str]:
+    return [package for command, package in _PACKAGES.items() if shutil.which(command) is None]
+
+
+@pytest.fixture(scope="module")
+def mpi() -> None:
+    """Open MPI and MPICH are installed, or the test is skipped."""
+    if _missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "update", "-qq"], env=quiet, capture_output=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", *_missing()], env=quiet, capture_output=True)
+    if _missing():
+        pytest.skip(f"MPI needs the packages {', '.join(_missing())}")
