@@ -6,6 +6,7 @@ them another file or folder, in that host's mount namespace alone.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_PAIRS = itertools.count()  # a process may have several pairs at a time
 PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "ip": "iproute2", "nsenter": "util-linux"}
 _SSHD = """
 PermitRootLogin yes
@@ -135,14 +137,13 @@ def _end_with_us() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _start(name: str, number: int, folder: Path, stack: contextlib.ExitStack) -> Host:
-    tag = f"{os.getpid() % 100000}{name}"
-    namespace, link, address = f"ds{tag}", f"dv{tag}", f"{_network()}.{number}"
+def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.ExitStack) -> Host:
+    namespace, link, address = f"ds{pair}{name}", f"dv{pair}{name}", f"{_network(pair)}.{number}"
     _run("ip", "netns", "add", namespace)
     stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
     stack.callback(_end_all, namespace)
     _run("ip", "link", "add", link, "type", "veth", "peer", "name", f"net{name}", "netns", namespace)
-    _run("ip", "link", "set", link, "master", _bridge())
+    _run("ip", "link", "set", link, "master", _bridge(pair))
     _run("ip", "link", "set", link, "up")
     for command in (f"addr add {address}/24 dev net{name}", f"link set net{name} up", "link set lo up"):
         _run("ip", "-n", namespace, *command.split())
@@ -165,13 +166,13 @@ def _end_all(namespace: str) -> None:
             os.kill(int(word), signal.SIGKILL)
 
 
-def _bridge() -> str:
-    return f"dsbr{os.getpid() % 100000}"
+def _bridge(pair: int) -> str:
+    return f"dsbr{pair}"
 
 
-def _network() -> str:
+def _network(pair: int) -> str:
     """Of 198.18.0.0/15, which is for tests."""
-    return f"198.{18 + os.getpid() // 250 % 2}.{os.getpid() % 250}"
+    return f"198.{18 + pair // 250 % 2}.{pair % 250}"
 
 
 @contextlib.contextmanager
@@ -180,15 +181,16 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("two hosts over ssh need root, for network namespaces")
     _need_packages()
+    pair = (os.getpid() + next(_PAIRS)) % 100000
     with contextlib.ExitStack() as stack:
         try:
-            _run("ip", "link", "add", _bridge(), "type", "bridge")
-            stack.callback(subprocess.run, ["ip", "link", "del", _bridge()], capture_output=True)
-            _run("ip", "addr", "add", f"{_network()}.254/24", "dev", _bridge())
-            _run("ip", "link", "set", _bridge(), "up")
+            _run("ip", "link", "add", _bridge(pair), "type", "bridge")
+            stack.callback(subprocess.run, ["ip", "link", "del", _bridge(pair)], capture_output=True)
+            _run("ip", "addr", "add", f"{_network(pair)}.254/24", "dev", _bridge(pair))
+            _run("ip", "link", "set", _bridge(pair), "up")
             Path("/run/sshd").mkdir(exist_ok=True)
             _keys(folder)
-            hosts = [_start(name, number, folder, stack) for number, name in enumerate("ab", 1)]
+            hosts = [_start(name, number, pair, folder, stack) for number, name in enumerate("ab", 1)]
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine makes no network namespaces: {error.cmd}: {error.stderr.strip()}")
         scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]

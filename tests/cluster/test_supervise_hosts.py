@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.resilience.hosts import Reach, ranks_on, unhealthy
+from pretrain.resilience.hosts import ranks_on, reach_hosts, unhealthy
 from pretrain.resilience.ledger import read_ledger
 from tests.cluster.ssh_hosts import Host, Hosts, two_hosts
 from tests.distributed.launch import ROOT, free_port, run_forked
@@ -55,7 +55,7 @@ def test_ranks_on_a_host_are_found_and_asked_and_ended(pair: Hosts, tmp_path: Pa
                                        "signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('saved').touch())\n"
                                        "pathlib.Path('began').touch()\nwhile True: time.sleep(1)\n")
     monkeypatch.chdir(tmp_path)
-    words, address, reach = ["--save", "a run", "--lr", "1%"], pair.b.address, Reach(timeout_s=20)
+    words, address, reach = ["--save", "a run", "--lr", "1%"], pair.b.address, reach_hosts()
     script = f"cd {tmp_path}; RANK=1 exec {sys.executable} train.py --local_rank=0 --save 'a run' --lr 1%"
     with subprocess.Popen(["ssh", address, script], env=pair.environ) as rank:
         wait_until(lambda: (tmp_path / "began").exists())
@@ -66,8 +66,8 @@ def test_ranks_on_a_host_are_found_and_asked_and_ended(pair: Hosts, tmp_path: Pa
         assert ranks_on([address], "end", words, reach) == {address: [pid]}
         assert rank.wait(10) != 0
     assert ranks_on([address], "list", words, reach) == {}
-    assert unhealthy([pair.a.address, address], "ip addr | grep -q netb || { echo no netb >&2; false; }", reach) == {
-        pair.a.address: "no netb"}
+    command = "ip addr | grep -q netb || { echo no netb >&2; false; }"
+    assert unhealthy([pair.a.address, address], command, reach, 20) == {pair.a.address: "no netb"}
 
 
 def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
