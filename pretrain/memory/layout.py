@@ -63,6 +63,8 @@ class Layout:
     reduce_scatter: bool = True
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
+    aio_block_bytes: int = 1_048_576  # smaller tensors than this (or 1 MiB) are not written to NVMe
+    aio_intra_op_parallelism: int = 1
     hpz_partition_size: int = 1  # ranks of ZeRO++'s second copy of the parameters
     activation_checkpoint_interval: int = 0  # layers of the pipeline's list in a recomputed group; 0: none
     micro_batch_size: int = 1  # samples
@@ -234,6 +236,8 @@ def _offload(get: _Getter) -> dict[str, Any]:
     result["offload_optimizer_ratio"] = float(get("zero_optimization.offload_optimizer.ratio", 1.0))
     for name in ("pipeline_read", "pipeline_write"):
         result[f"offload_{name}"] = bool(get(f"zero_optimization.offload_optimizer.{name}", False))
+    result["aio_block_bytes"] = get.integer("aio.block_size", 1_048_576)
+    result["aio_intra_op_parallelism"] = get.integer("aio.intra_op_parallelism", 1)
     result["offload_param_buffer_size"] = get.integer("zero_optimization.offload_param.buffer_size", 100_000_000)
     result["offload_param_max_in_cpu"] = get.integer("zero_optimization.offload_param.max_in_cpu", 1_000_000_000)
     return result

@@ -160,10 +160,10 @@ def _mlp(shape: ModelShape, name: str, inner: int, expert: bool = False) -> tupl
 
 
 def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
-    """A router, the experts, and the expert that all tokens share."""
+    """A router, the experts (each matrix of all of them as one tensor), and the expert that all tokens share."""
     router = _linear("router", shape.hidden_size, shape.num_experts, False, "")
-    experts = [tensor for index in range(shape.num_experts)
-               for tensor in _mlp(shape, f"experts.{index}", shape.moe_intermediate_size, expert=True)]
+    one = _mlp(shape, "experts", shape.moe_intermediate_size, expert=True)
+    experts = tuple(replace(tensor, shape=(shape.num_experts, *tensor.shape)) for tensor in one)
     shared = _mlp(shape, "shared_expert", shape.shared_expert_size) if shape.shared_expert_size else ()
     gate = _linear("shared_expert_gate", shape.hidden_size, 1, False, "") if shape.shared_expert_gate else ()
     return (*router, *experts, *shared, *gate)

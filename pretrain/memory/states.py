@@ -1,0 +1,315 @@
+"""What a rank holds between two micro-batches: parameters, gradients, master weights, optimizer states, fixed buffers.
+
+Exactly what DeepSpeed 0.19.8 allocates, with its padding; one function for each of its optimizers, named by the file
+that it was read from. "Between two micro-batches" of a step after the first: gradients are being accumulated, and the
+optimizer has its states. What comes and goes within a step is in `working.py`.
+
+The published formula (ZeRO, arXiv 1910.02054, section 3.1 and figure 1) is `paper_states`.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from pretrain.memory.footprint import Footprint
+from pretrain.memory.layout import Layout
+from pretrain.memory.shape import ModelShape
+from pretrain.memory.stages import Group, groups_of, stage_tensors
+
+Part = tuple[tuple[str, str], int]  # ((role, place), bytes)
+
+_FP32 = 4
+_MIN_AIO_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
+_AIO_ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES
+
+
+def engine_kind(layout: Layout) -> str:
+    """Which of DeepSpeed's optimizers runs this layout (runtime/engine.py, _do_optimizer_sanity_check).
+
+    "zero3", "zero12", "bf16" (BF16_Optimizer), "fp16" (FP16_Optimizer), or "plain" (the optimizer proper: fp32,
+    stage 0). bf16 at stage 0 runs as a PipelineModule here, which gives it BF16_Optimizer.
+    """
+    if layout.zero_stage == 3:
+        return "zero3"
+    fp32_sums = layout.grad_accum_dtype == "fp32" and layout.offload_optimizer == "none"
+    if layout.precision == "bf16" and (layout.zero_stage == 0 or (layout.zero_stage == 1 and fp32_sums)):
+        return "bf16"
+    if layout.zero_stage > 0:
+        return "zero12"
+    return "fp16" if layout.precision == "fp16" else "plain"
+
+
+def states_of_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank: int = 0) -> Footprint:
+    """States and fixed buffers of one rank.
+
+    Args:
+        stage: its pipeline stage.
+        zero_rank: its place among the ranks that ZeRO divides over.
+    """
+    tensors = stage_tensors(shape, layout, stage)
+    groups = groups_of(tensors, layout)
+    kind = engine_kind(layout)
+    if kind == "zero3":
+        return Footprint.of(_zero_3(groups, layout))
+    if kind == "zero12":
+        return Footprint.of(_zero_1_and_2(groups, layout, zero_rank))
+    if kind == "bf16":
+        return Footprint.of(_bf16_optimizer(groups, layout))
+    return Footprint.of(_undivided(groups, layout))
+
+
+def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
+    """The ZeRO rank with the largest states: ranks differ at stage 2 only, which keeps gradients of whole parameters,
+    those of the parameters that lie in a rank's part, if only in part.
+    """
+    if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
+        return 0
+    groups = groups_of(stage_tensors(shape, layout, stage), layout)
+    kept = [sum(_elements_touched(group, layout, rank % group.ranks) for group in groups)
+            for rank in range(layout.zero_size)]
+    return kept.index(max(kept))
+
+
+def optimizer_place(layout: Layout) -> str:
+    """Where an offloaded optimizer's tensors lie that DeepSpeed pins if `pin_memory` says so."""
+    if layout.offload_optimizer == "none":
+        return "device"
+    return "pinned" if layout.offload_optimizer_pinned else "host"
+
+
+def _unpinned(layout: Layout) -> str:
+    """Where those lie that it never pins: CPU Adam's moments, and ZeRO-3's master weights (converted after pinning)."""
+    return "device" if layout.offload_optimizer == "none" else "host"
+
+
+def master_bytes(layout: Layout) -> int:
+    """Of an element of the optimizer's own weights and of its gradient."""
+    return layout.element_bytes if layout.masters_in_16bit else _FP32
+
+
+def moment_bytes(layout: Layout) -> int:
+    """Of the optimizer's states of one element; Muon keeps one tensor for a matrix (see `_moments`)."""
+    return layout.optimizer_moments * (2 if layout.moments_in_16bit else _FP32)
+
+
+def _moments(group: Group, layout: Layout) -> int:
+    """Bytes an element in a group: Muon's vectors have Adam."""
+    single = moment_bytes(layout)
+    return 2 * single if layout.optimizer == "muon" and not group.matrices else single
+
+
+def padded(group: Group, layout: Layout) -> int:
+    """Elements of the flat tensor of a group at stages 1 and 2 and under BF16_Optimizer: a multiple of 2 x ranks
+    (zero/stage_1_and_2.py, nccl_start_alignment_factor), with gaps where parameters are to start at 16 bytes.
+    """
+    elements = sum(group.sizes)
+    if layout.parameter_alignment and engine_kind(layout) == "zero12":
+        step = 16 // layout.element_bytes
+        elements = sum(-(-size // step) * step for size in group.sizes[:-1]) + group.sizes[-1]
+    unit = 2 * group.ranks
+    return -(-elements // unit) * unit
+
+
+def _elements_touched(group: Group, layout: Layout, rank: int) -> int:
+    """Elements of all parameters that lie, wholly or in part, in a rank's part of the flat tensor."""
+    ends = list(accumulate(group.sizes))
+    part = padded(group, layout) // group.ranks
+    first, last = bisect_right(ends, rank * part), bisect_left(ends, (rank + 1) * part)
+    if first >= len(ends):
+        return 0
+    return ends[min(last, len(ends) - 1)] - (ends[first - 1] if first else 0)
+
+
+def _zero_1_and_2(groups: Sequence[Group], layout: Layout, rank: int) -> Iterator[Part]:
+    """DeepSpeedZeroOptimizer (zero/stage_1_and_2.py): flat 16-bit parameters, this rank's part in fp32."""
+    place, unpinned, element = optimizer_place(layout), _unpinned(layout), layout.element_bytes
+    for group in groups:
+        flat = padded(group, layout)
+        part = flat // group.ranks
+        yield ("parameters", "device"), flat * element
+        yield ("master_weights", place), part * master_bytes(layout)
+        yield ("optimizer_states", unpinned), part * _moments(group, layout)
+        yield from _gradients_1_and_2(group, layout, part, rank % group.ranks)
+        if layout.offload_optimizer != "none":  # param_buffer_of_bit16_for_cpu_offload_groups
+            yield ("gradients", place), part * master_bytes(layout)
+            yield ("buffers", place), part * element
+    if layout.zero_stage == 1:  # at stage 2 it goes after each micro-batch
+        yield ("buffers", "device"), bucket_bytes(layout)
+    if layout.offload_optimizer != "none":  # temp_grad_buffer_for_gpu_offload, ..._cpu_offload
+        largest = max(max(group.sizes) for group in groups) * element
+        yield ("buffers", "device"), largest
+        yield ("buffers", place), largest
+
+
+def bucket_bytes(layout: Layout) -> int:
+    """Of the buffers that gradients are reduced in at stages 1 and 2, two where that overlaps with the backward pass
+    (setup_buckets)."""
+    if not (layout.contiguous_gradients or layout.offload_optimizer != "none"):
+        return 0
+    element = layout.grad_accum_bytes if layout.zero_stage == 1 else layout.element_bytes
+    return layout.reduce_bucket_size * element * (2 if layout.overlap_comm else 1)
+
+
+def _gradients_1_and_2(group: Group, layout: Layout, part: int, rank: int) -> Iterator[Part]:
+    """Accumulated gradients. Stage 1 keeps all of them until the last micro-batch, in `param.grad` or, if they have
+    another dtype, in `param.grad_accum`. Stage 2 keeps those of the parameters in its part; if they are fp32 only its
+    part (`_use_compact_grad_partition_buffer`); offloaded, the sums lie on the host (`accumulated_grads_in_cpu`).
+    """
+    another_dtype = layout.grad_accum_bytes != layout.element_bytes
+    if layout.zero_stage == 1:
+        yield ("gradients", "device"), sum(group.sizes) * layout.grad_accum_bytes
+    elif another_dtype:
+        yield ("gradients", "device"), part * layout.grad_accum_bytes
+    elif layout.offload_optimizer == "none":
+        yield ("gradients", "device"), _elements_touched(group, layout, rank) * layout.element_bytes
+    elif layout.gradient_accumulation_steps > 1 and not layout.masters_in_16bit:
+        yield ("gradients", optimizer_place(layout)), _elements_touched(group, layout, rank) * layout.element_bytes
+
+
+def _bf16_optimizer(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
+    """BF16_Optimizer (runtime/bf16_optimizer.py): bf16 gradients as backward makes them, and a flat sum of them all."""
+    for group in groups:
+        flat = padded(group, layout)
+        part = flat // group.ranks
+        yield ("parameters", "device"), flat * layout.element_bytes
+        yield ("master_weights", "device"), part * _FP32
+        yield ("optimizer_states", "device"), part * _moments(group, layout)
+        yield ("gradients", "device"), sum(group.sizes) * layout.element_bytes
+        yield ("gradients", "device"), flat * layout.grad_accum_bytes
+
+
+def _undivided(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
+    """Stage 0 in fp16 (fp16/fused_optimizer.py) or fp32: everything whole on each rank; fp32 has no second copy."""
+    for group in groups:
+        elements = sum(group.sizes)
+        yield ("parameters", "device"), elements * layout.element_bytes
+        yield ("master_weights", "device"), elements * _FP32 * (layout.precision != "fp32")
+        yield ("optimizer_states", "device"), elements * _moments(group, layout)
+        yield ("gradients", "device"), elements * layout.element_bytes
+
+
+def partitions(group: Group) -> tuple[int, ...]:
+    """Elements of each parameter's part at stage 3 (zero/partition_parameters.py, _aligned_size)."""
+    return tuple(-(-size // group.ranks) for size in group.sizes)
+
+
+def sub_groups(parts: Sequence[int], layout: Layout) -> list[int]:
+    """Elements of each sub-group, the unit of steps and swaps (zero/stage3.py, _create_fp16_sub_groups)."""
+    if layout.sub_group_size >= sum(parts):
+        return [sum(parts)]
+    found, current = [], 0
+    for part in parts:
+        current += part
+        if current >= layout.sub_group_size:
+            found.append(current)
+            current = 0
+    return found + [current] * (current > 0)
+
+
+def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
+    """DeepSpeedZeroOptimizer_Stage3 (zero/stage3.py) and its partitioned parameters."""
+    place, unpinned = optimizer_place(layout), _unpinned(layout)
+    offloaded, master = layout.offload_optimizer != "none", master_bytes(layout)
+    aliased = master == layout.element_bytes and not offloaded  # fp32: the parameters are the master weights
+    for group in groups:
+        parts = partitions(group)
+        yield ("gradients", place), sum(parts) * layout.grad_accum_bytes  # grad_partitions_flat_buffer
+        for elements in sub_groups(parts, layout):
+            on_nvme = layout.offload_optimizer == "nvme" and _swaps(elements * master, layout)
+            size = _aligned(elements * master, layout) if on_nvme else elements * master
+            yield ("master_weights", "nvme" if on_nvme else unpinned), size * (not aliased)
+            states = size // master * _moments(group, layout)
+            yield ("optimizer_states", "nvme" if on_nvme else unpinned), states
+            if offloaded and not on_nvme:
+                yield ("gradients", place), elements * master
+        if layout.offload_optimizer == "nvme":
+            yield ("gradients", "nvme"), _swapped_gradients(parts, layout)
+    yield from _zero_3_parameters(groups, layout)
+    yield from _zero_3_buffers(groups, layout)
+
+
+def _zero_3_parameters(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
+    """Partitions in one flat tensor, offloaded a pinned one a group; small parameters whole beside it; ZeRO++'s copy.
+
+    With parameters on NVMe the host still keeps the first `max_in_cpu` elements; each part that is large enough has a
+    file, also if the host keeps it.
+    """
+    element, in_cpu = layout.element_bytes, 0
+    for group in groups:
+        parts = partitions(group)
+        held = sum(parts)
+        if layout.offload_param == "nvme":
+            held = min(held, max(0, layout.offload_param_max_in_cpu - in_cpu))
+            in_cpu += sum(parts)
+            files = sum(_aligned(part * element, layout) for part in parts if _swaps(part * element, layout))
+            yield ("parameters", "nvme"), files
+        yield ("parameters", "device" if layout.offload_param == "none" else "pinned"), held * element
+        if layout.hpz_partition_size > 1:
+            second = sum(-(-size // layout.hpz_partition_size) for size in group.sizes)
+            yield ("parameters", "device"), second * element
+        if group.ranks > 1 or (layout.offload_param != "none" and layout.device_kind != "cpu"):
+            yield ("parameters", "device"), persistent(groups, layout).get(group, 0) * element
+
+
+def persistent(groups: Sequence[Group], layout: Layout) -> dict[Group, int]:
+    """Elements by group of the parameters that are small enough to stay whole on every rank
+    (zero/parameter_offload.py, mark_persistent_parameters).
+    """
+    total, found = 0, {}
+    for group in groups:
+        small = sum(size for size in group.sizes if size <= layout.param_persistence_threshold)
+        kept = min(small, max(0, layout.model_persistence_threshold - total))
+        total += kept
+        found[group] = kept
+    return found
+
+
+def _zero_3_buffers(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
+    """The gradient bucket, and what NVMe is read and written through (swap_tensor/)."""
+    if layout.contiguous_gradients:
+        yield ("buffers", "device"), layout.reduce_bucket_size * layout.element_bytes
+    if layout.offload_optimizer == "nvme":
+        largest = max(elements for group in groups for elements in sub_groups(partitions(group), layout))
+        buffer = _aligned(largest * master_bytes(layout), layout)
+        yield ("buffers", "pinned"), layout.offload_optimizer_buffer_count * buffer
+    if layout.offload_param == "nvme":
+        buffer = _aligned(layout.offload_param_buffer_size * layout.element_bytes, layout)
+        yield ("buffers", "pinned"), layout.offload_param_buffer_count * buffer
+
+
+def _aligned(size_bytes: int, layout: Layout) -> int:
+    unit = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism
+    return -(-size_bytes // unit) * unit
+
+
+def _swaps(size_bytes: int, layout: Layout) -> bool:
+    """Whether a tensor is large enough for a file."""
+    return size_bytes >= max(_MIN_AIO_BYTES, layout.aio_block_bytes)
+
+
+def _swapped_gradients(parts: Iterable[int], layout: Layout) -> int:
+    """Bytes of gradient files: of each large part, as far as it is aligned; the rest stays in memory
+    (swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths)."""
+    unit, master = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism, master_bytes(layout)
+    return sum(part * master // unit * unit for part in parts if _swaps(part * master, layout))
+
+
+def paper_states(num_parameters: float, layout: Layout) -> Footprint:
+    """The formula of the ZeRO paper, with nothing but a number of parameters: 2 + 2 + K bytes each, K = 12 for Adam.
+
+    Stage 1 divides K by the ranks, stage 2 the gradients too, stage 3 the parameters too. In fp32 there are no master
+    weights. Offloaded states lie where the layout says; tensor and pipeline parallelism divide everything.
+    """
+    ranks, local = layout.zero_size, num_parameters / (layout.pipeline_stages * layout.tensor_parallel_size)
+    stage, element = layout.zero_stage, layout.element_bytes
+    part = local / ranks
+    place = {"none": "device", "cpu": optimizer_place(layout), "nvme": "nvme"}[layout.offload_optimizer]
+    params = {"none": "device", "cpu": "pinned", "nvme": "nvme"}[layout.offload_param]
+    divided = part if stage >= 1 else local
+    masters = master_bytes(layout) if layout.precision != "fp32" else 0
+    return Footprint.of([
+        (("parameters", params), round((part if stage == 3 else local) * element)),
+        (("gradients", "device" if stage < 2 else place), round((part if stage >= 2 else local)
+                                                                * layout.grad_accum_bytes)),
+        (("master_weights", place), round(divided * masters)),
+        (("optimizer_states", place), round(divided * moment_bytes(layout)))])
