@@ -229,6 +229,9 @@ def make_config(choice: _Choice, micro: int, steps: int, cluster: Cluster, shape
     if choice.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": choice.grad_accum_dtype}
     config["zero_optimization"] = _zero_block(choice, cluster, shape)
+    if shape is None:  # from whose width "auto" sizes would follow
+        config["zero_optimization"] = {name: value for name, value in config["zero_optimization"].items()
+                                       if value != "auto"}
     if "nvme" in OFFLOADS[choice.offload]:
         config["aio"] = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "overlap_events": True}
     if choice.pipeline_stages > 1:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.layout import Layout
-from pretrain.memory.shape import ModelShape
+from pretrain.memory.shape import Layer, ModelShape
+from pretrain.memory.stages import stage_layers
 from pretrain.memory.traffic import PHASES, Part, Transfer, passes
 
 KERNEL_EFFICIENCY = 0.55  # of the peak rate, while the device computes and waits for nothing
@@ -65,17 +66,33 @@ def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_len
     return 6.0 * matrices + 12.0 * shape.num_layers * shape.num_heads * shape.head_size * seq_length
 
 
+def stage_share(layout: Layout, shape: ModelShape, flops_per_token: float) -> float:
+    """The slowest stage's FLOPs as a multiple of the average stage's: the head makes the last one slow."""
+    if layout.pipeline_stages == 1:
+        return 1.0
+    chosen = shape.experts_per_token / shape.num_experts if shape.num_experts else 1.0
+    attention = 2.0 * shape.num_heads * shape.head_size * layout.seq_length
+
+    def weight(layer: Layer) -> float:
+        matrices = sum(tensor.size * (chosen if tensor.expert else 1.0) for tensor in layer.tensors)
+        return {"block": matrices + attention, "head": matrices}.get(layer.kind, 0.0)
+
+    slowest = max(sum(weight(layer) for layer in stage_layers(shape, layout, stage))
+                  for stage in range(layout.pipeline_stages))
+    return max(1.0, 6.0 * slowest * layout.pipeline_stages / flops_per_token)
+
+
 def step_time(layout: Layout, cluster: Cluster, rows: list[Transfer], part: Part, *, flops_per_token: float,
-              stage_share: float = 1.0, kernel_efficiency: float = KERNEL_EFFICIENCY) -> StepTime:
+              slowest: float = 1.0, kernel_efficiency: float = KERNEL_EFFICIENCY) -> StepTime:
     """Seconds of a step.
 
     Args:
         part: elements of the rank's part of the model before ZeRO divides it.
-        stage_share: the slowest stage's work as a multiple of the average stage's.
+        slowest: the slowest stage's work as a multiple of the average stage's.
     """
     flops = flops_per_token * layout.tokens_per_step
     peak = cluster.peak_flops(layout.precision)
-    compute = flops / layout.world_size / (peak * kernel_efficiency) * stage_share
+    compute = flops / layout.world_size / (peak * kernel_efficiency) * slowest
     recomputed = compute / 3 * (passes(layout) - 1)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}
     for phase in PHASES:
@@ -86,7 +103,7 @@ def step_time(layout: Layout, cluster: Cluster, rows: list[Transfer], part: Part
     return StepTime(
         compute_seconds=compute + recomputed, bubble_seconds=(compute + recomputed) * (stages - 1) / steps,
         network_seconds=waits["network"], pcie_seconds=waits["pcie"], disk_seconds=waits["disk"],
-        optimizer_seconds=_optimizer_seconds(layout, cluster, part.all / layout.zero_size),
+        optimizer_seconds=_optimizer_seconds(layout, cluster, part.owned(layout)),
         model_flops=flops, peak_flops=peak * layout.world_size)
 
 

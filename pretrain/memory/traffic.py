@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pretrain.memory.layout import DTYPE_BYTES, Layout
 from pretrain.memory.shape import ModelShape
+from pretrain.memory.stages import local_size, stage_tensors
 
 LINKS = ("network", "pcie", "disk")
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
@@ -34,14 +35,26 @@ class Part:
     dense: float
     experts: float = 0.0
 
-    @property
-    def all(self) -> float:
-        return self.dense + self.experts
+    def owned(self, layout: Layout) -> float:
+        """Of them, what ZeRO gives to one rank."""
+        return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
+
+
+def rank_part(layout: Layout, shape: ModelShape | None, num_parameters: int) -> Part:
+    """Of a rank of the largest stage."""
+    if shape is None:
+        return Part(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
+    parts = []
+    for stage in range(layout.pipeline_stages):
+        sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in stage_tensors(shape, layout, stage)]
+        parts.append(Part(sum(size for expert, size in sizes if not expert),
+                          sum(size for expert, size in sizes if expert)))
+    return max(parts, key=lambda part: part.dense + part.experts)
 
 
 def step_traffic(layout: Layout, part: Part, shape: ModelShape | None) -> list[Transfer]:
     """All transfers of one step of a rank with `part` of the model; activations only where the shape is known."""
-    rows = _zero_network(layout, part) + _offload(layout, part.dense + part.experts)
+    rows = _zero_network(layout, part) + _offload(layout, part)
     if shape is not None:
         rows += _pipeline(layout, shape) + _shared_layers(layout, shape)
     return [row for row in rows if row.bytes > 0]
@@ -91,32 +104,43 @@ def _stages_0_to_2(layout: Layout, what: str, elements: float, ranks: int, strid
     return rows
 
 
+def gathers(layout: Layout, elements: float) -> tuple[float, float]:
+    """How often stage 3 fetches a parameter for a micro-batch's forward and for its backward, on average.
+
+    The backward finds those that were used last still there: as much as max_live_parameters lets live, and of what
+    lies less than max_reuse_distance behind (runtime/zero/partitioned_param_coordinator.py, __params_to_release).
+    A recomputed forward fetches for the backward that follows it at once.
+    """
+    kept = min(elements, layout.max_live_parameters, layout.max_reuse_distance / 2)
+    return 1.0, 1.0 - kept / max(elements, 1.0)
+
+
 def _stage_3(layout: Layout, what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
-    """Parameters gathered for each pass over them, gradients scattered after each backward.
+    """Parameters gathered for the passes over them, gradients scattered after each backward.
 
     With ZeRO++'s hpZ the backward gathers within a group of `hpz_partition_size` ranks.
     """
     ring, steps = (ranks - 1) / ranks, layout.gradient_accumulation_steps
-    gathered = elements * layout.element_bytes * steps
+    forward, backward = gathers(layout, elements)
+    whole = elements * layout.element_bytes * steps
     near = min(layout.hpz_partition_size, ranks)
     back_ranks = near if near > 1 else ranks
-    back_ring = (back_ranks - 1) / back_ranks
     overlap = layout.overlap_comm
     return [
-        Transfer(f"parameters{what}: all-gather", "network", "forward", ring * gathered, ranks, stride, overlap),
-        Transfer(f"parameters{what}: all-gather", "network", "backward", back_ring * gathered * passes(layout),
-                 back_ranks, stride, overlap),
+        Transfer(f"parameters{what}: all-gather", "network", "forward", ring * whole * forward, ranks, stride, overlap),
+        Transfer(f"parameters{what}: all-gather", "network", "backward",
+                 (back_ranks - 1) / back_ranks * whole * backward, back_ranks, stride, overlap),
         Transfer(f"gradients{what}: reduce-scatter", "network", "backward",
                  ring * elements * reduced_dtype_bytes(layout) * steps, ranks, stride, overlap)]
 
 
-def _offload(layout: Layout, elements: float) -> list[Transfer]:
+def _offload(layout: Layout, part: Part) -> list[Transfer]:
     """What crosses PCIe, and what the disk reads and writes, of a rank's part of the states.
 
     Gradients go to the host at each micro-batch and, from the second on, come back first to be added to
     (async_accumulate_grad_in_cpu_via_gpu; stage3.py, partition_grads); the last time they go in fp32.
     """
-    mine = elements / layout.zero_size
+    mine = part.owned(layout)
     rows = []
     if layout.offload_optimizer != "none":
         ratio = layout.offload_optimizer_ratio
@@ -132,7 +156,7 @@ def _offload(layout: Layout, elements: float) -> list[Transfer]:
     if layout.offload_param != "none":
         reads = mine * layout.element_bytes * layout.gradient_accumulation_steps
         on_disk = layout.offload_param == "nvme"
-        for phase, times in (("forward", 1.0), ("backward", passes(layout))):
+        for phase, times in zip(("forward", "backward"), gathers(layout, part.dense + part.experts), strict=True):
             rows.append(Transfer("parameters from the host", "pcie", phase, reads * times, overlaps=True))
             if on_disk:
                 rows.append(Transfer("parameters: read", "disk", phase, reads * times, overlaps=True))
