@@ -109,7 +109,8 @@ def stage_layers(shape: ModelShape, layout: Layout, stage: int) -> tuple[Layer, 
 
 def stage_tensors(shape: ModelShape, layout: Layout, stage: int) -> tuple[Tensor, ...]:
     """The parameters of one stage, a tied matrix once."""
-    tied, tensors = False, []
+    tied = False
+    tensors: list[Tensor] = []
     for layer in stage_layers(shape, layout, stage):
         if not (layer.tied and tied):
             tensors += layer.tensors

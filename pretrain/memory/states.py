@@ -65,7 +65,7 @@ def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
     if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
         return 0
     groups = groups_of(stage_tensors(shape, layout, stage), layout)
-    kept = [sum(_elements_touched(group, layout, rank % group.ranks) for group in groups)
+    kept = [sum(elements_touched(group, layout, rank % group.ranks) for group in groups)
             for rank in range(layout.zero_size)]
     return kept.index(max(kept))
 
@@ -110,7 +110,7 @@ def padded(group: Group, layout: Layout) -> int:
     return -(-elements // unit) * unit
 
 
-def _elements_touched(group: Group, layout: Layout, rank: int) -> int:
+def elements_touched(group: Group, layout: Layout, rank: int) -> int:
     """Elements of all parameters that lie, wholly or in part, in a rank's part of the flat tensor."""
     ends = list(accumulate(group.sizes))
     part = padded(group, layout) // group.ranks
@@ -161,9 +161,9 @@ def _gradients_1_and_2(group: Group, layout: Layout, part: int, rank: int) -> It
     elif another_dtype:
         yield ("gradients", "device"), part * layout.grad_accum_bytes
     elif layout.offload_optimizer == "none":
-        yield ("gradients", "device"), _elements_touched(group, layout, rank) * layout.element_bytes
+        yield ("gradients", "device"), elements_touched(group, layout, rank) * layout.element_bytes
     elif layout.gradient_accumulation_steps > 1 and not layout.masters_in_16bit:
-        yield ("gradients", optimizer_place(layout)), _elements_touched(group, layout, rank) * layout.element_bytes
+        yield ("gradients", optimizer_place(layout)), elements_touched(group, layout, rank) * layout.element_bytes
 
 
 def _bf16_optimizer(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:

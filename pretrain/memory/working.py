@@ -1,0 +1,233 @@
+"""What comes and goes within a step: the moments at which memory may be at its most, each as a footprint of one rank.
+
+    loss        all activations of the micro-batches in flight, and the loss with its gradient
+    backward    in each group of layers: what it kept or recomputed, gradients of activations and of weights
+    reduction   ZeRO-1's gradients, its bucket, and this rank's averaged ones
+    step        the fp32 copies of gradients that the optimizer is given
+
+Read from DeepSpeed 0.19.8: runtime/pipe/engine.py and schedule.py, runtime/zero/stage_1_and_2.py, stage3.py,
+partitioned_param_coordinator.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pretrain.memory.activations import (
+    Pass,
+    block_backward,
+    boundary_bytes,
+    layer_kept,
+    logits_bytes,
+    loss_peak,
+    pass_of,
+)
+from pretrain.memory.footprint import Footprint
+from pretrain.memory.layout import Layout
+from pretrain.memory.shape import Layer, ModelShape
+from pretrain.memory.stages import Group, groups_of, local_size, stage_layers, stage_tensors
+from pretrain.memory.states import (
+    bucket_bytes,
+    elements_touched,
+    engine_kind,
+    master_bytes,
+    padded,
+    partitions,
+    persistent,
+    states_of_rank,
+    sub_groups,
+)
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a layout, and what all its moments have in common."""
+
+    shape: ModelShape
+    layout: Layout
+    stage: int
+    zero_rank: int
+
+    @property
+    def one(self) -> Pass:
+        return pass_of(self.layout)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.layout.pipeline_stages - 1
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations wait for their backward pass: 1F1B (runtime/pipe/schedule.py)."""
+        return min(self.layout.pipeline_stages - self.stage, self.layout.gradient_accumulation_steps)
+
+    @property
+    def pipe_buffers(self) -> int:
+        """Slots for the inputs and outputs of micro-batches (TrainSchedule.num_pipe_buffers)."""
+        return max(2, self.in_flight)
+
+    @property
+    def accumulates(self) -> bool:
+        return self.layout.gradient_accumulation_steps > 1
+
+    def groups(self) -> tuple[Group, ...]:
+        return groups_of(stage_tensors(self.shape, self.layout, self.stage), self.layout)
+
+
+def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
+            zero_rank: int = 0) -> Iterator[tuple[str, Footprint]]:
+    """(name, footprint) of the moments of one rank's step at which its memory may be at its most."""
+    rank = _Rank(shape, layout, stage, zero_rank)
+    held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
+    during = held + _zero_buffers(rank)
+    waiting = _recomputed_groups(rank)
+    kept = [kept for kept, _ in waiting]
+    if rank.is_last:
+        loss = Footprint.of([(("activations", "device"), rank.in_flight * sum(kept)),
+                             (("logits", "device"), loss_peak(shape, rank.one))])
+        yield "loss", during + loss + _gradients(rank, 0)
+    yield from (("backward", during + part) for part in _backward(rank, waiting))
+    if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
+        yield "reduction", held + _reduction(rank)
+    yield "step", held + _step(rank)
+
+
+def _between_layers(rank: _Rank) -> Footprint:
+    """What PipelineEngine keeps in its slots: inputs of the stage and outputs, on the last stage the logits of the
+    micro-batches before (`pipe_buffers['outputs']` is not cleared there). The plain module keeps nothing."""
+    if not rank.layout.uses_pipeline_module:
+        return Footprint()
+    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps)
+    parts = []
+    if rank.is_last:
+        parts.append((("logits", "device"), slots * logits_bytes(rank.shape, rank.one)))
+    if rank.stage > 0:  # received, and the gradient that is sent back
+        parts.append((("activations", "device"), 2 * boundary_bytes(rank.shape, rank.one)))
+    if not rank.is_last:  # outputs in flight, and the gradient that is received
+        parts.append((("activations", "device"), (rank.in_flight + 1) * boundary_bytes(rank.shape, rank.one)))
+    return Footprint.of(parts)
+
+
+def _recomputed_groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+    """(bytes kept by a micro-batch, layers) of each group of layers; a group with a block that is recomputed keeps its
+    input (model/specs.py, _worth_recomputing)."""
+    return _groups_of_layers(rank.shape, stage_layers(rank.shape, rank.layout, rank.stage), rank.one,
+                             rank.layout.activation_checkpoint_interval)
+
+
+@lru_cache(maxsize=512)
+def _groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
+                      interval: int) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+    sizes = {layer: layer_kept(shape, layer, one) for layer in set(layers)}
+    found = []
+    for start in range(0, len(layers), interval or 1):
+        group = layers[start:start + (interval or 1)]
+        recomputed = interval and any(layer.kind == "block" for layer in group)
+        found.append((boundary_bytes(shape, one) if recomputed else sum(sizes[layer] for layer in group), group))
+    return tuple(found)
+
+
+def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -> Iterator[Footprint]:
+    """Group by group, from the last: the activations of all before it, its own (recomputed if need be), and gradients.
+
+    Of a run of equal groups only the first and the last are looked at, as everything between changes evenly.
+    """
+    one, shape, interval = rank.one, rank.shape, rank.layout.activation_checkpoint_interval
+    others = (rank.in_flight - 1) * sum(kept for kept, _ in waiting)
+    before, done = sum(kept for kept, _ in waiting), 0
+    for index in reversed(range(len(waiting))):
+        kept, layers = waiting[index]
+        same = 0 < index < len(waiting) - 1 and layers == waiting[index - 1][1] == waiting[index + 1][1]
+        if not same:
+            recomputed = sum(layer_kept(shape, layer, one) for layer in layers) if interval else 0
+            work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
+            work += logits_bytes(shape, one) if layers[-1].kind == "head" else 0
+            alive = others + before + (recomputed if recomputed > kept else 0) + work
+            yield Footprint.of([(("activations", "device"), alive)]) + _gradients(rank, done, layers)
+        before -= kept
+        done += sum(layer.size for layer in layers)
+
+
+def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = ()) -> Footprint:
+    """Gradients of weights during the backward pass, as a difference from those between micro-batches.
+
+    Args:
+        done: parameters (elements) of the stage whose gradients are there already.
+        layers: the layers at work, the largest of whose gradients is there beside the sum it is added to.
+    """
+    layout, kind = rank.layout, engine_kind(rank.layout)
+    size = layout.element_bytes
+    largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
+    missing = 0
+    if not rank.accumulates and kind != "zero3" and not (kind == "zero12" and layout.zero_stage == 2):
+        total = sum(sum(group.sizes) for group in rank.groups())
+        missing = max(0, total - done - largest) * size
+        largest = 0
+    return Footprint.of([(("gradients", "device"), largest * size - missing)])
+
+
+def _zero_buffers(rank: _Rank) -> Footprint:
+    """What ZeRO needs beside its states during forward and backward passes.
+
+    Stage 2: the bucket (two, if reduction overlaps), and while gradients accumulate this rank's of this micro-batch
+    (`grads_in_partition`) beside the sum. Stage 3: parameters gathered for the layers at work, for the next ones
+    (`stage3_prefetch_bucket_size`), and those that come again within `stage3_max_reuse_distance`; the copy of the
+    bucket that is reduced and scattered.
+    """
+    layout, groups = rank.layout, rank.groups()
+    if layout.zero_stage == 2 and engine_kind(layout) == "zero12":
+        parts = [(("buffers", "device"), bucket_bytes(layout))]
+        if layout.offload_optimizer == "none" and rank.accumulates:
+            touched = sum(elements_touched(group, layout, rank.zero_rank % group.ranks) for group in groups)
+            parts.append((("gradients", "device"), touched * layout.element_bytes))
+        return Footprint.of(parts)
+    if layout.zero_stage < 3:
+        return Footprint()
+    bucket = min(layout.reduce_bucket_size, sum(sum(group.sizes) for group in groups)) * layout.element_bytes
+    return Footprint.of([(("buffers", "device"), bucket), (("parameters", "device"), gathered_bytes(rank, groups))])
+
+
+def gathered_bytes(rank: _Rank, groups: tuple[Group, ...]) -> int:
+    """Parameters that stage 3 has whole at once. On one rank without offload they are the partitions themselves."""
+    layout = rank.layout
+    copies = layout.offload_param != "none" and layout.device_kind != "cpu"
+    if all(group.ranks == 1 for group in groups) and not copies:
+        return 0
+    kept_whole = sum(persistent(groups, layout).values())
+    total = sum(sum(group.sizes) for group in groups) - kept_whole
+    largest = max(local_size(tensor, layout) for tensor in stage_tensors(rank.shape, layout, rank.stage))
+    live = largest + layout.prefetch_bucket_size + layout.max_reuse_distance // 2
+    return min(total, live) * layout.element_bytes
+
+
+def _reduction(rank: _Rank) -> Footprint:
+    """Stage 1 copies the gradients of its part out of the bucket (`grads_in_partition`)."""
+    if rank.layout.offload_optimizer != "none":
+        return Footprint()
+    touched = sum(elements_touched(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups())
+    return Footprint.of([(("gradients", "device"), touched * rank.layout.grad_accum_bytes)])
+
+
+def _step(rank: _Rank) -> Footprint:
+    """The largest group's gradients as the optimizer takes them, and what is copied on the way there; by the time of
+    the step stages 1 and 2 hold no gradients but those of this rank's part."""
+    layout, kind, groups = rank.layout, engine_kind(rank.layout), rank.groups()
+    summed = layout.grad_accum_bytes
+    parts = {
+        "zero3": max(max(sub_groups(partitions(group), layout)) for group in groups),
+        "zero12": max(padded(group, layout) // group.ranks for group in groups),
+        "bf16": max(padded(group, layout) // group.ranks for group in groups),
+    }
+    if kind == "fp16":
+        return Footprint.of([(("gradients", "device"), max(sum(group.sizes) for group in groups) * 2 * _FP32)])
+    if kind == "plain" or layout.offload_optimizer != "none":
+        return Footprint()
+    copied = parts[kind] * (summed if kind != "bf16" else 0)
+    converted = parts[kind] * master_bytes(layout) if summed != master_bytes(layout) else 0
+    let_go = 0
+    if kind == "zero12" and layout.zero_stage == 1:
+        let_go = sum(sum(group.sizes) - elements_touched(group, layout, rank.zero_rank % group.ranks)
+                     for group in groups) * summed + bucket_bytes(layout)
+    return Footprint.of([(("gradients", "device"), copied + converted - let_go)])
