@@ -33,7 +33,7 @@ class Tensor:
         return len(self.shape) >= 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal blocks of a shape are one object: compared often, and so quickly
 class Layer:
     """One entry of the list of layer specs."""
 

@@ -6,10 +6,9 @@ written out here without numpy, as importing deepspeed takes longer than all est
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 from pretrain.errors import ConfigError
 from pretrain.memory.layout import Layout
@@ -20,13 +19,33 @@ _CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "bl
             "head": "Head"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Parameters of a rank that ZeRO flattens and divides together: an optimizer parameter group."""
 
     sizes: tuple[int, ...]  # elements of each parameter, in the order of registration, on this rank before ZeRO
     ranks: int  # over which ZeRO divides them
     matrices: bool  # False: norms and biases
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Elements of the first i + 1 parameters."""
+        return tuple(accumulate(self.sizes))
+
+    @property
+    def size(self) -> int:
+        """Elements of all its parameters."""
+        return self.ends[-1]
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of its largest parameter."""
+        return max(self.sizes)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of each parameter's part at stage 3 (zero/partition_parameters.py, _aligned_size)."""
+        return tuple(-(-size // self.ranks) for size in self.sizes)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -80,7 +99,12 @@ def stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
     Raises:
         ConfigError: a partition method that is not known, or one that leaves a stage without a layer.
     """
-    layers, stages, method = shape.layers(), layout.pipeline_stages, layout.partition_method.lower()
+    return _bounds(shape, layout.pipeline_stages, layout.partition_method)
+
+
+@lru_cache(maxsize=256)
+def _bounds(shape: ModelShape, stages: int, partition_method: str) -> list[int]:
+    layers, method = shape.layers(), partition_method.lower()
     if stages == 1:
         return [0, len(layers)]
     if method == "uniform":
@@ -92,7 +116,7 @@ def stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
         kinds = ["embedding" if layer.tied else layer.kind for layer in layers]
         bounds = partition_balanced(tuple(int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds), stages)
     else:
-        raise ConfigError("pipeline.partition_method", found=repr(layout.partition_method),
+        raise ConfigError("pipeline.partition_method", found=repr(partition_method),
                           expected='"parameters", "uniform" or "type:REGEX"')
     if any(start >= end for start, end in pairwise(bounds)):
         raise ConfigError("pipeline_stages", found=f"{stages} stages for {len(layers)} layers",
@@ -100,7 +124,6 @@ def stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
     return bounds
 
 
-@lru_cache(maxsize=1024)
 def stage_layers(shape: ModelShape, layout: Layout, stage: int) -> tuple[Layer, ...]:
     """The layers of one pipeline stage."""
     bounds = stage_bounds(shape, layout)
@@ -109,9 +132,13 @@ def stage_layers(shape: ModelShape, layout: Layout, stage: int) -> tuple[Layer, 
 
 def stage_tensors(shape: ModelShape, layout: Layout, stage: int) -> tuple[Tensor, ...]:
     """The parameters of one stage, a tied matrix once."""
+    return _tensors(stage_layers(shape, layout, stage))
+
+
+def _tensors(layers: tuple[Layer, ...]) -> tuple[Tensor, ...]:
     tied = False
     tensors: list[Tensor] = []
-    for layer in stage_layers(shape, layout, stage):
+    for layer in layers:
         if not (layer.tied and tied):
             tensors += layer.tensors
         tied = tied or layer.tied
@@ -120,19 +147,28 @@ def stage_tensors(shape: ModelShape, layout: Layout, stage: int) -> tuple[Tensor
 
 def local_size(tensor: Tensor, layout: Layout) -> int:
     """Elements of a parameter on one rank before ZeRO: after tensor and expert parallelism."""
-    shared = layout.tensor_parallel_size if tensor.split else 1
-    shared *= layout.expert_parallel_size if tensor.expert else 1
+    return _local_size(tensor, layout.tensor_parallel_size, layout.expert_parallel_size)
+
+
+def _local_size(tensor: Tensor, tensor_parallel_size: int, expert_parallel_size: int) -> int:
+    shared = tensor_parallel_size if tensor.split else 1
+    shared *= expert_parallel_size if tensor.expert else 1
     return -(-tensor.size // shared)
 
 
-def groups_of(tensors: Sequence[Tensor], layout: Layout) -> tuple[Group, ...]:
-    """Parameter groups of these parameters: matrices and vectors, those of experts apart, none that is empty."""
-    found = []
-    for matrices in (True, False):
-        for expert in (False, True):
-            sizes = tuple(local_size(tensor, layout) for tensor in tensors
-                          if tensor.is_matrix == matrices and tensor.expert == expert)
-            ranks = layout.zero_size // (layout.expert_parallel_size if expert else 1)
-            if sizes:
-                found.append(Group(sizes, max(1, ranks), matrices))
-    return tuple(found)
+def rank_groups(shape: ModelShape, layout: Layout, stage: int) -> tuple[Group, ...]:
+    """Parameter groups of one stage: matrices and vectors, those of experts apart, none that is empty."""
+    return _groups(stage_layers(shape, layout, stage), layout.tensor_parallel_size, layout.expert_parallel_size,
+                   layout.zero_size)
+
+
+@lru_cache(maxsize=256)
+def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
+            zero_size: int) -> tuple[Group, ...]:
+    sizes: dict[tuple[bool, bool], list[int]] = {}
+    for tensor in _tensors(layers):
+        kind = (tensor.is_matrix, tensor.expert)
+        sizes.setdefault(kind, []).append(_local_size(tensor, tensor_parallel_size, expert_parallel_size))
+    return tuple(Group(tuple(sizes[matrices, expert]),
+                       max(1, zero_size // (expert_parallel_size if expert else 1)), matrices)
+                 for matrices in (True, False) for expert in (False, True) if (matrices, expert) in sizes)

@@ -9,12 +9,12 @@ The published formula (ZeRO, arXiv 1910.02054, section 3.1 and figure 1) is `pap
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from functools import lru_cache
 
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import ModelShape
-from pretrain.memory.stages import Group, groups_of, stage_tensors
+from pretrain.memory.stages import Group, rank_groups
 
 Part = tuple[tuple[str, str], int]  # ((role, place), bytes)
 
@@ -46,8 +46,7 @@ def states_of_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_ra
         stage: its pipeline stage.
         zero_rank: its place among the ranks that ZeRO divides over.
     """
-    tensors = stage_tensors(shape, layout, stage)
-    groups = groups_of(tensors, layout)
+    groups = rank_groups(shape, layout, stage)
     kind = engine_kind(layout)
     if kind == "zero3":
         return Footprint.of(_zero_3(groups, layout))
@@ -64,9 +63,14 @@ def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
     """
     if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
         return 0
-    groups = groups_of(stage_tensors(shape, layout, stage), layout)
-    kept = [sum(elements_touched(group, layout, rank % group.ranks) for group in groups)
-            for rank in range(layout.zero_size)]
+    return _most_touched(rank_groups(shape, layout, stage), layout.zero_size, layout.parameter_alignment,
+                         layout.element_bytes)
+
+
+@lru_cache(maxsize=256)
+def _most_touched(groups: tuple[Group, ...], ranks: int, aligned: bool, element_bytes: int) -> int:
+    layout = Layout(zero_stage=2, parameter_alignment=aligned, precision="bf16" if element_bytes == 2 else "fp32")
+    kept = [sum(elements_touched(group, layout, rank % group.ranks) for group in groups) for rank in range(ranks)]
     return kept.index(max(kept))
 
 
@@ -102,7 +106,7 @@ def padded(group: Group, layout: Layout) -> int:
     """Elements of the flat tensor of a group at stages 1 and 2 and under BF16_Optimizer: a multiple of 2 x ranks
     (zero/stage_1_and_2.py, nccl_start_alignment_factor), with gaps where parameters are to start at 16 bytes.
     """
-    elements = sum(group.sizes)
+    elements = group.size
     if layout.parameter_alignment and engine_kind(layout) == "zero12":
         step = 16 // layout.element_bytes
         elements = sum(-(-size // step) * step for size in group.sizes[:-1]) + group.sizes[-1]
@@ -112,7 +116,7 @@ def padded(group: Group, layout: Layout) -> int:
 
 def elements_touched(group: Group, layout: Layout, rank: int) -> int:
     """Elements of all parameters that lie, wholly or in part, in a rank's part of the flat tensor."""
-    ends = list(accumulate(group.sizes))
+    ends = group.ends
     part = padded(group, layout) // group.ranks
     first, last = bisect_right(ends, rank * part), bisect_left(ends, (rank + 1) * part)
     if first >= len(ends):
@@ -136,7 +140,7 @@ def _zero_1_and_2(groups: Sequence[Group], layout: Layout, rank: int) -> Iterato
     if layout.zero_stage == 1:  # at stage 2 it goes after each micro-batch
         yield ("buffers", "device"), bucket_bytes(layout)
     if layout.offload_optimizer != "none":  # temp_grad_buffer_for_gpu_offload, ..._cpu_offload
-        largest = max(max(group.sizes) for group in groups) * element
+        largest = max(group.largest for group in groups) * element
         yield ("buffers", "device"), largest
         yield ("buffers", place), largest
 
@@ -157,7 +161,7 @@ def _gradients_1_and_2(group: Group, layout: Layout, part: int, rank: int) -> It
     """
     another_dtype = layout.grad_accum_bytes != layout.element_bytes
     if layout.zero_stage == 1:
-        yield ("gradients", "device"), sum(group.sizes) * layout.grad_accum_bytes
+        yield ("gradients", "device"), group.size * layout.grad_accum_bytes
     elif another_dtype:
         yield ("gradients", "device"), part * layout.grad_accum_bytes
     elif layout.offload_optimizer == "none":
@@ -174,23 +178,18 @@ def _bf16_optimizer(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
         yield ("parameters", "device"), flat * layout.element_bytes
         yield ("master_weights", "device"), part * _FP32
         yield ("optimizer_states", "device"), part * _moments(group, layout)
-        yield ("gradients", "device"), sum(group.sizes) * layout.element_bytes
+        yield ("gradients", "device"), group.size * layout.element_bytes
         yield ("gradients", "device"), flat * layout.grad_accum_bytes
 
 
 def _undivided(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
     """Stage 0 in fp16 (fp16/fused_optimizer.py) or fp32: everything whole on each rank; fp32 has no second copy."""
     for group in groups:
-        elements = sum(group.sizes)
+        elements = group.size
         yield ("parameters", "device"), elements * layout.element_bytes
         yield ("master_weights", "device"), elements * _FP32 * (layout.precision != "fp32")
         yield ("optimizer_states", "device"), elements * _moments(group, layout)
         yield ("gradients", "device"), elements * layout.element_bytes
-
-
-def partitions(group: Group) -> tuple[int, ...]:
-    """Elements of each parameter's part at stage 3 (zero/partition_parameters.py, _aligned_size)."""
-    return tuple(-(-size // group.ranks) for size in group.sizes)
 
 
 def sub_groups(parts: Sequence[int], layout: Layout) -> list[int]:
@@ -212,7 +211,7 @@ def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     offloaded, master = layout.offload_optimizer != "none", master_bytes(layout)
     aliased = master == layout.element_bytes and not offloaded  # fp32: the parameters are the master weights
     for group in groups:
-        parts = partitions(group)
+        parts = group.parts
         yield ("gradients", place), sum(parts) * layout.grad_accum_bytes  # grad_partitions_flat_buffer
         for elements in sub_groups(parts, layout):
             on_nvme = layout.offload_optimizer == "nvme" and _swaps(elements * master, layout)
@@ -236,7 +235,7 @@ def _zero_3_parameters(groups: Sequence[Group], layout: Layout) -> Iterator[Part
     """
     element, in_cpu = layout.element_bytes, 0
     for group in groups:
-        parts = partitions(group)
+        parts = group.parts
         held = sum(parts)
         if layout.offload_param == "nvme":
             held = min(held, max(0, layout.offload_param_max_in_cpu - in_cpu))
@@ -269,7 +268,7 @@ def _zero_3_buffers(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     if layout.contiguous_gradients:
         yield ("buffers", "device"), layout.reduce_bucket_size * layout.element_bytes
     if layout.offload_optimizer == "nvme":
-        largest = max(elements for group in groups for elements in sub_groups(partitions(group), layout))
+        largest = max(elements for group in groups for elements in sub_groups(group.parts, layout))
         buffer = _aligned(largest * master_bytes(layout), layout)
         yield ("buffers", "pinned"), layout.offload_optimizer_buffer_count * buffer
     if layout.offload_param == "nvme":

@@ -25,14 +25,13 @@ from pretrain.memory.activations import (
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import Layer, ModelShape
-from pretrain.memory.stages import Group, groups_of, local_size, stage_layers, stage_tensors
+from pretrain.memory.stages import Group, local_size, rank_groups, stage_layers
 from pretrain.memory.states import (
     bucket_bytes,
     elements_touched,
     engine_kind,
     master_bytes,
     padded,
-    partitions,
     persistent,
     states_of_rank,
     sub_groups,
@@ -73,7 +72,7 @@ class _Rank:
         return self.layout.gradient_accumulation_steps > 1
 
     def groups(self) -> tuple[Group, ...]:
-        return groups_of(stage_tensors(self.shape, self.layout, self.stage), self.layout)
+        return rank_groups(self.shape, self.layout, self.stage)
 
 
 def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
@@ -162,7 +161,7 @@ def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = ()) -> Footpr
     largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
     missing = 0
     if not rank.accumulates and kind != "zero3" and not (kind == "zero12" and layout.zero_stage == 2):
-        total = sum(sum(group.sizes) for group in rank.groups())
+        total = sum(group.size for group in rank.groups())
         missing = max(0, total - done - largest) * size
         largest = 0
     return Footprint.of([(("gradients", "device"), largest * size - missing)])
@@ -185,7 +184,7 @@ def _zero_buffers(rank: _Rank) -> Footprint:
         return Footprint.of(parts)
     if layout.zero_stage < 3:
         return Footprint()
-    bucket = min(layout.reduce_bucket_size, sum(sum(group.sizes) for group in groups)) * layout.element_bytes
+    bucket = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * layout.element_bytes
     return Footprint.of([(("buffers", "device"), bucket), (("parameters", "device"), gathered_bytes(rank, groups))])
 
 
@@ -196,8 +195,8 @@ def gathered_bytes(rank: _Rank, groups: tuple[Group, ...]) -> int:
     if all(group.ranks == 1 for group in groups) and not copies:
         return 0
     kept_whole = sum(persistent(groups, layout).values())
-    total = sum(sum(group.sizes) for group in groups) - kept_whole
-    largest = max(local_size(tensor, layout) for tensor in stage_tensors(rank.shape, layout, rank.stage))
+    total = sum(group.size for group in groups) - kept_whole
+    largest = max(group.largest for group in groups)
     live = largest + layout.prefetch_bucket_size + layout.max_reuse_distance // 2
     return min(total, live) * layout.element_bytes
 
@@ -216,18 +215,18 @@ def _step(rank: _Rank) -> Footprint:
     layout, kind, groups = rank.layout, engine_kind(rank.layout), rank.groups()
     summed = layout.grad_accum_bytes
     parts = {
-        "zero3": max(max(sub_groups(partitions(group), layout)) for group in groups),
+        "zero3": max(max(sub_groups(group.parts, layout)) for group in groups),
         "zero12": max(padded(group, layout) // group.ranks for group in groups),
         "bf16": max(padded(group, layout) // group.ranks for group in groups),
     }
     if kind == "fp16":
-        return Footprint.of([(("gradients", "device"), max(sum(group.sizes) for group in groups) * 2 * _FP32)])
+        return Footprint.of([(("gradients", "device"), max(group.size for group in groups) * 2 * _FP32)])
     if kind == "plain" or layout.offload_optimizer != "none":
         return Footprint()
     copied = parts[kind] * (summed if kind != "bf16" else 0)
     converted = parts[kind] * master_bytes(layout) if summed != master_bytes(layout) else 0
     let_go = 0
     if kind == "zero12" and layout.zero_stage == 1:
-        let_go = sum(sum(group.sizes) - elements_touched(group, layout, rank.zero_rank % group.ranks)
+        let_go = sum(group.size - elements_touched(group, layout, rank.zero_rank % group.ranks)
                      for group in groups) * summed + bucket_bytes(layout)
     return Footprint.of([(("gradients", "device"), copied + converted - let_go)])
