@@ -69,7 +69,7 @@ def _sparse(values: Values, moe_default: int, experts_default: int, chosen_defau
     step = _read(values, "decoder_sparse_step", 1)
     only = set(_read(values, "mlp_only_layers", []))
     dense = {index for index in range(_need(values, "num_hidden_layers")) if index in only or (index + 1) % step}
-    return {"num_experts": _read(values, "num_experts", experts_default),
+    return {"num_experts": _read(values, "num_experts", _read(values, "num_local_experts", experts_default)),
             "experts_per_token": _read(values, "num_experts_per_tok", chosen_default),
             "moe_intermediate_size": _read(values, "moe_intermediate_size", moe_default),
             "dense_layers": frozenset(dense)}

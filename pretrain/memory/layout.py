@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pretrain.ds_read import get_value
+from pretrain.ds_keys import check_keys
+from pretrain.ds_read import DsFile, get_value
+from pretrain.ds_schema import TREE
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,10 +17,7 @@ MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2
            "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}  # tensors of a parameter's size that it keeps
 _SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold",
               "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
-_READ_KEYS = frozenset(
-    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16
-    bfloat16 data_types zero_optimization pipeline activation_checkpointing tensor_parallel sequence_parallel_size
-    gradient_clipping communication_data_type aio""".split())  # noqa: SIM905 (readable)
+_PARALLEL_KEYS = ("tensor_parallel", "sequence_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,19 @@ def layout_of_config(config: Mapping[str, Any], *, world_size: int, seq_length: 
     """The layout that a DeepSpeed JSON describes, whoever wrote it.
 
     Lenient: "auto" values are filled (batch sizes from the arguments, ZeRO's sizes from `hidden_size`, as transformers
-    documents them), unknown keys are noted.
+    documents them). `notes` says which keys were not understood, and what this project's check of keys would refuse
+    first; "not understood" are those that no DeepSpeed 0.19.8 has.
 
     Raises:
         ConfigError: degrees that do not divide the ranks, values that are no layout.
     """
     get = _Getter(config)
-    notes = [f'"{key}" has no part in the estimate' for key in config if key not in _READ_KEYS and key[:1] != "_"
-             and key in ("zero_optimisation", "zero", "amp", "compression_training", "elasticity")]
+    notes = [f'"{key}" is not understood, and has no part in the estimate' for key in config
+             if key not in TREE and key not in _PARALLEL_KEYS]
+    try:
+        check_keys(DsFile(name or "this JSON", dict(config)))
+    except ConfigError as error:
+        notes.append(f"this project would refuse it: {error}")
     tensor = get.integer("tensor_parallel.autotp_size", get.integer("tensor_parallel.tp_size", 1))
     layout = Layout(
         name=name, world_size=world_size, seq_length=seq_length, device_kind=device_kind,
