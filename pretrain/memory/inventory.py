@@ -104,9 +104,15 @@ def _offloaded(engine: DeepSpeedEngine, *, pinned: bool) -> str:
         pinned: whether DeepSpeed pins this tensor when `pin_memory` asks for it.
     """
     offload = engine.zero_offload_optimizer()
-    if offload is None or str(offload.device.value) == "none":
+    if _device_of(offload) == "none":
         return "device"
     return "pinned" if pinned and offload.pin_memory else "host"
+
+
+def _device_of(offload: Any) -> str:
+    """none, cpu or nvme: of an offload block of DeepSpeed's configuration, or of None where there is none."""
+    device = "none" if offload is None else offload.device
+    return str(getattr(device, "value", device))
 
 
 def _reduction_buffers(engine: DeepSpeedEngine) -> Iterator[Entry]:
@@ -132,8 +138,7 @@ def _zero_3(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[Entry]:
     """DeepSpeedZeroOptimizer_Stage3. Its fp32 parts are converted after any pinning, so they are not pinned
     (zero/stage3.py, _create_fp32_partitions); offloaded parameters are pinned always.
     """
-    offload = engine.zero_offload_param()
-    params = "device" if offload is None or str(offload.device.value) == "none" else "pinned"
+    params = "device" if _device_of(engine.zero_offload_param()) == "none" else "pinned"
     yield from _of("parameters", params, "lp_param_buffer", getattr(optimizer, "lp_param_buffer", None))
     yield from _of("parameters", params, "param_groups_fp16_flat_cpu_memory",
                    optimizer.param_groups_fp16_flat_cpu_memory)
@@ -226,12 +231,11 @@ def _parts(node: Any) -> Iterable[tuple[str, Any]]:
 
 def nvme_files(engine: DeepSpeedEngine, rank: int) -> dict[Path, str]:
     """The files that offload to NVMe keeps for one rank, each with its role."""
-    found = {}
+    found: dict[Path, str] = {}
     for offload in (engine.zero_offload_optimizer(), engine.zero_offload_param()):
-        if offload is None or str(offload.device.value) != "nvme":
-            continue
-        for path in Path(offload.nvme_path, "zero_stage_3").glob(f"*/rank{rank}/*.swp"):
-            found[path] = role_of_file(path)
+        if _device_of(offload) == "nvme":
+            paths = Path(offload.nvme_path, "zero_stage_3").glob(f"*/rank{rank}/*.swp")
+            found.update({path: role_of_file(path) for path in paths})
     return found
 
 

@@ -66,12 +66,15 @@ def observe(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: Storage
         tracker: entered before the engine was built, where the device is no CUDA device.
     """
     moments: list[tuple[list[Holding], int]] = []
+    batches, times = random_batches(plan), []
+    own = {tensor.untyped_storage()._cdata for tokens, (labels, weights) in batches
+           for tensor in (tokens, labels, weights)}
 
     def look() -> None:
         found = holdings(engine)
-        moments.append((found, unaccounted(found, tracker.sizes) if tracker is not None else -1))
+        alive = {} if tracker is None else {key: size for key, size in tracker.sizes.items() if key not in own}
+        moments.append((found, unaccounted(found, alive) if tracker is not None else -1))
 
-    batches, times = random_batches(plan), []
     call_after_backward(engine, look)
     peaks: dict[str, int] = {}
     train_batch(engine, batches)

@@ -66,13 +66,10 @@ class StorageTracker(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory behind a tensor; None where it has none (meta tensors, sparse ones)."""
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    """The memory behind a tensor, or what would be behind a FakeTensor; None for meta tensors and sparse ones."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
-    fake = type(tensor).__name__ == "FakeTensor"
-    return storage if fake or storage.device.type != "meta" else None
+    return tensor.untyped_storage()
 
 
 @contextlib.contextmanager
