@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pretrain.distributed import World
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import OFFLOADS, Axes, Candidate, combine
-from pretrain.memory.compare import Subject, host_bytes, judge
+from pretrain.memory.compare import Subject, judge
 from pretrain.memory.estimate import Estimate, estimate
 from pretrain.memory.hardware import GIB, make_cluster
 from pretrain.memory.layout import Layout, layout_of_plan
@@ -55,7 +55,7 @@ class MemoryWatch:
     def needed_bytes(self, found: Estimate) -> int:
         """Of the memory that may run out: the device's, which on a CPU is the host's too."""
         device = found.peak.total(place="device")
-        return device + host_bytes(found) if self.device_kind == "cpu" else device
+        return device + found.host_bytes if self.device_kind == "cpu" else device
 
     def found_bytes(self) -> int:
         """The largest so far of this rank: the allocator's on CUDA, growth of the resident set on a CPU."""
@@ -91,11 +91,11 @@ class MemoryWatch:
         gc.collect()
         predicted = self.predicted
         needed = self.needed_bytes(predicted)
-        lines.append(f"predicted {_size(needed)} at the peak ({_by_role(predicted)}); found {_size(found)} in use before "
-                     f"it; there was room for {_size(self.room_bytes)}")
+        lines.append(f"predicted {_size(needed)} at the peak ({_by_role(predicted)}); found {_size(found)} in use "
+                     f"before it; there was room for {_size(self.room_bytes)}")
         changes = list(self.changes(min(self.room_bytes, int(_NEARLY * needed))))
         if not changes:
-            return [*lines, "no other layout of these ranks is predicted to fit: more ranks, a smaller model or sequence"]
+            return [*lines, "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
         return [*lines, "predicted to fit, the fastest first:", *(f"  {text}" for text in changes)]
 
     def changes(self, budget_bytes: int) -> Iterator[str]:

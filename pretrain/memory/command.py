@@ -15,7 +15,7 @@ from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
 from pretrain.memory.shape import read_shape, shape_of
 from pretrain.memory.steptime import LINK_EFFICIENCY
-from pretrain.memory.table import Report, in_unit, largest_json, print_largest, print_report, report_csv, report_json
+from pretrain.memory.table import Report, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.model.config import load_model_config
 
 
@@ -51,12 +51,9 @@ def subject_of(flags: argparse.Namespace) -> Subject:
     if flags.model is None:
         return Subject(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters",
                        kernel_efficiency=flags.kernel_efficiency)
-    if flags.model_overrides:
-        model = load_model_config(flags.model, flags.model_overrides)
-        shape = shape_of(model)
-    else:
-        shape = read_shape(flags.model)
-        model = None if shape.refused else load_model_config(flags.model)
+    shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
+        read_shape(flags.model)
+    model = None if shape.refused else load_model_config(flags.model, flags.model_overrides)
     return Subject(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
 
 

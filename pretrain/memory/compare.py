@@ -1,4 +1,4 @@
-"""Layouts next to one another: what each needs, whether it fits, how long a step takes, whether this project runs it."""
+"""Layouts next to one another: what each needs, whether it fits, how long a step takes, whether it is run here."""
 
 import copy
 import tempfile
@@ -101,7 +101,7 @@ def best_micro_batch(rows: list[Row]) -> Row:
 def recommend(rows: Sequence[Row]) -> Row | None:
     """The fastest of those that fit and that this project runs; the emptiest device among equals. None: none is."""
     return min((row for row in rows if row.recommendable), default=None, key=lambda row: (
-        row.time.total_seconds if row.time else 0.0, row.estimate.peak.total(place="device")))
+        row.time.total_seconds if row.time else 0.0, row.estimate.device_bytes))
 
 
 def misfit(found: Estimate, cluster: Cluster) -> str:
@@ -109,18 +109,13 @@ def misfit(found: Estimate, cluster: Cluster) -> str:
     ranks = min(cluster.gpus_per_node, cluster.world_size)
     places = (
         ("the device", found.peak.total(place="device"), cluster.device_budget_bytes),
-        ("a node's host memory", host_bytes(found) * ranks, cluster.host_budget_bytes),
+        ("a node's host memory", found.host_bytes * ranks, cluster.host_budget_bytes),
         ("a node's NVMe", found.peak.total(place="nvme") * ranks, cluster.nvme_bytes),
     )
     for where, needed, there in places:
         if needed > there:
             return f"{where}: {_size(needed)} of {_size(there)}"
     return ""
-
-
-def host_bytes(found: Estimate) -> int:
-    """Of one rank, page-locked or not."""
-    return found.peak.total(place="pinned") + found.peak.total(place="host")
 
 
 def _size(size_bytes: int) -> str:

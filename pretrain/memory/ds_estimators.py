@@ -8,8 +8,9 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from pretrain.errors import ConfigError
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import ModelShape
 
@@ -82,10 +83,11 @@ def _differences(layout: Layout, offloaded: bool) -> list[str]:
 def _estimator(name: str) -> Callable[..., Any]:
     """The function of that name, compiled from its own lines of DeepSpeed's source: pure arithmetic."""
     spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None and spec.origin is not None, "deepspeed is a dependency of this package"
+    if spec is None or spec.origin is None:
+        raise ConfigError("deepspeed", found="no such package", expected="it installed", remedy="launch/setup.sh")
     lines = (Path(spec.origin).parent / _FILES[name]).read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"def {name}("))
     end = next(number for number in range(start + 1, len(lines)) if lines[number].startswith("def "))
     scope: dict[str, Any] = {}
     exec(compile("\n".join(lines[start:end]), _FILES[name], "exec"), scope)  # nothing but DeepSpeed's own code
-    return scope[name]  # type: ignore[no-any-return]
+    return cast(Callable[..., Any], scope[name])

@@ -81,7 +81,8 @@ def make_parser() -> Parser:
     group.add_argument("--unit", choices=UNITS, help="of the table (GiB; GB with --num_parameters)")
     group.add_argument("--all_micro_batches", action="store_true", help="a row of each micro-batch, not of the best")
     for flag, text in (("json", "everything, as JSON"), ("csv", "the table, as CSV")):
-        group.add_argument(f"--{flag}", nargs="?", const="-", metavar="FILE", help=f"{text} (no FILE: instead of the table)")
+        group.add_argument(f"--{flag}", nargs="?", const="-", metavar="FILE",
+                           help=f"{text} (no FILE: instead of the table)")
     group.add_argument("--plot", metavar="FILE", help="stacked bars as .png or .html")
     group.add_argument("--write", metavar="FILE", help="the recommended layout, as a DeepSpeed JSON")
     return parser

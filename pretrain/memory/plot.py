@@ -39,7 +39,7 @@ def bars(report: Report) -> list[Bar]:
 
 
 def save_plot(path: str, report: Report) -> None:
-    """Raises ConfigError: another ending than .png or .html, no matplotlib for a .png, a file that cannot be written."""
+    """Raises ConfigError: an ending other than .png and .html, no matplotlib for .png, no file that can be written."""
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".html"):
         raise ConfigError(f"--plot {path}", found=kind or "no ending", expected=".png or .html")
@@ -54,7 +54,8 @@ def save_plot(path: str, report: Report) -> None:
 
 
 def _title(report: Report) -> str:
-    return f"{report.subject.name}: GiB of each of {report.subject.cluster.world_size} {report.subject.cluster.gpu.name}"
+    cluster = report.subject.cluster
+    return f"{report.subject.name}: GiB of each of {cluster.world_size} {cluster.gpu.name}"
 
 
 def _limits(report: Report) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.memory.combinations import Candidate
-from pretrain.memory.compare import Row, Subject, host_bytes
+from pretrain.memory.compare import Row, Subject
 from pretrain.memory.cost import Cost
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.hardware import GB, GIB
@@ -63,7 +63,7 @@ def cells(row: Row, subject: Subject, unit: str) -> list[str]:
     speed = ["", "", "", ""] if time is None else [
         _seconds(time.total_seconds), f"{time.mfu:.0%}", f"{time.bubble_share:.0%}", f"{time.communication_share:.0%}"]
     return [row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
-            in_unit(peak.total(place="device"), unit), in_unit(host_bytes(row.estimate) * ranks, unit),
+            in_unit(peak.total(place="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
             in_unit(peak.total(place="nvme") * ranks, unit), *speed, said, verdict(row)]
 
 
@@ -120,8 +120,8 @@ def row_json(row: Row) -> dict[str, Any]:
         "runs_here": not row.refusal, "refusal": row.refusal,
         "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
         "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
-        "device_bytes": row.estimate.peak.total(place="device"), "host_bytes": host_bytes(row.estimate),
-        "nvme_bytes": row.estimate.peak.total(place="nvme"),
+        "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
+        "nvme_bytes": row.estimate.nvme_bytes,
         "step_bytes": {link: round(total_bytes(row.traffic, link)) for link in LINKS},
         "transfers": [asdict(transfer) for transfer in row.traffic],
         "step_time": None if time is None else {
@@ -165,7 +165,7 @@ def _flat(row: Row) -> dict[str, Any]:
     return {
         "name": row.candidate.name, **_degrees(row.candidate),
         **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
-        "device_bytes": peak.total(place="device"), "host_bytes": host_bytes(row.estimate),
+        "device_bytes": peak.total(place="device"), "host_bytes": row.estimate.host_bytes,
         "nvme_bytes": peak.total(place="nvme"),
         **{f"{link}_step_bytes": round(total_bytes(row.traffic, link)) for link in LINKS},
         "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,

@@ -138,7 +138,8 @@ def _offload(layout: Layout, part: Part) -> list[Transfer]:
     """What crosses PCIe, and what the disk reads and writes, of a rank's part of the states.
 
     Gradients go to the host at each micro-batch and, from the second on, come back first to be added to
-    (async_accumulate_grad_in_cpu_via_gpu; stage3.py, partition_grads); the last time they go in fp32.
+    (async_accumulate_grad_in_cpu_via_gpu; stage3.py, partition_grads); the last time they go in fp32. Of parameters on
+    NVMe each rank keeps offload_param.max_in_cpu elements in host memory.
     """
     mine = part.owned(layout)
     rows = []
@@ -155,13 +156,11 @@ def _offload(layout: Layout, part: Part) -> list[Transfer]:
         rows.append(Transfer("optimizer states: read and written", "disk", "step", 2 * mine * state))
     if layout.offload_param != "none":
         reads = mine * layout.element_bytes * layout.gradient_accumulation_steps
-        on_disk = layout.offload_param == "nvme"
+        on_disk = max(0.0, 1 - layout.offload_param_max_in_cpu / mine) if layout.offload_param == "nvme" else 0.0
         for phase, times in zip(("forward", "backward"), gathers(layout, part.dense + part.experts), strict=True):
             rows.append(Transfer("parameters from the host", "pcie", phase, reads * times, overlaps=True))
-            if on_disk:
-                rows.append(Transfer("parameters: read", "disk", phase, reads * times, overlaps=True))
-        if on_disk:
-            rows.append(Transfer("parameters: written", "disk", "step", mine * layout.element_bytes))
+            rows.append(Transfer("parameters: read", "disk", phase, on_disk * reads * times, overlaps=True))
+        rows.append(Transfer("parameters: written", "disk", "step", on_disk * mine * layout.element_bytes))
     return rows
 
 
