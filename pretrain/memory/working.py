@@ -80,7 +80,7 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     """(name, footprint) of the moments of one rank's step at which its memory may be at its most."""
     rank = _Rank(shape, layout, stage, zero_rank)
     held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
-    during = held + _zero_buffers(rank)
+    during = held + _gathered(rank)
     waiting = _recomputed_groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
@@ -144,7 +144,8 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
             work += logits_bytes(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
-            yield Footprint.of([(("activations", "device"), alive)]) + _gradients(rank, done, layers)
+            after = _reduced(rank) if done else Footprint()
+            yield Footprint.of([(("activations", "device"), alive)]) + _gradients(rank, done, layers) + after
         before -= kept
         done += sum(layer.size for layer in layers)
 
@@ -160,32 +161,48 @@ def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = ()) -> Footpr
     size = layout.element_bytes
     largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
     missing = 0
-    if not rank.accumulates and kind != "zero3" and not (kind == "zero12" and layout.zero_stage == 2):
+    if not rank.accumulates and kind == "zero12" and layout.zero_stage == 2:
+        missing = _stage_2_gradients(rank) if not done else 0  # there from the first reduction on
+    elif not rank.accumulates and kind != "zero3":
         total = sum(group.size for group in rank.groups())
         missing = max(0, total - done - largest) * size
         largest = 0
     return Footprint.of([(("gradients", "device"), largest * size - missing)])
 
 
-def _zero_buffers(rank: _Rank) -> Footprint:
-    """What ZeRO needs beside its states during forward and backward passes.
+def _reduced(rank: _Rank) -> Footprint:
+    """What ZeRO-2 and 3 need beside their states once the first gradients of a micro-batch are reduced.
 
-    Stage 2: the bucket (two, if reduction overlaps), and while gradients accumulate this rank's of this micro-batch
-    (`grads_in_partition`) beside the sum. Stage 3: parameters gathered for the layers at work, for the next ones
-    (`stage3_prefetch_bucket_size`), and those that come again within `stage3_max_reuse_distance`; the copy of the
-    bucket that is reduced and scattered.
+    Stage 2: the bucket (two, if reduction overlaps), and, while gradients accumulate, this rank's of this micro-batch
+    (`grads_in_partition`) beside the sum. Stage 3: the copy of the bucket that is reduced and scattered.
     """
     layout, groups = rank.layout, rank.groups()
     if layout.zero_stage == 2 and engine_kind(layout) == "zero12":
         parts = [(("buffers", "device"), bucket_bytes(layout))]
-        if layout.offload_optimizer == "none" and rank.accumulates:
-            touched = sum(elements_touched(group, layout, rank.zero_rank % group.ranks) for group in groups)
-            parts.append((("gradients", "device"), touched * layout.element_bytes))
+        if rank.accumulates:
+            parts.append((("gradients", "device"), _stage_2_gradients(rank)))
         return Footprint.of(parts)
     if layout.zero_stage < 3:
         return Footprint()
     bucket = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * layout.element_bytes
-    return Footprint.of([(("buffers", "device"), bucket), (("parameters", "device"), gathered_bytes(rank, groups))])
+    return Footprint.of([(("buffers", "device"), bucket)])
+
+
+def _stage_2_gradients(rank: _Rank) -> int:
+    """Bytes of the gradients that stage 2 keeps on the device, of parameters that lie in this rank's part."""
+    layout = rank.layout
+    if layout.offload_optimizer != "none" or layout.grad_accum_bytes != layout.element_bytes:
+        return 0
+    touched = sum(elements_touched(group, layout, rank.zero_rank % group.ranks) for group in rank.groups())
+    return touched * layout.element_bytes
+
+
+def _gathered(rank: _Rank) -> Footprint:
+    """The parameters that stage 3 has whole: for the layers at work, for the next ones (`stage3_prefetch_bucket_size`),
+    and those that come again within `stage3_max_reuse_distance`."""
+    if rank.layout.zero_stage < 3:
+        return Footprint()
+    return Footprint.of([(("parameters", "device"), gathered_bytes(rank, rank.groups()))])
 
 
 def gathered_bytes(rank: _Rank, groups: tuple[Group, ...]) -> int:
