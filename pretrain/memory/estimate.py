@@ -6,7 +6,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import ModelShape
-from pretrain.memory.states import paper_states, states_of_rank, worst_zero_rank
+from pretrain.memory.states import paper_states, pinning_loss, states_of_rank, worst_zero_rank
 from pretrain.memory.working import moments
 
 # Of what is allocated and freed again on CUDA (everything but states and fixed buffers): what its caching allocator
@@ -22,7 +22,7 @@ class Estimate:
     shape: ModelShape | None  # None: states only, by the ZeRO paper's formula
     num_parameters: int  # of the whole model
     steady: Footprint  # between two micro-batches: states and fixed buffers
-    peak: Footprint  # at the worst moment, with a margin
+    peak: Footprint  # at the worst moment, with a margin for what the allocators lose
     moment: str  # which that is: see working.py; "states" without a shape
     stage: int = 0  # the worst rank's pipeline stage
     zero_rank: int = 0  # and its place among the ranks that ZeRO divides over
@@ -78,5 +78,7 @@ def estimate_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_ran
                        key=lambda item: item[1].total(place="device"))
     if layout.device_kind == "cuda":
         passing = peak.total(place="device") - steady.total(place="device")
-        peak += Footprint.of([(("margin", "device"), round(max(0, passing) * fragmentation))])
+        peak += Footprint.of([
+            (("margin", "device"), round(max(0, passing) * fragmentation)),
+            (("margin", "pinned"), pinning_loss(shape, layout, stage=stage, zero_rank=zero_rank))])
     return Estimate(layout, shape, shape.num_parameters(), steady, peak, moment, stage, zero_rank)

@@ -46,15 +46,25 @@ def states_of_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_ra
         stage: its pipeline stage.
         zero_rank: its place among the ranks that ZeRO divides over.
     """
-    groups = rank_groups(shape, layout, stage)
+    return Footprint.of(_parts(rank_groups(shape, layout, stage), layout, zero_rank))
+
+
+def _parts(groups: Sequence[Group], layout: Layout, zero_rank: int) -> Iterator[Part]:
     kind = engine_kind(layout)
     if kind == "zero3":
-        return Footprint.of(_zero_3(groups, layout))
+        return _zero_3(groups, layout)
     if kind == "zero12":
-        return Footprint.of(_zero_1_and_2(groups, layout, zero_rank))
-    if kind == "bf16":
-        return Footprint.of(_bf16_optimizer(groups, layout))
-    return Footprint.of(_undivided(groups, layout))
+        return _zero_1_and_2(groups, layout, zero_rank)
+    return _bf16_optimizer(groups, layout) if kind == "bf16" else _undivided(groups, layout)
+
+
+def pinning_loss(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank: int = 0) -> int:
+    """Bytes of host memory lost to torch's allocator of pinned memory, which rounds each tensor up to a power of two
+    (ATen/core/CachingHostAllocator.h; read, not measured). The buffers for NVMe are DeepSpeed's own, and exact.
+    """
+    pinned = [size for (role, place), size in _parts(rank_groups(shape, layout, stage), layout, zero_rank)
+              if place == "pinned" and size and not (role == "buffers" and layout.zero_stage == 3)]
+    return sum((1 << (size - 1).bit_length()) - size for size in pinned)
 
 
 def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
@@ -116,12 +126,15 @@ def padded(group: Group, layout: Layout) -> int:
 
 def elements_touched(group: Group, layout: Layout, rank: int) -> int:
     """Elements of all parameters that lie, wholly or in part, in a rank's part of the flat tensor."""
-    ends = group.ends
+    first, last = _touched(group, layout, rank)
+    return group.ends[last - 1] - (group.ends[first - 1] if first else 0) if first < last else 0
+
+
+def _touched(group: Group, layout: Layout, rank: int) -> tuple[int, int]:
+    """Those parameters: the index of the first, and of the first after them."""
     part = padded(group, layout) // group.ranks
-    first, last = bisect_right(ends, rank * part), bisect_left(ends, (rank + 1) * part)
-    if first >= len(ends):
-        return 0
-    return ends[min(last, len(ends) - 1)] - (ends[first - 1] if first else 0)
+    first, last = bisect_right(group.ends, rank * part), bisect_left(group.ends, (rank + 1) * part)
+    return first, min(last + 1, len(group.ends))
 
 
 def _zero_1_and_2(groups: Sequence[Group], layout: Layout, rank: int) -> Iterator[Part]:
@@ -167,7 +180,8 @@ def _gradients_1_and_2(group: Group, layout: Layout, part: int, rank: int) -> It
     elif layout.offload_optimizer == "none":
         yield ("gradients", "device"), elements_touched(group, layout, rank) * layout.element_bytes
     elif layout.gradient_accumulation_steps > 1 and not layout.masters_in_16bit:
-        yield ("gradients", optimizer_place(layout)), elements_touched(group, layout, rank) * layout.element_bytes
+        for size in group.sizes[slice(*_touched(group, layout, rank))]:
+            yield ("gradients", optimizer_place(layout)), size * layout.element_bytes
 
 
 def _bf16_optimizer(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
@@ -210,9 +224,10 @@ def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     place, unpinned = optimizer_place(layout), _unpinned(layout)
     offloaded, master = layout.offload_optimizer != "none", master_bytes(layout)
     aliased = master == layout.element_bytes and not offloaded  # fp32: the parameters are the master weights
+    whole = sum(sum(group.parts) for group in groups)
+    yield ("gradients", place), whole * layout.grad_accum_bytes  # grad_partitions_flat_buffer
     for group in groups:
         parts = group.parts
-        yield ("gradients", place), sum(parts) * layout.grad_accum_bytes  # grad_partitions_flat_buffer
         for elements in sub_groups(parts, layout):
             on_nvme = layout.offload_optimizer == "nvme" and _swaps(elements * master, layout)
             size = _aligned(elements * master, layout) if on_nvme else elements * master
