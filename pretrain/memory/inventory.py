@@ -45,7 +45,7 @@ class Holding:
 def holdings(engine: DeepSpeedEngine) -> list[Holding]:
     """Every storage that can be reached from the engine, once."""
     found: dict[int, Holding] = {}
-    for role, place, name, tensor in _entries(engine):
+    for role, place, name, tensor in entries(engine):
         storage = storage_of(tensor)
         if storage is None or storage._cdata in found or storage.nbytes() == 0:
             continue
@@ -73,7 +73,7 @@ def _real_place(engine: DeepSpeedEngine, tensor: torch.Tensor, place: str) -> st
     return "pinned" if tensor.is_pinned() else "host"
 
 
-def _entries(engine: DeepSpeedEngine) -> Iterator[Entry]:
+def entries(engine: DeepSpeedEngine) -> Iterator[Entry]:
     """Whatever the engine holds; where a storage comes several times the first role is its own."""
     yield from _reduction_buffers(engine)
     optimizer = engine.optimizer

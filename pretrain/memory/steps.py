@@ -20,7 +20,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.device import Device
 from pretrain.engine import train_batch
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.inventory import Holding, holdings, unaccounted
+from pretrain.memory.inventory import Holding, entries, holdings, unaccounted
 from pretrain.memory.tracker import StorageTracker, peak_of
 
 _SHOWN = 12  # largest buffers
@@ -34,7 +34,6 @@ class Observation:
     unaccounted_bytes: int  # alive at that moment, seen by the tracker, and not reached from the engine; -1: no tracker
     peak_bytes: int  # of all tensors together, over all steps but the first
     reserved_bytes: int  # on CUDA, by the caching allocator; else 0
-    step_times_ms: list[float]
     buffers: list[tuple[str, int]]  # the largest, by name
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def observe(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: Storage
         tracker: entered before the engine was built, where the device is no CUDA device.
     """
     moments: list[tuple[list[Holding], int]] = []
-    batches, times = random_batches(plan), []
+    batches = random_batches(plan)
     own = {tensor.untyped_storage()._cdata for tokens, (labels, weights) in batches
            for tensor in (tokens, labels, weights)}
 
@@ -75,20 +74,30 @@ def observe(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: Storage
         alive = {} if tracker is None else {key: size for key, size in tracker.sizes.items() if key not in own}
         moments.append((found, unaccounted(found, alive) if tracker is not None else -1))
 
+    if tracker is not None:
+        for *_, tensor in entries(engine):  # page-locked buffers of NVMe offload come from no operator
+            tracker.add(tensor)
     call_after_backward(engine, look)
-    peaks: dict[str, int] = {}
     train_batch(engine, batches)
     with peak_of(torch.device(engine.device).type, tracker) as peaks:
         for _ in range(1, steps):
-            begin = time.perf_counter()
-            float(train_batch(engine, batches))  # waits for the device
-            times.append(1000 * (time.perf_counter() - begin))
+            train_batch(engine, batches)
     found, rest = moments[-1]
     largest = sorted((item for item in found if item.role == "buffers"), key=lambda item: -item.size_bytes)[:_SHOWN]
     return Observation(
         held=Footprint.of(((item.role, item.place), item.size_bytes) for item in found), unaccounted_bytes=rest,
-        peak_bytes=peaks["peak_bytes"], reserved_bytes=peaks.get("reserved_bytes", 0), step_times_ms=times,
+        peak_bytes=peaks["peak_bytes"], reserved_bytes=peaks.get("reserved_bytes", 0),
         buffers=[(item.name, item.size_bytes) for item in largest])
+
+
+def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:
+    """Milliseconds of each of so many steps; not under a tracker, which takes its own time."""
+    batches, times = random_batches(plan), []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        float(train_batch(engine, batches))  # waits for the device
+        times.append(1000 * (time.perf_counter() - begin))
+    return times
 
 
 def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
