@@ -160,11 +160,14 @@ def loss_peak(shape: ModelShape, one: Pass) -> int:
 
 
 def block_backward(shape: ModelShape, one: Pass) -> int:
-    """Gradients of activations that are alive at once in a block's backward pass, beyond what it kept: that of the
-    residual stream twice, and those before and after the MLP's activation function, less what `down` has let go."""
+    """What a block's backward pass needs at once beyond what the block kept: the gradient of the residual stream, and
+    those before and after the MLP's activation function, less what `down` has let go. Attention without a fused kernel
+    has its [T, T] gradients after the MLP has let everything go."""
+    residual = boundary_bytes(shape, one)
     experts = max(1, shape.experts_per_token) if shape.num_experts else 1
     width = shape.moe_intermediate_size * experts if shape.num_experts else shape.intermediate_size
-    inner = width // one.tensor_parallel_size
-    plain = 0 if one.cuda or not shape.attention_dropout else \
-        2 * one.tokens * shape.num_heads * one.seq_length * _FP32 // one.tensor_parallel_size
-    return max(one.tokens * (2 * shape.hidden_size + (2 if shape.gated_mlp else 1) * inner) * one.element, plain)
+    mlp = (2 if shape.gated_mlp else 1) * one.tokens * (width // one.tensor_parallel_size) * one.element
+    if one.cuda or not shape.attention_dropout:
+        return residual + mlp
+    scores = round(one.tokens * one.seq_length * shape.num_heads / one.tensor_parallel_size) * _FP32
+    return residual + max(mlp, scores - mlp_kept(shape, one) - norm_kept(shape, one))

@@ -84,7 +84,9 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     waiting = _recomputed_groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
-        loss = Footprint.of([(("activations", "device"), rank.in_flight * sum(kept)),
+        # `engine.loss` still holds the graph of the micro-batch before, and that its input and its gradient
+        before = 2 * boundary_bytes(shape, rank.one) if stage > 0 and rank.accumulates else 0
+        loss = Footprint.of([(("activations", "device"), rank.in_flight * sum(kept) + before),
                              (("logits", "device"), loss_peak(shape, rank.one))])
         yield "loss", during + loss + _gradients(rank, 0)
     yield from (("backward", during + part) for part in _backward(rank, waiting))
@@ -94,18 +96,19 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
 
 
 def _between_layers(rank: _Rank) -> Footprint:
-    """What PipelineEngine keeps in its slots: inputs of the stage and outputs, on the last stage the logits of the
-    micro-batches before (`pipe_buffers['outputs']` is not cleared there). The plain module keeps nothing."""
+    """What PipelineEngine keeps in its slots: outputs, on the last stage the logits of the micro-batch before too
+    (`pipe_buffers['outputs']` is not cleared there); inputs, of which the layers have copies, and the tensor that they
+    are received in. The plain module keeps nothing."""
     if not rank.layout.uses_pipeline_module:
         return Footprint()
-    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps)
-    parts = []
+    boundary, parts = boundary_bytes(rank.shape, rank.one), []
     if rank.is_last:
+        slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps)
         parts.append((("logits", "device"), slots * logits_bytes(rank.shape, rank.one)))
-    if rank.stage > 0:  # received, and the gradient that is sent back
-        parts.append((("activations", "device"), 2 * boundary_bytes(rank.shape, rank.one)))
-    if not rank.is_last:  # outputs in flight, and the gradient that is received
-        parts.append((("activations", "device"), (rank.in_flight + 1) * boundary_bytes(rank.shape, rank.one)))
+    else:
+        parts.append((("activations", "device"), rank.in_flight * boundary))
+    if rank.stage > 0:
+        parts.append((("activations", "device"), (rank.in_flight + 1) * boundary))
     return Footprint.of(parts)
 
 
