@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pretrain.check import Plan
 
 REPORTED_STEP = 2  # of this start: the first step makes the optimizer's states
-_NEARLY = 0.95  # of what the failed layout was predicted to take: a change must save at least the rest
+_NEARLY = 0.85  # of what the failed layout was predicted to take: a change must save at least the rest
 _CHANGES = 3
 _WORDS = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc")
 
@@ -109,12 +109,13 @@ class MemoryWatch:
             row = judge(candidate, subject)
             if not row.refusal and row.time and self.needed_bytes(row.estimate) <= budget_bytes:
                 changed = differences(layout, candidate.layout)
-                found.append((row.time.total_seconds, len(changed), changed, self.needed_bytes(row.estimate)))
+                needed = self.needed_bytes(row.estimate)
+                found.append((round(row.time.total_seconds, 6), len(changed), -needed, changed))
         said: list[set[str]] = []
-        for _, _, changed, needed in sorted(found, key=lambda one: one[:2]):
+        for _, _, needed, changed in sorted(found, key=lambda one: one[:3]):
             if changed and not any(kinds <= set(changed) for kinds in said) and len(said) < _CHANGES:
                 said.append(set(changed))
-                yield f"{', '.join(changed.values())}: {_size(needed)}"
+                yield f"{', '.join(changed.values())}: {_size(-needed)}"
 
 
 def alternatives(layout: Layout, subject: Subject) -> list[Candidate]:
@@ -139,7 +140,7 @@ def differences(old: Layout, new: Layout) -> dict[str, str]:
     """What changes from one layout to the other, in the JSON's words, by kind."""
     said = {}
     if new.micro_batch_size != old.micro_batch_size:
-        said["micro"] = f"micro-batch {new.micro_batch_size} x {new.gradient_accumulation_steps} accumulation"
+        said["micro"] = f"micro-batch {new.micro_batch_size} x {new.gradient_accumulation_steps} accumulation steps"
     if new.activation_checkpoint_interval != old.activation_checkpoint_interval:
         said["recompute"] = f'"pipeline": {{"activation_checkpoint_interval": {new.activation_checkpoint_interval}}}'
     for kind, name, word in (("stage", "zero_stage", "zero_optimization.stage"),

@@ -49,8 +49,8 @@ class Candidate:
 
     @property
     def base(self) -> tuple[object, ...]:
-        """What candidates have in common that differ in their micro-batch only."""
-        return (self.name, replace(self.layout, micro_batch_size=1, gradient_accumulation_steps=1, notes=()))
+        """What candidates have in common that differ in their micro-batch only: names say all the rest."""
+        return self.name, self.layout.seq_length
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pretrain.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import Candidate, Combinations, combine, read_candidates
 from pretrain.memory.compare import Row, Subject, compare, recommend
 from pretrain.memory.cost import cost_lines, run_cost
 from pretrain.memory.hardware import GB, GIB
+from pretrain.memory.observe import observe_all, observed_json, print_observed, say_to_stderr
 from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, check_flags, cluster_of, make_parser
 from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
@@ -23,17 +25,17 @@ def main(argv: list[str] | None = None) -> None:
     """Raises ConfigError for wrong or impossible input."""
     flags = make_parser().parse_args(argv)
     check_flags(flags)
-    if flags.mode != "estimate":
-        from pretrain.memory.observe import observe  # torch and DeepSpeed, in other processes
-
-        observe(flags)
-        return
     subject = subject_of(flags)
-    found = combinations_of(flags, subject)
+    found = combinations_of(flags, subject, _device_kind(flags.mode))
+    if flags.mode != "estimate":
+        observed = observe_all(_one_of_each(found), subject, flags, say_to_stderr)
+        if not _emit(flags.json, lambda: observed_json(observed)):
+            print_observed(observed, flags.unit or "MiB")
+        return
     if flags.find:
         largest = find_largest(flags.find, _one_of_each(found), subject)
         if not _emit(flags.json, lambda: largest_json(largest)):
-            print_largest(largest)
+            print_largest(largest, _search_lines(flags, subject, found))
         return
     report = make_report(flags, subject, found)
     printed = _emit(flags.json, lambda: report_json(report)) | _emit(flags.csv, lambda: report_csv(report))
@@ -57,16 +59,21 @@ def subject_of(flags: argparse.Namespace) -> Subject:
     return Subject(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
 
 
-def combinations_of(flags: argparse.Namespace, subject: Subject) -> Combinations:
+def _device_kind(mode: str) -> str:
+    """Whose kernels the activations are those of: simulations compute as a CPU does."""
+    return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
+
+
+def combinations_of(flags: argparse.Namespace, subject: Subject, device_kind: str) -> Combinations:
     """The layouts that the flags ask for."""
     positions = subject.shape.max_positions if subject.shape else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
     if not flags.configs:
-        return combine(axes_of(flags, seq_length), subject.cluster, subject.shape)
+        return combine(axes_of(flags, seq_length), subject.cluster, subject.shape, device_kind=device_kind)
     return read_candidates(
         flags.configs, subject.cluster, subject.shape, seq_length=(flags.seq_length or [seq_length])[0],
         micro_batch_size=(flags.micro_batch_size or [None])[0],
-        gradient_accumulation_steps=flags.gradient_accumulation_steps)
+        gradient_accumulation_steps=flags.gradient_accumulation_steps, device_kind=device_kind)
 
 
 def _one_of_each(found: Combinations) -> list[Candidate]:
@@ -75,6 +82,18 @@ def _one_of_each(found: Combinations) -> list[Candidate]:
     for candidate in found.candidates:
         first.setdefault((candidate.path, *candidate.base), candidate)
     return list(first.values())
+
+
+def _search_lines(flags: argparse.Namespace, subject: Subject, found: Combinations) -> list[str]:
+    """What was held fixed."""
+    layout, cluster = found.candidates[0].layout, subject.cluster
+    fixed = {"max_model": f"the proportions of {subject.name}", "max_seq": subject.name,
+             "max_micro_batch": subject.name}[flags.find]
+    if subject.shape is None:
+        return ["", f"model states alone, on {cluster.describe()}"]
+    fixed += "" if flags.find == "max_seq" else f"; sequences of {layout.seq_length}"
+    fixed += "" if flags.find == "max_micro_batch" else f"; micro-batch {layout.micro_batch_size}"
+    return ["", f"{fixed}; on {cluster.describe()}; to fit: the device less {cluster.margin:.0%}, host memory less 10%"]
 
 
 def make_report(flags: argparse.Namespace, subject: Subject, found: Combinations) -> Report:

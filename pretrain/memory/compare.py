@@ -79,13 +79,22 @@ def judge(candidate: Candidate, subject: Subject) -> Row:
 
 def compare(candidates: Sequence[Candidate], subject: Subject, *, all_micro_batches: bool = False) -> list[Row]:
     """A row of every layout; of those that differ in the micro-batch only, the best one."""
-    rows = [judge(candidate, subject) for candidate in candidates]
     if all_micro_batches:
-        return rows
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.candidate.path, *row.candidate.base), []).append(row)
-    return [best_micro_batch(group) for group in groups.values()]
+        return [judge(candidate, subject) for candidate in candidates]
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault((candidate.path, *candidate.base), []).append(candidate)
+    return [best_micro_batch(_until_too_large(group, subject)) for group in groups.values()]
+
+
+def _until_too_large(candidates: list[Candidate], subject: Subject) -> list[Row]:
+    """Rows of growing micro-batches, up to the first that does not fit."""
+    rows: list[Row] = []
+    for candidate in sorted(candidates, key=lambda one: one.layout.micro_batch_size):
+        rows.append(judge(candidate, subject))
+        if not rows[-1].fits:
+            break
+    return rows
 
 
 def best_micro_batch(rows: list[Row]) -> Row:

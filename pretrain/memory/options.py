@@ -76,7 +76,8 @@ def make_parser() -> Parser:
                        help=f"share of the peak rate while nothing waits ({KERNEL_EFFICIENCY})")
     group.add_argument("--storage_gbps", type=_number(1e-3), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s ({STORAGE_RATE / GB:g})")
-    group.add_argument("--steps", type=_number(2, 1e4, whole=True), help="measure: steps of each run (4)")
+    group.add_argument("--steps", type=_number(2, 1e4, whole=True), help="measure: timed steps of each run (4)")
+    group.add_argument("--nvme_path", help="measure: a folder on a local disk, for JSONs that leave it \"auto\"")
     group = parser.add_argument_group("output")
     group.add_argument("--unit", choices=UNITS, help="of the table (GiB; GB with --num_parameters)")
     group.add_argument("--all_micro_batches", action="store_true", help="a row of each micro-batch, not of the best")
@@ -118,7 +119,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     if flags.mode != "estimate":
         _refuse(flags, ["find", "num_parameters", "plot", "write", "csv"], f"in {flags.mode}")
     if flags.mode != "measure":
-        _refuse(flags, ["steps"], f"in {flags.mode}")
+        _refuse(flags, ["steps", "nvme_path"], f"in {flags.mode}")
     if flags.find:
         _refuse(flags, ["plot", "write", "csv"], "with --find")
     if flags.find == "max_seq":

@@ -95,7 +95,7 @@ def print_report(report: Report, unit: str, console: Console | None = None) -> N
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_largest(found: list[Largest], console: Console | None = None) -> None:
+def print_largest(found: list[Largest], lines: list[str], console: Console | None = None) -> None:
     """What `--find` found, one line a layout, the largest first."""
     console = console or Console()
     if not console.is_terminal:
@@ -110,6 +110,8 @@ def print_largest(found: list[Largest], console: Console | None = None) -> None:
         table.add_row(one.candidate.name, f"{one.value:,}", one.detail + ended,
                       style="" if one.value else "bright_black")
     console.print(table)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def row_json(row: Row) -> dict[str, Any]:
