@@ -36,6 +36,7 @@ class Layout:
     grad_accum_dtype: str | None = None  # None: as `precision`
     optimizer: str = "adamw"  # lower case
     optimizer_moments: int = 2  # tensors of a parameter's size that the optimizer keeps
+    torch_optimizer: bool = False  # torch.optim's own, not one of DeepSpeed's kernels, which need no working memory
     masters_in_16bit: bool = False  # bf16_master_weights_and_grads, fp16_master_weights_and_grads
     moments_in_16bit: bool = False  # bf16_optimizer_states, or fp32_optimizer_states: false
     offload_optimizer: str = "none"  # none, cpu, nvme
@@ -225,7 +226,9 @@ def _optimizer(get: _Getter) -> dict[str, Any]:
     moments = MOMENTS.get(kind, 2)
     if kind == "sgd":
         moments = 1 if get("optimizer.params.momentum", 0) else 0
-    return {"optimizer": kind, "optimizer_moments": moments}
+    own = kind not in ("adam", "adamw", "lion", "lamb", "adagrad", "muon")
+    return {"optimizer": kind, "optimizer_moments": moments,
+            "torch_optimizer": own or bool(get("optimizer.params.torch_adam", False))}
 
 
 def _offload(get: _Getter) -> dict[str, Any]:

@@ -233,20 +233,37 @@ def _step(rank: _Rank) -> Footprint:
     """The largest group's gradients as the optimizer takes them, and what is copied on the way there; by the time of
     the step stages 1 and 2 hold no gradients but those of this rank's part."""
     layout, kind, groups = rank.layout, engine_kind(rank.layout), rank.groups()
-    summed = layout.grad_accum_bytes
-    parts = {
-        "zero3": max(max(sub_groups(group.parts, layout)) for group in groups),
-        "zero12": max(padded(group, layout) // group.ranks for group in groups),
-        "bf16": max(padded(group, layout) // group.ranks for group in groups),
-    }
-    if kind == "fp16":
-        return Footprint.of([(("gradients", "device"), max(group.size for group in groups) * 2 * _FP32)])
-    if kind == "plain" or layout.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":
         return Footprint()
-    copied = parts[kind] * (summed if kind != "bf16" else 0)
-    converted = parts[kind] * master_bytes(layout) if summed != master_bytes(layout) else 0
+    part = {
+        "zero3": lambda: max(max(sub_groups(group.parts, layout)) for group in groups),
+        "zero12": lambda: max(padded(group, layout) // group.ranks for group in groups),
+        "bf16": lambda: max(padded(group, layout) // group.ranks for group in groups),
+        "fp16": lambda: max(group.size for group in groups),
+        "plain": lambda: max(group.size for group in groups),
+    }[kind]()
+    return Footprint.of([(("gradients", "device"), _given_gradients(rank, kind, part)),
+                         (("buffers", "device"), _optimizer_work(layout, part))])
+
+
+def _given_gradients(rank: _Rank, kind: str, part: int) -> int:
+    """Bytes of the copies of `part` gradients in the optimizer's dtype, less the gradients that are let go before."""
+    layout = rank.layout
+    if kind == "plain":
+        return 0
+    if kind == "fp16":  # converted one by one, and then flattened
+        return 2 * part * _FP32
+    copied = part * (layout.grad_accum_bytes if kind != "bf16" else 0)
+    converted = part * master_bytes(layout) if layout.grad_accum_bytes != master_bytes(layout) else 0
     let_go = 0
     if kind == "zero12" and layout.zero_stage == 1:
         let_go = sum(group.size - elements_touched(group, layout, rank.zero_rank % group.ranks)
-                     for group in groups) * summed + bucket_bytes(layout)
-    return Footprint.of([(("gradients", "device"), copied + converted - let_go)])
+                     for group in rank.groups()) * layout.grad_accum_bytes + bucket_bytes(layout)
+    return copied + converted - let_go
+
+
+def _optimizer_work(layout: Layout, part: int) -> int:
+    """torch.optim.AdamW's denominators: on the CPU the root and its quotient, on CUDA ("foreach") one of them."""
+    if not layout.torch_optimizer:
+        return 0
+    return part * master_bytes(layout) * (1 if layout.device_kind == "cuda" else 2)
