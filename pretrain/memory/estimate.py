@@ -1,12 +1,22 @@
 """How much memory a layout takes, in closed form: nothing is built, nothing imported, a millisecond a layout."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import ModelShape
-from pretrain.memory.states import paper_states, pinning_loss, states_of_rank, worst_zero_rank
+from pretrain.memory.stages import Group, rank_groups
+from pretrain.memory.states import (
+    elements_touched,
+    engine_kind,
+    master_bytes,
+    moment_bytes,
+    optimizer_place,
+    pinning_loss,
+    states_of_rank,
+)
 from pretrain.memory.working import moments
 
 # Of what is allocated and freed again on CUDA (everything but states and fixed buffers): what its caching allocator
@@ -82,3 +92,41 @@ def estimate_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_ran
             (("margin", "device"), round(max(0, passing) * fragmentation)),
             (("margin", "pinned"), pinning_loss(shape, layout, stage=stage, zero_rank=zero_rank))])
     return Estimate(layout, shape, shape.num_parameters(), steady, peak, moment, stage, zero_rank)
+
+
+def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
+    """The ZeRO rank with the largest states: ranks differ at stage 2 only, which keeps gradients of whole parameters,
+    those of the parameters that lie in a rank's part, if only in part.
+    """
+    if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
+        return 0
+    return _most_touched(rank_groups(shape, layout, stage), layout.zero_size, layout.parameter_alignment,
+                         layout.element_bytes)
+
+
+@lru_cache(maxsize=256)
+def _most_touched(groups: tuple[Group, ...], ranks: int, aligned: bool, element_bytes: int) -> int:
+    layout = Layout(zero_stage=2, parameter_alignment=aligned, precision="bf16" if element_bytes == 2 else "fp32")
+    kept = [sum(elements_touched(group, layout, rank % group.ranks) for group in groups) for rank in range(ranks)]
+    return kept.index(max(kept))
+
+
+def paper_states(num_parameters: float, layout: Layout) -> Footprint:
+    """The formula of the ZeRO paper (arXiv 1910.02054, section 3.1): 2 + 2 + K bytes a parameter, K = 12 for Adam.
+
+    Stage 1 divides K by the ranks, stage 2 the gradients too, stage 3 the parameters too. In fp32 there are no master
+    weights. Offloaded states lie where the layout says; tensor and pipeline parallelism divide everything.
+    """
+    ranks, local = layout.zero_size, num_parameters / (layout.pipeline_stages * layout.tensor_parallel_size)
+    stage, element = layout.zero_stage, layout.element_bytes
+    part = local / ranks
+    place = {"none": "device", "cpu": optimizer_place(layout), "nvme": "nvme"}[layout.offload_optimizer]
+    params = {"none": "device", "cpu": "pinned", "nvme": "nvme"}[layout.offload_param]
+    divided = part if stage >= 1 else local
+    masters = master_bytes(layout) if layout.precision != "fp32" else 0
+    return Footprint.of([
+        (("parameters", params), round((part if stage == 3 else local) * element)),
+        (("gradients", "device" if stage < 2 else place), round((part if stage >= 2 else local)
+                                                                * layout.grad_accum_bytes)),
+        (("master_weights", place), round(divided * masters)),
+        (("optimizer_states", place), round(divided * moment_bytes(layout)))])

@@ -4,12 +4,11 @@ Exactly what DeepSpeed 0.19.8 allocates, with its padding; one function for each
 that it was read from. "Between two micro-batches" of a step after the first: gradients are being accumulated, and the
 optimizer has its states. What comes and goes within a step is in `working.py`.
 
-The published formula (ZeRO, arXiv 1910.02054, section 3.1 and figure 1) is `paper_states`.
+The published formula (ZeRO, arXiv 1910.02054) is `estimate.paper_states`.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
@@ -65,23 +64,6 @@ def pinning_loss(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank
     pinned = [size for (role, place), size in _parts(rank_groups(shape, layout, stage), layout, zero_rank)
               if place == "pinned" and size and not (role == "buffers" and layout.zero_stage == 3)]
     return sum((1 << (size - 1).bit_length()) - size for size in pinned)
-
-
-def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
-    """The ZeRO rank with the largest states: ranks differ at stage 2 only, which keeps gradients of whole parameters,
-    those of the parameters that lie in a rank's part, if only in part.
-    """
-    if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
-        return 0
-    return _most_touched(rank_groups(shape, layout, stage), layout.zero_size, layout.parameter_alignment,
-                         layout.element_bytes)
-
-
-@lru_cache(maxsize=256)
-def _most_touched(groups: tuple[Group, ...], ranks: int, aligned: bool, element_bytes: int) -> int:
-    layout = Layout(zero_stage=2, parameter_alignment=aligned, precision="bf16" if element_bytes == 2 else "fp32")
-    kept = [sum(elements_touched(group, layout, rank % group.ranks) for group in groups) for rank in range(ranks)]
-    return kept.index(max(kept))
 
 
 def optimizer_place(layout: Layout) -> str:
@@ -306,24 +288,3 @@ def _swapped_gradients(parts: Iterable[int], layout: Layout) -> int:
     (swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths)."""
     unit, master = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism, master_bytes(layout)
     return sum(part * master // unit * unit for part in parts if _swaps(part * master, layout))
-
-
-def paper_states(num_parameters: float, layout: Layout) -> Footprint:
-    """The formula of the ZeRO paper, with nothing but a number of parameters: 2 + 2 + K bytes each, K = 12 for Adam.
-
-    Stage 1 divides K by the ranks, stage 2 the gradients too, stage 3 the parameters too. In fp32 there are no master
-    weights. Offloaded states lie where the layout says; tensor and pipeline parallelism divide everything.
-    """
-    ranks, local = layout.zero_size, num_parameters / (layout.pipeline_stages * layout.tensor_parallel_size)
-    stage, element = layout.zero_stage, layout.element_bytes
-    part = local / ranks
-    place = {"none": "device", "cpu": optimizer_place(layout), "nvme": "nvme"}[layout.offload_optimizer]
-    params = {"none": "device", "cpu": "pinned", "nvme": "nvme"}[layout.offload_param]
-    divided = part if stage >= 1 else local
-    masters = master_bytes(layout) if layout.precision != "fp32" else 0
-    return Footprint.of([
-        (("parameters", params), round((part if stage == 3 else local) * element)),
-        (("gradients", "device" if stage < 2 else place), round((part if stage >= 2 else local)
-                                                                * layout.grad_accum_bytes)),
-        (("master_weights", place), round(divided * masters)),
-        (("optimizer_states", place), round(divided * moment_bytes(layout)))])
