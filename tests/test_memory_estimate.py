@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime import utils as ds_utils
 
 from pretrain.errors import ConfigError
-from pretrain.memory.activations import Pass, block_kept, boundary_bytes, loss_kept, loss_peak
+from pretrain.memory.activations import Pass, block_kept, loss_kept, loss_peak
 from pretrain.memory.architectures import ARCHITECTURES
 from pretrain.memory.estimate import estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
@@ -23,10 +23,12 @@ from pretrain.memory.layout import Layout, layout_of_config
 from pretrain.memory.shape import read_shape, shape_of
 from pretrain.memory.stages import partition_balanced, partition_uniform, stage_layers
 from pretrain.memory.tracker import StorageTracker
+from pretrain.memory.working import groups_of_layers
 from pretrain.model.config import load_model_config, model_config_from, preset_names
 from pretrain.model.layers import Block
 from pretrain.model.loss import token_weighted_cross_entropy
 from pretrain.model.rope import Rope
+from pretrain.model.specs import as_module
 from tests.model_shapes import SHAPES, write_config
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes a device by data-parallel ranks, of 7.5B, 128B and 1T parameters at stages
@@ -103,14 +105,23 @@ def test_the_loss_keeps_and_peaks(dtype: torch.dtype) -> None:
     assert tracker.peak_bytes - before == pytest.approx(loss_peak(shape, one), rel=0.01)
 
 
-def test_recomputed_blocks_keep_their_input() -> None:
-    shape = read_shape("gpt2")
-    plain = Layout(world_size=1, zero_stage=2, seq_length=512, micro_batch_size=2, device_kind="cpu")
-    recomputed = replace(plain, activation_checkpoint_interval=1)
-    one = Pass(1024, 512, 2, cuda=False)
-    block = block_kept(shape, one)
-    saved = estimate(shape, plain).peak.total("activations") - estimate(shape, recomputed).peak.total("activations")
-    assert saved >= 11 * (block - boundary_bytes(shape, one))
+@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama"])
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_a_forward_pass_leaves_what_its_groups_keep(name: str, interval: int) -> None:
+    config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
+    model = as_module(config, activation_checkpoint_interval=interval).to(torch.bfloat16)
+    shape, one = shape_of(config), Pass(2 * 48, 48, 2, cuda=False)
+    tokens_BT = torch.zeros(2, 48, dtype=torch.long)
+    with StorageTracker() as tracker:
+        for tensor in (*model.parameters(), tokens_BT):
+            tracker.add(tensor)
+        with torch.no_grad():
+            model.logits(tokens_BT)  # the rotary tables are there from now on
+        before = tracker.live_bytes - tokens_BT.nbytes
+        logits_BTV = model.logits(tokens_BT)
+        left = tracker.live_bytes - before - logits_BTV.nbytes
+    groups = groups_of_layers(shape, shape.layers(), one, interval)
+    assert left == pytest.approx(sum(kept for kept, _ in groups), rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -139,8 +139,13 @@ def layer_kept(shape: ModelShape, layer: Layer, one: Pass) -> int:
 
 
 def boundary_bytes(shape: ModelShape, one: Pass) -> int:
-    """What passes between layers: [tokens, D]. A recomputed group keeps no more than its input."""
+    """What passes between layers: [tokens, D]."""
     return one.tokens * shape.hidden_size * one.element
+
+
+def input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
+    """What goes into a layer: all that a recomputed group that begins with it keeps."""
+    return one.tokens * _INT64 if layer.kind == "embedding" else boundary_bytes(shape, one)
 
 
 def logits_bytes(shape: ModelShape, one: Pass) -> int:

@@ -17,6 +17,7 @@ from pretrain.memory.activations import (
     Pass,
     block_backward,
     boundary_bytes,
+    input_bytes,
     layer_kept,
     logits_bytes,
     loss_peak,
@@ -81,7 +82,7 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     rank = _Rank(shape, layout, stage, zero_rank)
     held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
     during = held + _gathered(rank)
-    waiting = _recomputed_groups(rank)
+    waiting = _groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
         # `engine.loss` still holds the graph of the micro-batch before, and that its input and its gradient
@@ -112,22 +113,22 @@ def _between_layers(rank: _Rank) -> Footprint:
     return Footprint.of(parts)
 
 
-def _recomputed_groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
-    """(bytes kept by a micro-batch, layers) of each group of layers; a group with a block that is recomputed keeps its
-    input (model/specs.py, _worth_recomputing)."""
-    return _groups_of_layers(rank.shape, stage_layers(rank.shape, rank.layout, rank.stage), rank.one,
-                             rank.layout.activation_checkpoint_interval)
+def _groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+    return groups_of_layers(rank.shape, stage_layers(rank.shape, rank.layout, rank.stage), rank.one,
+                            rank.layout.activation_checkpoint_interval)
 
 
 @lru_cache(maxsize=512)
-def _groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
-                      interval: int) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+def groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
+                     interval: int) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+    """(bytes that a micro-batch keeps, layers) of each group of `interval` layers; one that is recomputed, which are
+    those with a block, keeps its input (model/specs.py, _worth_recomputing). 0: nothing is, each layer for itself."""
     sizes = {layer: layer_kept(shape, layer, one) for layer in set(layers)}
     found = []
     for start in range(0, len(layers), interval or 1):
         group = layers[start:start + (interval or 1)]
         recomputed = interval and any(layer.kind == "block" for layer in group)
-        found.append((boundary_bytes(shape, one) if recomputed else sum(sizes[layer] for layer in group), group))
+        found.append((input_bytes(shape, group[0], one) if recomputed else sum(sizes[layer] for layer in group), group))
     return tuple(found)
 
 
