@@ -26,6 +26,7 @@ class Group:
     sizes: tuple[int, ...]  # elements of each parameter, in the order of registration, on this rank before ZeRO
     ranks: int  # over which ZeRO divides them
     matrices: bool  # False: norms and biases
+    inner_size: int = 0  # elements of its matrices but embeddings and head, those that Muon orthogonalises
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -165,10 +166,11 @@ def rank_groups(shape: ModelShape, layout: Layout, stage: int) -> tuple[Group, .
 @lru_cache(maxsize=256)
 def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
             zero_size: int) -> tuple[Group, ...]:
-    sizes: dict[tuple[bool, bool], list[int]] = {}
+    found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
     for tensor in _tensors(layers):
-        kind = (tensor.is_matrix, tensor.expert)
-        sizes.setdefault(kind, []).append(_local_size(tensor, tensor_parallel_size, expert_parallel_size))
-    return tuple(Group(tuple(sizes[matrices, expert]),
-                       max(1, zero_size // (expert_parallel_size if expert else 1)), matrices)
-                 for matrices in (True, False) for expert in (False, True) if (matrices, expert) in sizes)
+        size = _local_size(tensor, tensor_parallel_size, expert_parallel_size)
+        outer = "embed" in tensor.name or "lm_head" in tensor.name
+        found.setdefault((not tensor.is_matrix, tensor.expert), []).append((size, outer))
+    return tuple(Group(tuple(size for size, _ in rows), max(1, zero_size // (expert_parallel_size if expert else 1)),
+                       not vectors, 0 if vectors else sum(size for size, outer in rows if not outer))
+                 for (vectors, expert), rows in sorted(found.items()))

@@ -84,14 +84,24 @@ def master_bytes(layout: Layout) -> int:
 
 
 def moment_bytes(layout: Layout) -> int:
-    """Of the optimizer's states of one element; Muon keeps one tensor for a matrix (see `_moments`)."""
-    return layout.optimizer_moments * (2 if layout.moments_in_16bit else _FP32)
+    """Of the optimizer's states of one element. DeepSpeed's Lion on the CPU allocates Adam's two tensors
+    (ops/lion/cpu_lion.py). Muon: see `_moments`."""
+    moments = layout.optimizer_moments + (layout.optimizer == "lion" and layout.offload_optimizer != "none")
+    return moments * (2 if layout.moments_in_16bit else _FP32)
 
 
-def _moments(group: Group, layout: Layout) -> int:
-    """Bytes an element in a group: Muon's vectors have Adam."""
-    single = moment_bytes(layout)
-    return 2 * single if layout.optimizer == "muon" and not group.matrices else single
+def _moments(group: Group, part: int, layout: Layout) -> Iterator[Part]:
+    """Optimizer states of `part` elements of a group. Muon keeps its momentum in the gradients' dtype, and the next one
+    beside it until the step is known to be sound (`_muon_pending_momentum`); embeddings, head and vectors have Adam.
+    """
+    if layout.optimizer != "muon":
+        yield ("optimizer_states", _unpinned(layout)), part * moment_bytes(layout)
+        return
+    inner = round(part * group.inner_size / group.size)
+    momentum = inner * layout.grad_accum_bytes
+    yield ("optimizer_states", _unpinned(layout)), momentum + (part - inner) * 2 * _FP32
+    if layout.zero_stage < 3 and layout.offload_optimizer == "none":
+        yield ("buffers", "device"), momentum
 
 
 def padded(group: Group, layout: Layout) -> int:
@@ -121,13 +131,13 @@ def _touched(group: Group, layout: Layout, rank: int) -> tuple[int, int]:
 
 def _zero_1_and_2(groups: Sequence[Group], layout: Layout, rank: int) -> Iterator[Part]:
     """DeepSpeedZeroOptimizer (zero/stage_1_and_2.py): flat 16-bit parameters, this rank's part in fp32."""
-    place, unpinned, element = optimizer_place(layout), _unpinned(layout), layout.element_bytes
+    place, element = optimizer_place(layout), layout.element_bytes
     for group in groups:
         flat = padded(group, layout)
         part = flat // group.ranks
         yield ("parameters", "device"), flat * element
         yield ("master_weights", place), part * master_bytes(layout)
-        yield ("optimizer_states", unpinned), part * _moments(group, layout)
+        yield from _moments(group, part, layout)
         yield from _gradients_1_and_2(group, layout, part, rank % group.ranks)
         if layout.offload_optimizer != "none":  # param_buffer_of_bit16_for_cpu_offload_groups
             yield ("gradients", place), part * master_bytes(layout)
@@ -173,7 +183,7 @@ def _bf16_optimizer(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
         part = flat // group.ranks
         yield ("parameters", "device"), flat * layout.element_bytes
         yield ("master_weights", "device"), part * _FP32
-        yield ("optimizer_states", "device"), part * _moments(group, layout)
+        yield from _moments(group, part, layout)
         yield ("gradients", "device"), group.size * layout.element_bytes
         yield ("gradients", "device"), flat * layout.grad_accum_bytes
 
@@ -184,7 +194,7 @@ def _undivided(groups: Iterable[Group], layout: Layout) -> Iterator[Part]:
         elements = group.size
         yield ("parameters", "device"), elements * layout.element_bytes
         yield ("master_weights", "device"), elements * _FP32 * (layout.precision != "fp32")
-        yield ("optimizer_states", "device"), elements * _moments(group, layout)
+        yield from _moments(group, elements, layout)
         yield ("gradients", "device"), elements * layout.element_bytes
 
 
@@ -205,7 +215,6 @@ def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     """DeepSpeedZeroOptimizer_Stage3 (zero/stage3.py) and its partitioned parameters."""
     place, unpinned = optimizer_place(layout), _unpinned(layout)
     offloaded, master = layout.offload_optimizer != "none", master_bytes(layout)
-    aliased = master == layout.element_bytes and not offloaded  # fp32: the parameters are the master weights
     whole = sum(sum(group.parts) for group in groups)
     yield ("gradients", place), whole * layout.grad_accum_bytes  # grad_partitions_flat_buffer
     for group in groups:
@@ -213,9 +222,9 @@ def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
         for elements in sub_groups(parts, layout):
             on_nvme = layout.offload_optimizer == "nvme" and _swaps(elements * master, layout)
             size = _aligned(elements * master, layout) if on_nvme else elements * master
-            yield ("master_weights", "nvme" if on_nvme else unpinned), size * (not aliased)
-            states = size // master * _moments(group, layout)
-            yield ("optimizer_states", "nvme" if on_nvme else unpinned), states
+            yield ("master_weights", "nvme" if on_nvme else unpinned), size
+            for (role, own_place), states in _moments(group, size // master, layout):
+                yield (role, "nvme" if on_nvme else own_place), states
             if offloaded and not on_nvme:
                 yield ("gradients", place), elements * master
         if layout.offload_optimizer == "nvme":
@@ -271,6 +280,17 @@ def _zero_3_buffers(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     if layout.offload_param == "nvme":
         buffer = _aligned(layout.offload_param_buffer_size * layout.element_bytes, layout)
         yield ("buffers", "pinned"), layout.offload_param_buffer_count * buffer
+
+
+def retained_gradients(parts: Iterable[int], layout: Layout) -> int:
+    """Bytes of fp32 gradients on the device, between the last reduction and the step, of parts that are not or not
+    wholly written to NVMe: the rest that is not aligned is a view of the whole (zero/stage3.py,
+    _offload_grad_partition_at_boundary; swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
+    """
+    if layout.offload_optimizer != "nvme":
+        return 0
+    unit, master = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism, master_bytes(layout)
+    return sum(part * master for part in parts if part * master % unit or not _swaps(part * master, layout))
 
 
 def _aligned(size_bytes: int, layout: Layout) -> int:

@@ -34,11 +34,13 @@ from pretrain.memory.states import (
     master_bytes,
     padded,
     persistent,
+    retained_gradients,
     states_of_rank,
     sub_groups,
 )
 
-_FP32 = 4
+_FP32, _FP64 = 4, 8
+_NORM_ELEMENTS = 250_000_000  # of a gradient whose norm is taken at a time
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
             work += logits_bytes(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
-            after = _reduced(rank) if done else Footprint()
-            yield Footprint.of([(("activations", "device"), alive)]) + _gradients(rank, done, layers) + after
+            gradients = _gradients(rank, done, layers) + _reduced(rank, done)
+            yield Footprint.of([(("activations", "device"), alive)]) + gradients
         before -= kept
         done += sum(layer.size for layer in layers)
 
@@ -174,22 +176,34 @@ def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = ()) -> Footpr
     return Footprint.of([(("gradients", "device"), largest * size - missing)])
 
 
-def _reduced(rank: _Rank) -> Footprint:
+def _reduced(rank: _Rank, done: int) -> Footprint:
     """What ZeRO-2 and 3 need beside their states once the first gradients of a micro-batch are reduced.
 
     Stage 2: the bucket (two, if reduction overlaps), and, while gradients accumulate, this rank's of this micro-batch
-    (`grads_in_partition`) beside the sum. Stage 3: the copy of the bucket that is reduced and scattered.
+    (`grads_in_partition`) beside the sum. Stage 3: the copy of the bucket that is reduced and scattered. Offloaded: the
+    norm of each gradient, taken in fp64 (`_constant_buffered_norm2`, `set_norm_for_param_grad_in_gpu`).
+
+    Args:
+        done: parameters (elements) of the stage whose gradients have been reduced.
     """
     layout, groups = rank.layout, rank.groups()
-    if layout.zero_stage == 2 and engine_kind(layout) == "zero12":
-        parts = [(("buffers", "device"), bucket_bytes(layout))]
-        if rank.accumulates:
-            parts.append((("gradients", "device"), _stage_2_gradients(rank)))
-        return Footprint.of(parts)
-    if layout.zero_stage < 3:
+    if layout.zero_stage < 2 or not done:
         return Footprint()
-    bucket = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * layout.element_bytes
-    return Footprint.of([(("buffers", "device"), bucket)])
+    three, total = layout.zero_stage == 3, sum(group.size for group in groups)
+    parts = []
+    if three:
+        bucket = min(layout.reduce_bucket_size, total) * layout.element_bytes
+        retained = sum(retained_gradients(group.parts, layout) for group in groups)
+        parts.append((("gradients", "device"), round(retained * done / total)))
+    else:
+        bucket = bucket_bytes(layout)
+        parts.append((("gradients", "device"), _stage_2_gradients(rank) if rank.accumulates else 0))
+    largest = max(max(group.parts) if three else group.largest for group in groups)
+    if layout.offload_optimizer != "none":
+        bucket += min(largest, _NORM_ELEMENTS) * _FP64
+    elif layout.grad_accum_bytes != layout.element_bytes:  # converted before it is added
+        bucket += largest * layout.grad_accum_bytes
+    return Footprint.of([*parts, (("buffers", "device"), bucket)])
 
 
 def _stage_2_gradients(rank: _Rank) -> int:
@@ -223,11 +237,16 @@ def gathered_bytes(rank: _Rank, groups: tuple[Group, ...]) -> int:
 
 
 def _reduction(rank: _Rank) -> Footprint:
-    """Stage 1 copies the gradients of its part out of the bucket (`grads_in_partition`)."""
-    if rank.layout.offload_optimizer != "none":
-        return Footprint()
-    touched = sum(elements_touched(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups())
-    return Footprint.of([(("gradients", "device"), touched * rank.layout.grad_accum_bytes)])
+    """Stage 1 copies the gradients of its part out of the bucket (`grads_in_partition`); offloaded, it does so only if
+    they are accumulated in another dtype (`_use_compact_grad_partition_buffer`), and takes norms in fp64."""
+    layout, groups = rank.layout, rank.groups()
+    if layout.offload_optimizer != "none":
+        another = layout.grad_accum_bytes != layout.element_bytes
+        parts = sum(padded(group, layout) // group.ranks for group in groups) * layout.grad_accum_bytes * another
+        norm = max(group.largest for group in groups) * _FP64
+        return Footprint.of([(("gradients", "device"), parts), (("buffers", "device"), norm)])
+    touched = sum(elements_touched(group, layout, rank.zero_rank % group.ranks) for group in groups)
+    return Footprint.of([(("gradients", "device"), touched * layout.grad_accum_bytes)])
 
 
 def _step(rank: _Rank) -> Footprint:
@@ -254,7 +273,8 @@ def _given_gradients(rank: _Rank, kind: str, part: int) -> int:
         return 0
     if kind == "fp16":  # converted one by one, and then flattened
         return 2 * part * _FP32
-    copied = part * (layout.grad_accum_bytes if kind != "bf16" else 0)
+    flat = kind == "bf16" or (kind == "zero12" and layout.grad_accum_bytes != layout.element_bytes)
+    copied = 0 if flat else part * layout.grad_accum_bytes
     converted = part * master_bytes(layout) if layout.grad_accum_bytes != master_bytes(layout) else 0
     let_go = 0
     if kind == "zero12" and layout.zero_stage == 1:
