@@ -10,21 +10,20 @@ from pretrain.errors import ConfigError
 from pretrain.memory.combinations import Candidate, Combinations, combine, read_candidates
 from pretrain.memory.compare import Row, Subject, compare, recommend
 from pretrain.memory.cost import cost_lines, run_cost
-from pretrain.memory.hardware import GB, GIB
+from pretrain.memory.hardware import GB, GIB, Cluster
 from pretrain.memory.observe import observe_all, observed_json, print_observed, say_to_stderr
-from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, check_flags, cluster_of, make_parser
+from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
 from pretrain.memory.shape import read_shape, shape_of
 from pretrain.memory.steptime import LINK_EFFICIENCY
-from pretrain.memory.table import Report, largest_json, print_largest, print_report, report_csv, report_json
+from pretrain.memory.table import Report, in_unit, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.model.config import load_model_config
 
 
 def main(argv: list[str] | None = None) -> None:
     """Raises ConfigError for wrong or impossible input."""
-    flags = make_parser().parse_args(argv)
-    check_flags(flags)
+    flags = parse_flags(sys.argv[1:] if argv is None else argv)
     subject = subject_of(flags)
     found = combinations_of(flags, subject, _device_kind(flags.mode))
     if flags.mode != "estimate":
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     report = make_report(flags, subject, found)
     printed = _emit(flags.json, lambda: report_json(report)) | _emit(flags.csv, lambda: report_csv(report))
     if not printed:
-        print_report(report, _unit(flags))
+        print_report(report, _unit(flags, subject.cluster))
     if flags.plot:
         save_plot(flags.plot, report)
     if flags.write:
@@ -119,13 +118,13 @@ def _order(row: Row) -> tuple[bool, bool, float]:
     return not row.fits, bool(row.refusal), row.time.total_seconds if row.fits and row.time else size
 
 
-def _unit(flags: argparse.Namespace) -> str:
-    return flags.unit or ("GB" if flags.num_parameters else "GiB")
+def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
+    return flags.unit or ("GB" if flags.num_parameters else "GiB" if cluster.gpu.memory_bytes >= GIB else "MiB")
 
 
 def _lines(report: Report, flags: argparse.Namespace) -> list[str]:
     """What is said below the table."""
-    subject, cluster, unit = report.subject, report.subject.cluster, _unit(flags)
+    subject, cluster, unit = report.subject, report.subject.cluster, _unit(flags, report.subject.cluster)
     count = f" ({subject.num_parameters:,} parameters)" if subject.shape else ""
     lines = ["", f"{subject.name}{count} on {cluster.describe()}",
              f"{unit} of one rank at its peak, host and NVMe of a node; to fit: the device less {cluster.margin:.0%}, "
@@ -166,10 +165,10 @@ def _advice(report: Report, flags: argparse.Namespace) -> list[str]:
                 f"({nearest.misfit or nearest.refusal})"]
     assert best.time is not None
     assert report.cost is not None
-    layout, size = best.candidate.layout, best.estimate.peak.total(place="device")
+    layout, unit = best.candidate.layout, _unit(flags, cluster)
     return [f"recommended: {best.candidate.name}, micro-batch {layout.micro_batch_size} x "
-            f"{layout.gradient_accumulation_steps} accumulation: {size / GIB:,.1f} of "
-            f"{cluster.gpu.memory_bytes / GIB:.4g} GiB, {best.time.total_seconds:.3g} s for a step of "
+            f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
+            f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
             f"{layout.tokens_per_step:,} tokens, MFU {best.time.mfu:.0%}",
             *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
 

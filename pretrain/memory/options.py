@@ -44,15 +44,24 @@ def _number(low: float, high: float = math.inf, whole: bool = False) -> Callable
     return number
 
 
-def make_parser() -> Parser:
+def parse_flags(words: list[str]) -> argparse.Namespace:
+    """The mode, which comes first or not at all, and the flags, checked. Raises ConfigError."""
+    mode = words[0] if words and words[0] in MODES else MODES[0]
+    flags = _parser().parse_args(words[1:] if words and words[0] in MODES else words)
+    flags.mode = mode
+    check_flags(flags)
+    return flags
+
+
+def _parser() -> Parser:
     """All modes share their flags; `check_flags` refuses what has no effect."""
-    parser = Parser(prog="tools/compare_zero.py", formatter_class=argparse.RawDescriptionHelpFormatter, description=(
+    usage = f"tools/compare_zero.py [{' | '.join(MODES)}] --model NAME --world_size N [flags]"
+    parser = Parser(usage=usage, formatter_class=argparse.RawDescriptionHelpFormatter, description=(
         "Compare ways to run a model on given GPUs: memory by what it is for, step time, whether it fits.\n"
         "estimate (the default): closed forms, any number of ranks, in a second or two.\n"
         "simulate: real DeepSpeed engines, one rank of N at a time, in this machine's memory.\n"
         "measure: real runs of the --configs on this machine, a few steps each."))
     count = _number(1, 1e8, whole=True)
-    parser.add_argument("mode", nargs="?", choices=MODES, default="estimate")
     group = parser.add_argument_group("the model")
     group.add_argument("--model", help="preset name, transformers config.json, or a folder that holds one")
     group.add_argument("--model_overrides", help="changes to the config.json: n_layer=4,vocab_size=8000")
