@@ -217,6 +217,8 @@ def test_every_offloaded_byte_has_its_place() -> None:
     assert on_cpu.total(place="pinned") == 0
     assert on_disk.total("optimizer_states", "nvme") > 0.99 * plain.total("optimizer_states", "device")
     assert on_disk.total("optimizer_states", "device") == 0
+    pinned = estimate(shape, replace(layout, offload_optimizer="cpu")).peak
+    assert 0 < pinned.total("margin", "pinned") < pinned.total(place="pinned") / 2  # each tensor less than doubled
 
 
 def test_the_worst_rank_is_the_worst() -> None:

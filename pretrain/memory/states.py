@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
+from pretrain.memory.nvme import aligned, swapped_gradients, swaps
 from pretrain.memory.shape import ModelShape
 from pretrain.memory.stages import Group, rank_groups
 
 Part = tuple[tuple[str, str], int]  # ((role, place), bytes)
 
 _FP32 = 4
-_MIN_AIO_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
-_AIO_ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES
 
 
 def engine_kind(layout: Layout) -> str:
@@ -220,40 +219,51 @@ def _zero_3(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
     for group in groups:
         parts = group.parts
         for elements in sub_groups(parts, layout):
-            on_nvme = layout.offload_optimizer == "nvme" and _swaps(elements * master, layout)
-            size = _aligned(elements * master, layout) if on_nvme else elements * master
+            on_nvme = layout.offload_optimizer == "nvme" and swaps(elements * master, layout)
+            size = aligned(elements * master, layout) if on_nvme else elements * master
             yield ("master_weights", "nvme" if on_nvme else unpinned), size
             for (role, own_place), states in _moments(group, size // master, layout):
                 yield (role, "nvme" if on_nvme else own_place), states
             if offloaded and not on_nvme:
                 yield ("gradients", place), elements * master
         if layout.offload_optimizer == "nvme":
-            yield ("gradients", "nvme"), _swapped_gradients(parts, layout)
+            yield ("gradients", "nvme"), swapped_gradients(parts, master, layout)
     yield from _zero_3_parameters(groups, layout)
     yield from _zero_3_buffers(groups, layout)
 
 
 def _zero_3_parameters(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
-    """Partitions in one flat tensor, offloaded a pinned one a group; small parameters whole beside it; ZeRO++'s copy.
-
-    With parameters on NVMe the host still keeps the first `max_in_cpu` elements; each part that is large enough has a
-    file, also if the host keeps it.
-    """
+    """Partitions in one flat tensor, offloaded a pinned one a group; small parameters whole too; ZeRO++'s copy."""
     element, in_cpu = layout.element_bytes, 0
     for group in groups:
-        parts = group.parts
-        held = sum(parts)
+        held = sum(group.parts)
         if layout.offload_param == "nvme":
             held = min(held, max(0, layout.offload_param_max_in_cpu - in_cpu))
-            in_cpu += sum(parts)
-            files = sum(_aligned(part * element, layout) for part in parts if _swaps(part * element, layout))
-            yield ("parameters", "nvme"), files
+            in_cpu += sum(group.parts)
+            yield from _parameters_on_nvme(group, held, layout)
         yield ("parameters", "device" if layout.offload_param == "none" else "pinned"), held * element
         if layout.hpz_partition_size > 1:
             second = sum(-(-size // layout.hpz_partition_size) for size in group.sizes)
             yield ("parameters", "device"), second * element
         if group.ranks > 1 or (layout.offload_param != "none" and layout.device_kind != "cpu"):
             yield ("parameters", "device"), persistent(groups, layout).get(group, 0) * element
+
+
+def _parameters_on_nvme(group: Group, held: int, layout: Layout) -> Iterator[Part]:
+    """Each part that is large enough has a file, also if the host keeps it. The host keeps the first `max_in_cpu`
+    elements, by whole sub-groups, and all parts too small for a file; a sub-group that it does not keep is written
+    through a buffer of its size (reserve_partitioned_swap_space).
+    """
+    element, kept, written = layout.element_bytes, 0, 0
+    yield ("parameters", "nvme"), sum(aligned(part * element, layout) for part in group.parts
+                                      if swaps(part * element, layout))
+    for elements in sub_groups(group.parts, layout):
+        written = max(written, elements if kept + elements > held else 0)
+        kept += elements
+    if written:
+        small = sum(part * element for part in group.parts if not swaps(part * element, layout))
+        yield ("parameters", "pinned" if layout.offload_param_pinned else "host"), small
+        yield ("buffers", "pinned"), aligned(written * element, layout)
 
 
 def persistent(groups: Sequence[Group], layout: Layout) -> dict[Group, int]:
@@ -275,36 +285,8 @@ def _zero_3_buffers(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:
         yield ("buffers", "device"), layout.reduce_bucket_size * layout.element_bytes
     if layout.offload_optimizer == "nvme":
         largest = max(elements for group in groups for elements in sub_groups(group.parts, layout))
-        buffer = _aligned(largest * master_bytes(layout), layout)
+        buffer = aligned(largest * master_bytes(layout), layout)
         yield ("buffers", "pinned"), layout.offload_optimizer_buffer_count * buffer
     if layout.offload_param == "nvme":
-        buffer = _aligned(layout.offload_param_buffer_size * layout.element_bytes, layout)
+        buffer = aligned(layout.offload_param_buffer_size * layout.element_bytes, layout)
         yield ("buffers", "pinned"), layout.offload_param_buffer_count * buffer
-
-
-def retained_gradients(parts: Iterable[int], layout: Layout) -> int:
-    """Bytes of fp32 gradients on the device, between the last reduction and the step, of parts that are not or not
-    wholly written to NVMe: the rest that is not aligned is a view of the whole (zero/stage3.py,
-    _offload_grad_partition_at_boundary; swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
-    """
-    if layout.offload_optimizer != "nvme":
-        return 0
-    unit, master = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism, master_bytes(layout)
-    return sum(part * master for part in parts if part * master % unit or not _swaps(part * master, layout))
-
-
-def _aligned(size_bytes: int, layout: Layout) -> int:
-    unit = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism
-    return -(-size_bytes // unit) * unit
-
-
-def _swaps(size_bytes: int, layout: Layout) -> bool:
-    """Whether a tensor is large enough for a file."""
-    return size_bytes >= max(_MIN_AIO_BYTES, layout.aio_block_bytes)
-
-
-def _swapped_gradients(parts: Iterable[int], layout: Layout) -> int:
-    """Bytes of gradient files: of each large part, as far as it is aligned; the rest stays in memory
-    (swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths)."""
-    unit, master = _AIO_ALIGNED_BYTES * layout.aio_intra_op_parallelism, master_bytes(layout)
-    return sum(part * master // unit * unit for part in parts if _swaps(part * master, layout))

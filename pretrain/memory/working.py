@@ -25,6 +25,7 @@ from pretrain.memory.activations import (
 )
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
+from pretrain.memory.nvme import retained_gradients
 from pretrain.memory.shape import Layer, ModelShape
 from pretrain.memory.stages import Group, local_size, rank_groups, stage_layers
 from pretrain.memory.states import (
@@ -34,7 +35,6 @@ from pretrain.memory.states import (
     master_bytes,
     padded,
     persistent,
-    retained_gradients,
     states_of_rank,
     sub_groups,
 )
@@ -193,8 +193,9 @@ def _reduced(rank: _Rank, done: int) -> Footprint:
     parts = []
     if three:
         bucket = min(layout.reduce_bucket_size, total) * layout.element_bytes
-        retained = sum(retained_gradients(group.parts, layout) for group in groups)
-        parts.append((("gradients", "device"), round(retained * done / total)))
+        if layout.offload_optimizer == "nvme":
+            retained = sum(retained_gradients(group.parts, master_bytes(layout), layout) for group in groups)
+            parts.append((("gradients", "device"), round(retained * done / total)))
     else:
         bucket = bucket_bytes(layout)
         parts.append((("gradients", "device"), _stage_2_gradients(rank) if rank.accumulates else 0))
