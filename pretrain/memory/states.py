@@ -252,7 +252,7 @@ def _zero_3_parameters(groups: Sequence[Group], layout: Layout) -> Iterator[Part
 def _parameters_on_nvme(group: Group, held: int, layout: Layout) -> Iterator[Part]:
     """Each part that is large enough has a file, also if the host keeps it. The host keeps the first `max_in_cpu`
     elements, by whole sub-groups, and all parts too small for a file; a sub-group that it does not keep is written
-    through a buffer of its size (reserve_partitioned_swap_space).
+    through a buffer of the size that it has over all ranks (reserve_partitioned_swap_space is given `ds_numel`).
     """
     element, kept, written = layout.element_bytes, 0, 0
     yield ("parameters", "nvme"), sum(aligned(part * element, layout) for part in group.parts
@@ -263,7 +263,7 @@ def _parameters_on_nvme(group: Group, held: int, layout: Layout) -> Iterator[Par
     if written:
         small = sum(part * element for part in group.parts if not swaps(part * element, layout))
         yield ("parameters", "pinned" if layout.offload_param_pinned else "host"), small
-        yield ("buffers", "pinned"), aligned(written * element, layout)
+        yield ("buffers", "pinned"), aligned(written * group.ranks * element, layout)
 
 
 def persistent(groups: Sequence[Group], layout: Layout) -> dict[Group, int]:

@@ -83,7 +83,6 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     """(name, footprint) of the moments of one rank's step at which its memory may be at its most."""
     rank = _Rank(shape, layout, stage, zero_rank)
     held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
-    during = held + _gathered(rank)
     waiting = _groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
@@ -91,8 +90,8 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
         before = 2 * boundary_bytes(shape, rank.one) if stage > 0 and rank.accumulates else 0
         loss = Footprint.of([(("activations", "device"), rank.in_flight * sum(kept) + before),
                              (("logits", "device"), loss_peak(shape, rank.one))])
-        yield "loss", during + loss + _gradients(rank, 0)
-    yield from (("backward", during + part) for part in _backward(rank, waiting))
+        yield "loss", held + _gathered(rank) + loss + _gradients(rank, 0)
+    yield from (("backward", held + part) for part in _backward(rank, waiting))
     if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
         yield "reduction", held + _reduction(rank)
     yield "step", held + _step(rank)
@@ -150,8 +149,8 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
             work += logits_bytes(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
-            gradients = _gradients(rank, done, layers) + _reduced(rank, done)
-            yield Footprint.of([(("activations", "device"), alive)]) + gradients
+            weights = _gradients(rank, done, layers) + _reduced(rank, done) + _gathered(rank, done)
+            yield Footprint.of([(("activations", "device"), alive)]) + weights
         before -= kept
         done += sum(layer.size for layer in layers)
 
@@ -216,25 +215,22 @@ def _stage_2_gradients(rank: _Rank) -> int:
     return touched * layout.element_bytes
 
 
-def _gathered(rank: _Rank) -> Footprint:
+def _gathered(rank: _Rank, done: int = 0) -> Footprint:
     """The parameters that stage 3 has whole: for the layers at work, for the next ones (`stage3_prefetch_bucket_size`),
-    and those that come again within `stage3_max_reuse_distance`."""
-    if rank.layout.zero_stage < 3:
-        return Footprint()
-    return Footprint.of([(("parameters", "device"), gathered_bytes(rank, rank.groups()))])
+    and those that come again within `stage3_max_reuse_distance`. On one rank without offload they are the partitions
+    themselves.
 
-
-def gathered_bytes(rank: _Rank, groups: tuple[Group, ...]) -> int:
-    """Parameters that stage 3 has whole at once. On one rank without offload they are the partitions themselves."""
-    layout = rank.layout
+    Args:
+        done: parameters (elements) that the backward pass has let go.
+    """
+    layout, groups = rank.layout, rank.groups()
     copies = layout.offload_param != "none" and layout.device_kind != "cpu"
-    if all(group.ranks == 1 for group in groups) and not copies:
-        return 0
-    kept_whole = sum(persistent(groups, layout).values())
-    total = sum(group.size for group in groups) - kept_whole
-    largest = max(group.largest for group in groups)
-    live = largest + layout.prefetch_bucket_size + layout.max_reuse_distance // 2
-    return min(total, live) * layout.element_bytes
+    if layout.zero_stage < 3 or (all(group.ranks == 1 for group in groups) and not copies):
+        return Footprint()
+    total = sum(group.size for group in groups) - sum(persistent(groups, layout).values())
+    at_work = max(group.largest for group in groups) + layout.prefetch_bucket_size
+    live = min(total, at_work + layout.max_reuse_distance // 2, max(at_work, total - done))
+    return Footprint.of([(("parameters", "device"), live * layout.element_bytes)])
 
 
 def _reduction(rank: _Rank) -> Footprint:
