@@ -50,9 +50,8 @@ def offload_keys(s: DsSettings) -> None:
             if name in own and own.get("device") == "cpu":
                 raise s.refuse(f"{_ZERO}.{block}.{name}", 'no such key with "device": "cpu"',
                                'it acts with "device": "nvme" only; remove it')
-    if "nvme" not in (s.offload("optimizer"), s.offload("param")):
-        if "aio" in s.config:
-            raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
+    if "nvme" not in (s.offload("optimizer"), s.offload("param")) and "aio" in s.config:
+        raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
 
 
 def libaio(s: DsSettings) -> None:

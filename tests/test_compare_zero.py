@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,8 +132,9 @@ def test_architectures_that_are_not_trained_here(capsys: pytest.CaptureFixture[s
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
         "num_experts_per_tok": 2, "max_position_embeddings": 32768, "tie_word_embeddings": False}))
-    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "64", "--zero_stage", "1", "2", "--offload", "none",
-                    "--pipeline_stages", "1", "--expert_parallel", "1", "8", "--micro_batch_size", "1")
+    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "64", "--zero_stage", "1", "2",
+                    "--offload", "none", "--pipeline_stages", "1", "--expert_parallel", "1", "8",
+                    "--micro_batch_size", "1")
     assert found["num_parameters"] == 46_702_792_704  # mistralai/Mixtral-8x7B-v0.1
     sizes = {row["name"]: row for row in found["rows"]}
     assert all(not row["runs_here"] for row in sizes.values())
@@ -291,15 +293,14 @@ def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_pat
 def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
     """Both beside the estimate, from the command line; how close they are, the tests of the parts say."""
     words = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    config = str(ROOT / "ds_configs/zero2_bf16.json")
-    (simulated,) = as_json(capsys, "simulate", *words, "--world_size", "16", "--configs", config)
-    (measured,) = as_json(capsys, "measure", *words, "--world_size", "1", "--configs", config, "--steps", "2")
-    for found in (simulated, measured):
-        assert not found["failure"]
-        for role in ("parameters", "master_weights", "optimizer_states"):
-            held = sum(found["held"][role].values())
-            assert sum(found["estimated_steady"][role].values()) == pytest.approx(held, rel=0.02)
-    assert measured["step_time_ms"] > 0
+    config = str(ROOT / "ds_configs/zero3_bf16.json")
     text = run(capsys, "simulate", *words, "--world_size", "16", "--configs", config)
-    assert "zero2_bf16" in text
-    assert "%" in text
+    off = re.search(r"^zero3_bf16 +2 x 2 +\d+ +[\d.]+ +[\d.]+ +([+-][\d.]+)%", text, re.MULTILINE)
+    assert off, text
+    assert abs(float(off[1])) < 2
+    (measured,) = as_json(capsys, "measure", *words, "--world_size", "1", "--configs", config, "--steps", "2")
+    assert not measured["failure"]
+    for role in ("parameters", "master_weights", "optimizer_states"):
+        held = sum(measured["held"][role].values())
+        assert sum(measured["estimated_steady"][role].values()) == pytest.approx(held, rel=0.02)
+    assert measured["step_time_ms"] > 0

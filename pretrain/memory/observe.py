@@ -79,7 +79,7 @@ def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) ->
     path.write_text(json.dumps(candidate.config))
     layout = candidate.layout
     device = cpu_device() if flags.mode == "simulate" else detect_device()
-    blocks = [get_value(candidate.config, f"zero_optimization.{name}") for name in ("offload_optimizer", "offload_param")]
+    blocks = [get_value(candidate.config, f"zero_optimization.offload_{what}") for what in ("optimizer", "param")]
     open_path = any(isinstance(block, dict) and block.get("device") == "nvme"
                     and block.get("nvme_path") in (None, "auto") for block in blocks)
     place = flags.nvme_path or (str(folder) if flags.mode == "simulate" else None)
