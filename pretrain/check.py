@@ -72,9 +72,23 @@ class Plan:
 
 def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     """Judge a run, the cheapest questions first. Raises ConfigError for the first thing that is wrong."""
+    _check_save(args.save)
+    settings = check_settings(args, world_size=world_size, device=device)
+    model = settings.model
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
+    datasets = open_datasets(args)
+    eod_token = _check_data(args, datasets, tokenizer, model)
+    return plan_of(settings, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
+                   data_notes=(*_epoch_notes(settings, datasets["train"]),
+                               *_evaluation_notes(args, datasets, settings.global_batch_size)))
+
+
+def check_settings(args: RunArguments, *, world_size: int, device: Device) -> DsSettings:
+    """Judge flags, JSON and model together, without data, tokenizer or run folder. Raises ConfigError."""
     _check_deepspeed()
     _check_flags(args)
-    _check_save(args.save)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
@@ -85,28 +99,32 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     settings = complete_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(settings)
-    schedule = make_schedule(args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
+    _schedule(settings)
     if args.exit_step is not None and args.exit_step > settings.train_steps:
         raise ConfigError("--exit_step", found=args.exit_step,
                           expected=f"at most the run's {settings.train_steps} steps")
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-        raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
-    datasets = open_datasets(args)
-    eod_token = _check_data(args, datasets, tokenizer, model)
+    return settings
+
+
+def _schedule(settings: DsSettings) -> Schedule | None:
+    return make_schedule(settings.args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
+
+
+def plan_of(settings: DsSettings, *, datasets: dict[str, SampleDataset], tokenizer: Tokenizer | None,
+            eod_token: int | None, data_notes: tuple[str, ...] = ()) -> Plan:
+    """The plan of judged settings and data; without data it can build an engine, and not train."""
     return Plan(
-        args=args, ds_config=settings.config, model=model, zero_stage=settings.zero_stage,
+        args=settings.args, ds_config=settings.config, model=settings.model, zero_stage=settings.zero_stage,
         pipeline_stages=settings.pipeline_stages, data_parallel_size=settings.data_parallel_size,
-        world_size=world_size, micro_batch_size=settings.micro_batch_size,
+        world_size=settings.world_size, micro_batch_size=settings.micro_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         global_batch_size=settings.global_batch_size, precision=settings.precision,
         grad_accum_dtype=settings.grad_accum_dtype,
         activation_checkpoint_interval=settings.activation_checkpoint_interval,
         partition_method=settings.partition_method, offload_optimizer=settings.offload("optimizer"),
         offload_param=settings.offload("param"), train_steps=settings.train_steps, datasets=datasets,
-        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=schedule,
-        notes=(*notes(settings), *_epoch_notes(settings, datasets["train"]),
-               *_evaluation_notes(args, datasets, settings.global_batch_size)))
+        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=_schedule(settings),
+        notes=(*notes(settings), *data_notes))
 
 
 def _check_deepspeed() -> None:
