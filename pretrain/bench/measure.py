@@ -31,7 +31,15 @@ def measure(settings: Settings, say: Say, *, devices: int) -> Iterator[Section]:
         workshop = Workshop(settings, Path(folder))
         workshop.job("judged", "project").plan()
         for what in settings.what:
-            if (what == "pipeline" and devices < STAGES) or (what == "scaling" and len(settings.ranks) < 2):
-                yield Section(what, what, [""], [], [], [f"{what}: not measured; this machine has one device or core"])
+            missing = _missing(what, settings, devices)
+            if missing:
+                yield Section(what, f"{what}: not measured; {missing}", [""], [])
                 continue
             yield _SECTIONS[what](workshop, lambda text, what=what: say(f"{what}: {text}"))  # type: ignore[misc]
+
+
+def _missing(what: str, settings: Settings, devices: int) -> str:
+    """What this machine or command lacks for one of the sections; "": nothing."""
+    if (what == "pipeline" and devices < STAGES) or (what == "scaling" and len(settings.ranks) < 2):
+        return "it needs two devices, or two cores of a CPU"
+    return "it needs --nvme_path" if what == "offload" and settings.nvme_path is None else ""

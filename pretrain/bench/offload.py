@@ -14,9 +14,6 @@ _KEYS = ("block_size", "queue_depth", "intra_op_parallelism")
 def offload(workshop: Workshop, say: Say) -> Section:
     """Every combination of block size, queue depth and threads, in turns; the best has the least time for a write and
     a read of the same bytes together, as a step of NVMe offload does both."""
-    if workshop.settings.nvme_path is None:
-        return Section("offload", "NVMe offload", [""], [], [],
-                       ["offload: not measured; give --nvme_path, a folder on the disk to be measured"])
     name = "disk"
     turns = take_turns([[workshop.job(name, "disk", nvme_path=workshop.settings.nvme_path)]], workshop, say,
                        warmup_steps=0, requests=[{}])

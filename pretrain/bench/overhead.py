@@ -7,6 +7,7 @@ from pretrain.bench.step import shape
 from pretrain.bench.turns import Say, Section, spread, take_turns
 
 LOOP, BARE = "step loop", "bare engine"
+LOG_INTERVAL = 10  # train.py's default: a round has a logged step, or as many as its length asks for
 
 
 def overhead(workshop: Workshop, say: Say) -> Section:
@@ -15,8 +16,8 @@ def overhead(workshop: Workshop, say: Say) -> Section:
     The loop reads data, logs as by default, and looks for signals; saves and evaluations are left out. The overhead is
     the median over the rounds of (loop / bare - 1), of two times that were taken one right after the other.
     """
-    turns = take_turns([[workshop.job(LOOP, "loop")], [workshop.job(BARE, "bare_engine")]], workshop, say)
-    steps = workshop.settings.preset.steps
+    steps = max(workshop.settings.preset.steps, LOG_INTERVAL)
+    turns = take_turns([[workshop.job(LOOP, "loop")], [workshop.job(BARE, "bare_engine")]], workshop, say, steps=steps)
     times = {name: [1e3 * value / steps for value in turns.seconds(name)] for name in turns.answers}
     share = None
     if len(times) == 2:

@@ -11,6 +11,15 @@ STAGES, MICRO_BATCHES = 2, 8
 PIPELINE, SINGLE = "2 stages x 8 micro-batches", "1 stage on one rank's cores"
 
 
+def highest_speedup(stages: list[float], micro_batches: int) -> float:
+    """Of 1F1B over one device: m sum(t) / (sum(t) + (m - 1) max(t)), t being the stages' work on a micro-batch.
+
+    The first micro-batch goes through all stages; each further one ends the largest stage's time later. Where the
+    stages are alike it is m p / (m + p - 1).
+    """
+    return micro_batches * sum(stages) / (sum(stages) + (micro_batches - 1) * max(stages))
+
+
 def pipeline(workshop: Workshop, say: Say) -> Section:
     """How near the pipeline comes to 1F1B's bound, its bubble being (p - 1) / (m + p - 1) of the time.
 
@@ -19,8 +28,7 @@ def pipeline(workshop: Workshop, say: Say) -> Section:
 
     On a GPU machine each stage has a device, and t is that of one stage on one device. On a CPU the ranks share the
     machine: each rank has an equal share of the cores, and t is measured with p separate one-stage engines, one on each
-    share, all at work at the same time: what the cores lose by sharing memory and clock is then in both. The bound "as
-    cut" counts the stages' own FLOPs too: with m micro-batches it is (sum of all stages + (m - 1) x the largest).
+    share, all at work at the same time: what the cores lose by sharing memory and clock is then in both.
     """
     preset = workshop.settings.preset
     micro_batch_size = max(preset.micro_batch_size // 4, 1)
@@ -35,8 +43,7 @@ def pipeline(workshop: Workshop, say: Say) -> Section:
     speedups = [single / piped for single, piped in zip(turns.seconds(SINGLE), turns.seconds(PIPELINE), strict=True)]
     speedup = statistics.median(speedups)
     flops = [facts["stage_flops"] for facts in turns.facts[PIPELINE]["ranks"]]
-    even = MICRO_BATCHES * STAGES / (MICRO_BATCHES + STAGES - 1)
-    as_cut = MICRO_BATCHES * sum(flops) / (sum(flops) + (MICRO_BATCHES - 1) * max(flops))
+    even, as_cut = highest_speedup([1.0] * STAGES, MICRO_BATCHES), highest_speedup(flops, MICRO_BATCHES)
     rows = [["measured", f"{speedup:.3f}", ""], ["1F1B's bound, stages alike", f"{even:.3f}", f"{speedup / even:.1%}"],
             ["1F1B's bound, stages as cut", f"{as_cut:.3f}", f"{speedup / as_cut:.1%}"]]
     cut = " : ".join(f"{value / sum(flops):.0%}" for value in flops)

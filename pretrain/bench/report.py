@@ -19,13 +19,15 @@ from pretrain.metrics.run_folder import versions
 
 
 def gpu_names() -> list[str]:
-    """As nvidia-smi lists them; none where it is not there."""
+    """As nvidia-smi lists them, at most as many as CUDA_VISIBLE_DEVICES lets through; none where it is not there."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in answer.splitlines() if line.strip()]
+    names = [line.strip() for line in answer.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if visible is None else names[: len([word for word in visible.split(",") if word.strip()])]
 
 
 def device_name(settings: Settings) -> str:

@@ -26,20 +26,20 @@ class Preset:
     steps: int  # timed optimizer steps a round
     warmup_steps: int  # before the first round
     product_size: int  # rows of the square matrices that are multiplied to find the machine's rate
-    kind: str = "cuda"
     side_by_side: bool = True  # False: the contenders do not fit on one device together, and follow one another
 
 
 PRESETS = {
     "cpu": Preset("gpt2", f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}",
-                  512, 8, steps=3, warmup_steps=2, product_size=4096, kind="cpu"),
+                  512, 8, steps=3, warmup_steps=2, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
-                        64, 4, steps=2, warmup_steps=2, product_size=512, kind="cpu"),
+                        64, 4, steps=2, warmup_steps=2, product_size=512),
     "h200-gpt2-124m": Preset("gpt2", f"n_positions={{positions}},{_NO_DROPOUT}", 2048, 16, steps=20, warmup_steps=5,
                              product_size=8192),
     "h200-gpt3-1.3b": Preset("gpt3-1.3b", "n_positions={positions}", 2048, 8, steps=10, warmup_steps=5,
-                             product_size=8192),
-    "h200-llama-1b": Preset("llama3-1b", "", 2048, 8, steps=10, warmup_steps=5, product_size=8192),
+                             product_size=8192, side_by_side=False),
+    "h200-llama-1b": Preset("llama3-1b", "", 2048, 8, steps=10, warmup_steps=5, product_size=8192,
+                            side_by_side=False),
     "h200-llama-3b": Preset("llama3-3b", "", 2048, 4, steps=10, warmup_steps=5, product_size=8192,
                             side_by_side=False),
 }
@@ -98,9 +98,8 @@ def _choose(flag: str, word: str, known: Sequence[str]) -> str:
 
 
 def _what(words: str) -> tuple[str, ...]:
-    if words == "all":
-        return WHAT
-    return tuple(_choose("--what", word, (*WHAT, "all")) for word in words.split(","))
+    chosen = [_choose("--what", word, (*WHAT, "all")) for word in words.split(",")]
+    return WHAT if "all" in chosen else tuple(dict.fromkeys(chosen))
 
 
 def _ranks(words: str | None, most: int) -> tuple[int, ...]:
@@ -138,10 +137,11 @@ def settings_of(own: argparse.Namespace, extra: list[str], *, gpus: int) -> Sett
     preset = _preset(_choose("--preset", name, list(PRESETS)), own)
     parse_arguments(extra)  # a misspelt flag is told now, and once
     most = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
-    nvme_path = own.nvme_path
-    if nvme_path is not None and not os.path.isdir(nvme_path):
-        raise ConfigError("--nvme_path", found=f"{nvme_path}, no folder", expected="a folder on a local disk")
-    values = vars(own)
-    return Settings(what=_what(values["what"]), preset_name=name, preset=preset, device=device,
-                    precision=values["precision"], rounds=values["rounds"], timeout_s=values["timeout"],
-                    ranks=_ranks(values["ranks"], most), nvme_path=nvme_path, extra=tuple(extra))
+    if own.nvme_path is not None and not os.path.isdir(own.nvme_path):
+        raise ConfigError("--nvme_path", found=f"{own.nvme_path}, no folder", expected="a folder on a local disk")
+    what = _what(own.what)
+    if "offload" in what and what != WHAT and own.nvme_path is None:
+        raise ConfigError("--nvme_path", found="nothing", expected="a folder on the disk that is to be measured")
+    return Settings(what=what, preset_name=name, preset=preset, device=device, precision=own.precision,
+                    rounds=own.rounds, timeout_s=own.timeout, ranks=_ranks(own.ranks, most), nvme_path=own.nvme_path,
+                    extra=tuple(extra))

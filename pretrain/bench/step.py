@@ -28,7 +28,8 @@ def compare(workshop: Workshop, say: Say) -> Section:
     differing = _other_work(figures, workshop.settings.precision)
     return Section(
         what="step", title=f"Training step: {shape(workshop)}",
-        columns=["", "tokens/s", "rounds differ by", "TFLOP/s", "MFU", "peak memory", "tokens/s, ours : its", "memory, ours : its", "first loss"],
+        columns=["", "tokens/s", "rounds differ by", "TFLOP/s", "MFU", "peak memory", "tokens/s, ours : its",
+                 "memory, ours : its", "first loss"],
         rows=[_row(name, values) for name, values in figures.items()], notes=_notes(workshop, tflops),
         failures=[*turns.failures, *differing],
         data={"contenders": figures, "matmul_tflops": tflops, "same_work": not differing,
@@ -77,12 +78,12 @@ def _other_work(figures: dict[str, dict[str, Any]], precision: str) -> list[str]
 
 
 def _row(name: str, values: dict[str, Any]) -> list[str]:
-    speed, memory = values["speed_ratio"], values["memory_ratio"]
-    mfu = values["mfu"]
-    return [name, f"{values['tokens_per_second']:,.0f}", f"{spread(values['rounds']):.1%}",
-            f"{values['tflops']:.3g}", "" if mfu is None else f"{mfu:.3f}", f"{values['peak_memory_bytes'] / 1e9:.2f} GB",
-            "" if speed is None else f"{speed:.2f}", "" if memory is None else f"{memory:.2f}",
-            f"{values['losses'][0]:.4f}"]
+    def ratio(key: str, digits: int = 2) -> str:
+        return "" if values[key] is None else f"{values[key]:.{digits}f}"
+
+    return [name, f"{values['tokens_per_second']:,.0f}", f"{spread(values['rounds']):.1%}", f"{values['tflops']:.3g}",
+            ratio("mfu", 3), f"{values['peak_memory_bytes'] / 1e9:.2f} GB", ratio("speed_ratio"),
+            ratio("memory_ratio"), f"{values['losses'][0]:.4f}"]
 
 
 def _notes(workshop: Workshop, tflops: float | None) -> list[str]:
