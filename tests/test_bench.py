@@ -14,9 +14,10 @@ import pytest
 from pretrain.bench.job import Workshop
 from pretrain.bench.pipeline import highest_speedup
 from pretrain.bench.report import check_markers, markers, write_between_markers
-from pretrain.bench.settings import PRESETS, Settings
+from pretrain.bench.settings import PRESETS, Settings, add_flags, settings_of
 from pretrain.bench.step import PEERS, PROJECT
 from pretrain.bench.turns import take_turns
+from pretrain.cli import Parser
 from pretrain.device import cpu_device
 from pretrain.errors import ConfigError
 
@@ -25,8 +26,9 @@ SMALL = ["--preset", "cpu-small", "--device", "cpu", "--rounds", "2"]
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run([sys.executable, str(ROOT / "tools" / "bench.py"), *words], capture_output=True, text=True,
-                          check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                          check=False, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_contenders_do_the_same_work() -> None:
@@ -79,12 +81,20 @@ def test_a_contender_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> 
     (["--nvme_path", "/nowhere"], "--nvme_path"),
     (["--what", "step,offload"], "--nvme_path: found nothing"),
     (["--lr_warmup_stepz", "3"], "lr_warmup_steps"),
-    (["--write", "/nowhere/README.md"], "--write"),
+    (["--device", "cuda"], "no GPU"),
 ])
 def test_bad_input_is_one_line(words: list[str], told: str) -> None:
-    done = bench(*SMALL, *words)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert told in done.stderr
+    parser = Parser()
+    add_flags(parser)
+    with pytest.raises(ConfigError) as error:
+        settings_of(*parser.parse_known_args([*SMALL, *words]), gpus=0)
+    assert told in str(error.value)
+
+
+def test_refused_before_anything_is_measured() -> None:
+    done = bench(*SMALL, "--write", "/nowhere/README.md")
+    assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (2, 1, "")
+    assert "--write" in done.stderr
 
 
 def test_figures_stand_between_two_markers(tmp_path: Path) -> None:

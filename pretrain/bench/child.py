@@ -65,10 +65,7 @@ class Child:
 
     def send(self, **request: Any) -> None:
         for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # receive() tells why
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
+            _send(process, request)
 
     def receive(self) -> list[dict[str, Any]]:
         """Each rank's answer. Raises ContenderError: it ended, told an error, or took too long."""
@@ -113,9 +110,11 @@ class Child:
         return f"rank {rank} ended with {self._processes[rank].returncode}" + (f": {said[-1][:300]}" if said else "")
 
     def end(self) -> None:
-        """Let it end; kill what does not."""
-        self.send(do="end")
-        for process in self._processes:
+        """Let it end; kill what does not. May be called again."""
+        processes, self._processes = self._processes, []
+        for process in processes:
+            _send(process, {"do": "end"})
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
             process.kill()
@@ -123,6 +122,13 @@ class Child:
             for stream in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()  # type: ignore[union-attr]
+
+
+def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # receive() tells why
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
 
 
 @contextlib.contextmanager
