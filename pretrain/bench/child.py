@@ -37,6 +37,8 @@ def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     ranks = str(len(job.cores))
     values = {**os.environ, "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": ranks,
               "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              # this environment's ninja first: another one would compile DeepSpeed's operators anew
+              "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
               "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false",
               "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if job.device_kind == "cpu":

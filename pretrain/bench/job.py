@@ -15,7 +15,7 @@ from pretrain.device import Device, cpu_device, cuda_device, has_nvcc
 from pretrain.model.config import load_model_config
 
 LEARNING_RATE = 1e-4
-OURS = ("project", "bare_engine", "loop", "checkpoint")  # contenders that take further flags of train.py
+OURS = ("project", "bare_engine", "loop", "checkpoint")  # this project: prepared as train.py is, with its flags
 _DOCUMENT_TOKENS = 5000
 
 

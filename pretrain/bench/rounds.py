@@ -66,7 +66,8 @@ class Rounds:
         self.baseline_bytes = resident_bytes()[0]
 
     def built(self, parameters: int, **facts: Any) -> None:
-        """The contender is ready: tell its number of parameters, and wait for the first round."""
+        """The contender is ready: tell its number of parameters, and wait for the first round, whose peak counts."""
+        forget_peak()
         self.answer({"parameters": parameters, **facts})
         self.wait()
 
@@ -91,8 +92,6 @@ class Rounds:
         self.synchronize()
         seconds = time.perf_counter() - self._start
         values = {"seconds": seconds, "losses": [float(loss) for loss in self._losses], **self._memory(), **figures}
-        if self.request.get("forget_peak"):
-            forget_peak()
         if self._cuda:
             torch.cuda.empty_cache()  # the others need the room
         self.answer(values)

@@ -99,7 +99,7 @@ def _build(name: str, side: list[Child], turns: Turns, warmup_steps: int) -> Non
         child.receive()  # that its imports are done
     turns.facts[name] = _ask(side, do="build")
     if warmup_steps:
-        turns.warmups[name] = _ask(side, do="round", steps=warmup_steps, forget_peak=True)
+        turns.warmups[name] = _ask(side, do="round", steps=warmup_steps)
     turns.answers[name] = []
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 
-from pretrain.bench.job import Job
+from pretrain.bench.job import OURS, Job
 from pretrain.distributed import prepare_deepspeed
 
 CONTENDERS = {  # module and function: (job, rounds) -> never returns
@@ -22,7 +22,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     if job.device_kind == "cpu":
         os.sched_setaffinity(0, job.cores[rank])
-    prepare_deepspeed(job.device)
+    if job.contender in OURS:  # the others run as they come
+        prepare_deepspeed(job.device)
 
     from pretrain.bench.rounds import Ended, Rounds  # imports torch
 
