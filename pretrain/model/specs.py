@@ -71,6 +71,11 @@ class PipelineLM(PipelineModule):
     need never exist as a whole.
     """
 
+    def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
+        """On the last stage, whose last layer is the head."""
+        loss: torch.Tensor = self.forward_funcs[-1](x_BTD, labels)
+        return loss
+
     def _is_checkpointable(self, funcs: list[Layer]) -> bool:
         return _worth_recomputing(funcs)
 
@@ -106,7 +111,7 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, partition_method: str =
             build_specs(config, ends_in_loss=True), num_stages=num_stages,
             partition_method=partition_method, activation_checkpoint_func=non_reentrant_checkpoint)
     module.set_checkpoint_interval(activation_checkpoint_interval)
-    module.loss_fn = module.forward_funcs[-1]  # called on the last stage only, where that is the head
+    module.loss_fn = module.loss_of_hidden
     return module
 
 
