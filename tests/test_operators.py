@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.model import cpu_attention, fused_loss
+from pretrain.model import cpu_attention, cpu_kernels, fused_loss
+from pretrain.model.activation import activate, activate_backward, activated_linear
 from pretrain.model.cpu_attention import _CausalAttention, causal_attention
 from pretrain.model.loss import linear_cross_entropy, token_weighted_cross_entropy
 
@@ -132,3 +133,46 @@ def test_fused_loss_keeps_two_gradients_and_no_logits():
     with torch.no_grad():
         _, saved = saved_by(linear_cross_entropy, x, weight, (labels, weights))
     assert saved == []
+
+
+def plain_mlp(name: str, up: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor,
+              bias: torch.Tensor | None) -> torch.Tensor:
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[name]
+    return F.linear(function(up) if gate is None else function(gate) * up, weight, bias)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_gradients_behind_an_activation_are_its_derivatives(name, gated):
+    generator = torch.Generator().manual_seed(0)
+    up, gate, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+                              for shape in ((2, 3, 6), (2, 3, 6), (4, 6), (4,)))
+    arguments = (up, gate if gated else None, weight, None if gated else bias)
+    torch.testing.assert_close(activated_linear(name, *arguments), plain_mlp(name, *arguments))
+    assert torch.autograd.gradcheck(lambda *a: activated_linear(name, *a), arguments)
+
+
+def test_mlp_keeps_its_inputs_alone():
+    up, gate, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 3, 6), (2, 3, 6), (4, 6)))
+    _, saved = saved_by(activated_linear, "silu", up, gate, weight, None)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (up, gate, weight)}
+
+
+@pytest.mark.skipif(cpu_kernels._library() is None, reason="no C compiler")
+def test_gelu_in_bf16_is_the_exact_one_rounded():
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = every[every.isfinite() & (every.abs() < 1e4)]
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = F.gelu(x.double(), approximate="tanh")
+    exact_grad = torch.ops.aten.gelu_backward(grad.double(), x.double(), approximate="tanh")
+    for mine, wanted in ((activate("gelu_tanh", x), exact), (activate_backward("gelu_tanh", grad, x), exact_grad)):
+        torch.testing.assert_close(mine.double(), wanted, rtol=2**-8, atol=1e-5)
+    special = torch.tensor([float("nan"), float("inf")], dtype=torch.bfloat16)
+    assert activate("gelu_tanh", special).isnan().tolist() == [True, False]
+    assert activate_backward("gelu_tanh", special[:1], torch.ones(1).bfloat16()).isnan().all()
+
+
+def test_without_a_compiler_torchs_operators_serve(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
+    x = torch.randn(100).bfloat16()
+    assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
+from pretrain.model.activation import activated_linear
 from pretrain.model.config import ModelConfig
 from pretrain.model.cpu_attention import causal_attention
 from pretrain.model.loss import Labels, linear_cross_entropy
@@ -84,8 +85,15 @@ class Attention(nn.Module):
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
-def _activation(name: str) -> nn.Module:
-    return nn.SiLU() if name == "silu" else nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+class ActivatedLinear(Linear):
+    """A matrix behind an activation function."""
+
+    def __init__(self, activation: str, inner_size: int, hidden_size: int, *, bias: bool) -> None:
+        super().__init__(inner_size, hidden_size, bias=bias)
+        self.activation = activation
+
+    def forward(self, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None = None) -> torch.Tensor:
+        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, self.bias)
 
 
 class MLP(nn.Module):
@@ -96,13 +104,12 @@ class MLP(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
         self.up = Linear(hidden, inner, bias=bias)
-        self.down = Linear(inner, hidden, bias=bias)
-        self.activation = _activation(config.activation)
+        self.down = ActivatedLinear(config.activation, inner, hidden, bias=bias)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        up_BTF = self.up(x_BTD)
-        inner_BTF = self.activation(up_BTF) if self.gate is None else self.activation(self.gate(x_BTD)) * up_BTF
-        return self.down(inner_BTF)
+        gate_BTF = None if self.gate is None else self.gate(x_BTD)
+        output: torch.Tensor = self.down(self.up(x_BTD), gate_BTF)
+        return output
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
