@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model import cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.activation import activate, activate_backward, activated_linear
+from pretrain.model.config import load_model_config
 from pretrain.model.cpu_attention import _CausalAttention, causal_attention
+from pretrain.model.init import initialize_parameters
 from pretrain.model.loss import linear_cross_entropy, token_weighted_cross_entropy
+from pretrain.model.specs import as_module, compile_blocks
+from tests.model_shapes import SHAPES, write_config
 
 
 def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -100,6 +105,19 @@ def test_gradients_of_the_fused_loss_are_its_derivatives():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, (labels, weights.double())), (x, weight))
 
 
+def test_a_weights_gradient_comes_after_that_of_the_output_that_carries_it():
+    x, weight, labels, weights = loss_inputs(torch.float32)
+    wanted = torch.autograd.grad(linear_cross_entropy(x, weight, (labels, weights)), (x, weight))
+    order = []
+    output = fused_loss.carry(x, weight)
+    output.register_hook(lambda _: order.append("output"))
+    weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
+    linear_cross_entropy(output, weight, (labels, weights)).backward()
+    assert order == ["output", "weight"]
+    assert torch.equal(x.grad, wanted[0])
+    assert torch.equal(weight.grad, wanted[1])
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("dtype", "scale", "tolerance"), [
     (torch.float32, 1.0, 1e-6), (torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 3e-3)])
@@ -176,3 +194,26 @@ def test_without_a_compiler_torchs_operators_serve(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
     x = torch.randn(100).bfloat16()
     assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_blocks_share_a_graph_and_change_nothing(name, interval, tmp_path):
+    """With the backend that traces but compiles nothing, forward and backward, recomputed or not."""
+    config = load_model_config(write_config(tmp_path, SHAPES[name]))
+    tokens = torch.randint(0, config.vocab_size, (2, 17))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    seen = []
+    for compiled in (False, True):
+        module = as_module(config, activation_checkpoint_interval=interval)
+        initialize_parameters(module, config, seed=1)
+        if compiled:
+            compile_blocks(module, seq_length=16, device=torch.device("cpu"), backend="aot_eager")
+        module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32)).backward()
+        seen.append({key: parameter.grad for key, parameter in module.named_parameters()})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert list(seen[0]) == list(seen[1])
+    for key, gradient in seen[0].items():
+        torch.testing.assert_close(seen[1][key], gradient)

@@ -23,7 +23,7 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
                 weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)
+        ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)  # type: ignore[arg-type]  # takes None as well
         ctx.activation = activation  # type: ignore[attr-defined]
         if gate_BTF is None:
             return F.linear(activate(activation, up_BTF), weight_DF, bias_D)

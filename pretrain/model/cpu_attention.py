@@ -24,7 +24,8 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
 
     Kept for the backward pass: on CPUs in bf16 without dropout the three inputs alone, else what torch's keeps.
     """
-    if q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0:
+    on_cpu_in_bf16 = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16
+    if on_cpu_in_bf16 and dropout == 0.0 and not torch.compiler.is_compiling():  # its loops would make a huge graph
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE)
         return out
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,

@@ -21,8 +21,11 @@ _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the functions below take this tensor: bf16, on a CPU, on a machine with a C compiler."""
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and _library() is not None
+    """Whether the functions below take this tensor: bf16, on a CPU, on a machine with a C compiler; torch.compile
+    cannot look into them.
+    """
+    return (x.device.type == "cpu" and x.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
+            and _library() is not None)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

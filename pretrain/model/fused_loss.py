@@ -12,6 +12,8 @@ DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py) does 
 the forward pass, before fp16's loss scale is known, and knows nothing of a weight that is used twice.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -29,9 +31,33 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
     Kept for the backward pass: dx [B*T, D] and dW [V, D] in the dtypes of x and W, and two vectors [B*T].
     """
     with_grad = torch.is_grad_enabled() and (x_BTD.requires_grad or weight_VD.requires_grad)
+    carrier = x_BTD.grad_fn if isinstance(x_BTD.grad_fn, _Carry._backward_cls) else None
     loss: torch.Tensor = _LinearCrossEntropy.apply(x_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(),
-                                                   weights_BT.flatten(), with_grad)
+                                                   weights_BT.flatten(), with_grad, carrier)
     return loss
+
+
+def carry(x_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """x, as a tensor through which the weight gets its gradient when `fused_linear_cross_entropy` is called with both.
+
+    For the output of a pipeline: DeepSpeed begins a backward pass (runtime/engine.py, _backward_prologue: gradients are
+    cleared, micro-steps counted) when the gradient reaches that output. The weight's must not come before it.
+    """
+    carried: torch.Tensor = _Carry.apply(x_BTD, weight_VD)
+    return carried
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        ctx.dw_VD = None  # type: ignore[attr-defined]  # of a weight that no loss was taken with
+        return x_BTD.view_as(x_BTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dw_VD, ctx.dw_VD = ctx.dw_VD, None  # type: ignore[attr-defined]
+        return grads[0], dw_VD
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -39,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor,
-                weights_N: torch.Tensor, with_grad: bool) -> torch.Tensor:
+                weights_N: torch.Tensor, with_grad: bool, carrier: Any) -> torch.Tensor:
         weights_N = weights_N.to(torch.promote_types(x_ND.dtype, torch.float32))
         total = weights_N.sum()
         units_N = weights_N * (_UNIT / total.clamp(min=1e-30))  # all masked: 0, not NaN
@@ -56,6 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits_CV  # before the next chunk's
         if with_grad:
             ctx.save_for_backward(dx_ND, dw_VD, weights_N, total)
+            ctx.carrier = carrier  # type: ignore[attr-defined]
         return torch.dot(losses_N, weights_N)
 
     @staticmethod
@@ -63,8 +90,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         dx_ND, dw_VD, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
-        return ((dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype), (dw_VD * (total * grad / _UNIT)).to(dw_VD.dtype),
-                None, None, None)
+        dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
+        dw_VD = (dw_VD * (total * grad / _UNIT)).to(dw_VD.dtype)
+        if ctx.carrier is None:  # type: ignore[attr-defined]
+            return dx_ND, dw_VD, None, None, None, None
+        ctx.carrier.dw_VD = dw_VD  # type: ignore[attr-defined]
+        return dx_ND, None, None, None, None, None
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from pretrain.model.activation import activated_linear
 from pretrain.model.config import ModelConfig
 from pretrain.model.cpu_attention import causal_attention
+from pretrain.model.fused_loss import carry
 from pretrain.model.loss import Labels, linear_cross_entropy
 from pretrain.model.rope import Rope
 
@@ -163,4 +164,4 @@ class LossHead(Head):
     """The last layer of a pipeline, which has no labels yet: passes on what the loss function will call it with."""
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        return x_BTD if labels is None else super().forward(x_BTD, labels)
+        return carry(x_BTD, self.lm_head.weight) if labels is None else super().forward(x_BTD, labels)

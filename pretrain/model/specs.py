@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
+from pretrain.model.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
 from pretrain.model.rope import Rope
@@ -29,8 +30,8 @@ def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None 
     return embedding(x_BTD, labels)
 
 
-def _tied_loss_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-    return x_BTD if labels is None else embedding(x_BTD, labels)
+def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+    return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
 def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
@@ -166,6 +167,18 @@ def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
 def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0) -> CausalLM:
     """The whole model as a plain module, uninitialised; under `deepspeed.zero.Init` its parameters are partitioned."""
     return CausalLM(build_specs(config), activation_checkpoint_interval)
+
+
+def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:
+    """torch.compile every block, in place, when it is first called. Parameter names stay, and the blocks share one
+    graph, so that the time to compile it does not grow with depth. (ZeRO-3's hooks split it.)
+    """
+    for block in module.modules():
+        if isinstance(block, Block):
+            if block.attention.rope is not None:  # else the first block's graph computes the tables, the others' do not
+                like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
+                block.attention.rope.tables(seq_length, like)
+            block.compile(backend=backend, dynamic=False)
 
 
 def layer_names(config: ModelConfig) -> list[str]:
