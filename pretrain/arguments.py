@@ -81,6 +81,9 @@ class RunArguments:
     nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk (or DS_PRETRAIN_NVME_PATH)")
 
     # machine
+    compile_blocks: bool = _flag(False, "torch.compile each block: one graph for all of them; for cuda, where it fuses "
+                                        "what lies between the matrix products")
+    tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (cuda, fp32 runs): faster, 10 bits of mantissa")
     emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
     peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU (default: by name)")
     deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning, error")

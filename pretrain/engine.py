@@ -21,7 +21,7 @@ from pretrain.check import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
-from pretrain.model.specs import as_module, as_pipeline
+from pretrain.model.specs import as_module, as_pipeline, compile_blocks
 from pretrain.optimizer import parameter_groups
 from pretrain.ranks import gather
 
@@ -61,6 +61,7 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     """The engine, with initial weights that depend on (seed, parameter name) alone. The process group must exist."""
     if plan.args.emulate_fp16:
         emulate_fp16()
+    torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     module = _build_module(plan)
     initialize_parameters(module, plan.model, seed=plan.args.seed)
     # Every rank its own dropout; plain DeepSpeed starts each pipeline stage from the same state.
@@ -70,6 +71,8 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
                                       lr_scheduler=_scheduler(plan))
     upstream.apply(engine)
+    if plan.args.compile_blocks:
+        compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine
 
 

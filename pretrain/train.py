@@ -52,7 +52,7 @@ def run(args: RunArguments, world: World) -> int:
         if not advice:
             raise
         print_advice(advice, world)
-        return 1
+        return CRASHED
 
 
 if __name__ == "__main__":
