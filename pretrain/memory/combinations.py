@@ -127,8 +127,7 @@ def _choices(axes: Axes) -> Iterator[_Choice]:
 
 def impossibility(choice: _Choice, cluster: Cluster, shape: ModelShape | None) -> str:
     """Why DeepSpeed, the device or the model does not do it; "" where they do."""
-    stage, (optimizer, param) = choice.zero_stage, OFFLOADS[choice.offload]
-    sizes = choice.shared
+    stage, (optimizer, param), sizes = choice.zero_stage, OFFLOADS[choice.offload], choice.shared
     rules = (
         (choice.pipeline_stages > 1 and stage >= 2, "pipelines work with ZeRO stage 0 or 1"),
         (optimizer != "none" and stage == 0, "an offloaded optimizer needs ZeRO stage 1 or more"),
@@ -184,9 +183,8 @@ def _batches(choice: _Choice, axes: Axes, cluster: Cluster) -> Iterator[tuple[in
 
 
 def _batch_reason(choice: _Choice, axes: Axes, cluster: Cluster) -> str:
-    total = axes.global_batch_size or SAMPLES_PER_RANK * cluster.world_size
-    return f"a global batch of {total} samples does not divide into micro-batches on " \
-           f"{cluster.world_size // choice.shared} data-parallel ranks"
+    total, ranks = axes.global_batch_size or SAMPLES_PER_RANK * cluster.world_size, cluster.world_size // choice.shared
+    return f"a global batch of {total} samples does not divide into micro-batches on {ranks} data-parallel ranks"
 
 
 def _with_batches(choice: _Choice, axes: Axes, cluster: Cluster, shape: ModelShape | None,
@@ -276,8 +274,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
                     micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
                     device_kind: str = "cuda") -> Combinations:
     """The layouts of JSONs, whoever wrote them. Raises ConfigError for a file that is no JSON, or if all fail."""
-    candidates: list[Candidate] = []
-    impossible: dict[str, int] = {}
+    candidates, impossible = list[Candidate](), dict[str, int]()
     for path in paths:
         file = read_ds_config(path)
         try:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -47,21 +47,22 @@ class ScalarsWithoutData(TorchDispatchMode):
 class FakeIO:
     """DeepSpeed's `aio_handle` without a disk: keeps the sizes of the files that would be written."""
 
-    files: dict[str, int] = {}
+    files: ClassVar[dict[str, int]] = {}  # bytes by path
+    locked: ClassVar[set[int]] = set()  # page-locked storages
 
     def __init__(self, **_: Any) -> None:
         self.pending = 0
 
     def new_cpu_locked_tensor(self, numel: int, example: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(int(numel), dtype=example.dtype)
-        _LOCKED.add(tensor.untyped_storage()._cdata)
+        FakeIO.locked.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in _LOCKED
+        return tensor.untyped_storage()._cdata in FakeIO.locked
 
     def async_pread(self, tensor: torch.Tensor, path: str, offset: int) -> int:
         self.pending += 1
@@ -75,9 +76,6 @@ class FakeIO:
     def wait(self) -> int:
         done, self.pending = self.pending, 0
         return done
-
-
-_LOCKED: set[int] = set()
 
 
 class FakeOperators:
@@ -114,7 +112,7 @@ def apply_to_fake(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tens
 
 def replace_what_needs_data() -> None:
     """See the module's docstring, and that of `simulate`."""
-    torch.nn.Module._apply = apply_to_fake
+    setattr(torch.nn.Module, "_apply", apply_to_fake)  # noqa: B010 (mypy refuses an assignment)
     def load(self: Any, verbose: bool = True) -> FakeOperators:
         return FakeOperators()
 

@@ -95,12 +95,6 @@ class Cluster:
         assert found is not None, self.gpu.label
         return found * 1e12
 
-    def nodes_of(self, first_rank: int, ranks: int, stride: int = 1) -> int:
-        """How many nodes a group of `ranks` ranks, `stride` apart, spans."""
-        last = first_rank + (ranks - 1) * stride
-        return last // self.gpus_per_node - first_rank // self.gpus_per_node + 1 if stride < self.gpus_per_node \
-            else ranks
-
     def describe(self) -> str:
         """One line."""
         node = f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node} {self.gpu.name}"

@@ -43,15 +43,20 @@ class Simulation:
 
 
 def simulate(args: RunArguments, rank: int, world_size: int) -> Simulation:
-    """One rank of a world, in a process of its own. Raises ConfigError, as the run itself would be refused."""
-    return simulate_many([(args, rank, world_size)])[0]
-
-
-def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]]) -> list[Simulation]:
-    """(flags, rank, world size) each; one process imports everything, and forks one for each job.
+    """One rank of a world, in a process of its own.
 
     Raises:
-        ConfigError: what the first refused job is refused for, or, for one that DeepSpeed cannot run like that, why.
+        ConfigError: as the run itself would be refused, or why this layout cannot be simulated.
+    """
+    (result,) = simulate_many([(args, rank, world_size)])
+    if isinstance(result, ConfigError):
+        raise result
+    return result
+
+
+def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]]) -> list[Simulation | ConfigError]:
+    """(flags, rank, world size) each, and the result or the error of each; one process imports everything, and forks
+    one for each job. Raises ConfigError where there are no results at all.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "jobs.json")
@@ -72,9 +77,9 @@ def _last(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 
-def _simulation(answer: dict[str, Any]) -> Simulation:
+def _simulation(answer: dict[str, Any]) -> Simulation | ConfigError:
     if "refused" in answer:
-        raise ConfigError.of_line(answer["refused"])
+        return ConfigError.of_line(answer["refused"])
     return Simulation(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
 
 

@@ -1,7 +1,7 @@
 """A few real steps of an engine on random tokens, and what it holds in between.
 
 The moment that counts is after the last backward pass of a step, before gradients are reduced and the optimizer runs:
-gradients are then all there, as they are from the first micro-batch on. (Later, ZeRO-1 has divided them as ZeRO-2 does.)
+gradients are then all there, as they are from the first micro-batch on. (Later, ZeRO-1 too has divided them.)
 """
 
 import time

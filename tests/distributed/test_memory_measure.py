@@ -1,9 +1,11 @@
 """Memory three ways: estimated, simulated and measured, for the files of ds_configs/ on 1, 2 and 4 ranks.
 
-Measured are real engines in real ranks. Each time every file runs on two ranks and a part of them on one and four;
-DS_PRETRAIN_ALL_MEMORY=1 runs everything everywhere.
+Measured are real engines in real ranks. Each time every file runs on two ranks and a part of them on one and four, and
+one of each kind is simulated; DS_PRETRAIN_ALL_MEMORY=1 runs and simulates everything everywhere.
 """
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (N
 SOME = {1: ("zero0_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offload_all_nvme"),
         4: ("pipeline2_zero1_bf16", "pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_bf16",
             "pipeline4_zero1_fp16", "zero2_bf16", "zero3_bf16", "zero2_offload_optimizer_cpu")}
+SIMULATED = {1: (), 4: ("pipeline4_zero1_bf16", "zero2_bf16", "zero3_bf16"),
+             2: ("zero0_fp32", "zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu", "zero3_bf16",
+                 "zero3_offload_all_nvme", "pipeline2_zero0_bf16")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # parts of a MiB and more, which NVMe offload swaps
 SLACK_BYTES = 64  # scalars that differ
@@ -44,6 +49,7 @@ def stages_of(path: Path) -> int:
 
 CASES: list[Case] = [(ranks, path.stem) for ranks in (1, 2, 4) for path in FILES
                      if ranks % stages_of(path) == 0 and (ALL or ranks == 2 or path.stem in SOME[ranks])]
+SIMULATED_CASES = [case for case in CASES if ALL or case[1] in SIMULATED[case[0]]]
 
 
 def arguments(name: str, folder: Path) -> RunArguments:
@@ -64,9 +70,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(folder: Path) -> dict[Case, Measurement]:
-    import dataclasses
-    import json
-
     found = {}
     for ranks in (1, 2, 4):
         names = [name for own_ranks, name in CASES if own_ranks == ranks]
@@ -85,8 +88,9 @@ def measured(folder: Path) -> dict[Case, Measurement]:
 @pytest.fixture(scope="module")
 def simulated(folder: Path) -> dict[Case, Simulation]:
     """The last rank of each world: of a pipeline it is in the last stage."""
-    jobs = [(arguments(name, folder), ranks - 1, ranks) for ranks, name in CASES]
-    return dict(zip(CASES, simulate_many(jobs), strict=True))
+    jobs = [(arguments(name, folder), ranks - 1, ranks) for ranks, name in SIMULATED_CASES]
+    results = [one for one in simulate_many(jobs) if isinstance(one, Simulation)]
+    return dict(zip(SIMULATED_CASES, results, strict=True))
 
 
 def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
@@ -114,7 +118,7 @@ def test_states_are_estimated_as_measured(case: Case, measured: dict[Case, Measu
         assert found.held.states("device") + found.held.states("host") + found.held.states("pinned") > 100_000
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+@pytest.mark.parametrize("case", SIMULATED_CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def test_a_simulated_rank_holds_what_a_real_one_holds(case: Case, measured: dict[Case, Measurement],
                                                       simulated: dict[Case, Simulation]) -> None:
     real, ours = measured[case].ranks[-1], simulated[case]
