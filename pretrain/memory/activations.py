@@ -3,7 +3,8 @@
 The CPU figures were measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, storages counted once
 (tests/test_memory_estimate.py does it again). The CUDA ones are derived from torch's formulas, not measured: flash
 attention keeps q, k, v, its output and the logarithms of the softmax's sums; dropout keeps a byte an element;
-LayerNorm keeps its statistics in fp32; RMSNorm is one kernel that keeps its input.
+LayerNorm keeps its statistics in fp32; RMSNorm is one kernel that keeps its input. `--compile_blocks` is left out: what
+a compiled block keeps is the compiler's choice.
 
 Tensor parallelism divides what Megatron's does without its sequence parallelism (Korthikanti and others, arXiv
 2205.05198, table 2: s b h (10 + 24 / t) a layer): the inner tensors of attention and MLP, not the norms' and the
@@ -17,6 +18,9 @@ from pretrain.memory.layout import Layout
 from pretrain.memory.shape import Layer, ModelShape
 
 _FP32, _INT64 = 4, 8
+LOSS_TOKENS = 1024  # whose logits exist at a time (model/fused_loss.py)
+CPU_ELEMENTS = 2**20  # that the CPU takes a softmax of at a time, for each thread: one thread is counted here
+ATTENTION_ROWS = 128  # of queries at a time (model/cpu_attention.py)
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,24 @@ class Pass:
     element: int  # bytes of an activation
     cuda: bool
     tensor_parallel_size: int = 1
+    fp16: bool = False  # has torch's attention on CPUs, where bf16 has one of its own (model/cpu_attention.py)
 
     @property
     def mask(self) -> int:
         """Bytes of an element of a dropout mask: the CPU keeps the noise itself, in the activation's dtype."""
         return 1 if self.cuda else self.element
 
+    @property
+    def samples(self) -> int:
+        """At least one."""
+        return max(1, self.tokens // self.seq_length)
+
 
 def pass_of(layout: Layout) -> Pass:
     """The micro-batch of a layout."""
     tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
     return Pass(tokens, layout.seq_length, layout.element_bytes, layout.device_kind == "cuda",
-                layout.tensor_parallel_size)
+                layout.tensor_parallel_size, layout.precision == "fp16")
 
 
 def norm_kept(shape: ModelShape, one: Pass, *, shared_input: bool = False) -> int:
@@ -71,21 +81,44 @@ def dropout_kept(probability: float, width: int, one: Pass) -> int:
 
 def attention_kept(shape: ModelShape, one: Pass) -> int:
     """Causal attention without its norm: the input of `qkv`, of the core, and of `out`."""
-    heads = shape.num_heads * shape.head_size // one.tensor_parallel_size
-    core = _flash_kept(shape, one) if one.cuda or not shape.attention_dropout else _plain_attention_kept(shape, one)
-    copies_output = not one.cuda and (shape.position == "rope" or shape.attention_dropout > 0)
-    return linear_kept(shape.hidden_size, one) + core + (linear_kept(heads, one) if copies_output else 0)
+    if not one.cuda and shape.attention_dropout:
+        core = _plain_attention_kept(shape, one) + linear_kept(_heads(shape, one), one)
+    elif _is_own(shape, one):
+        core = _inputs_kept(shape, one) + linear_kept(_heads(shape, one), one)
+    else:
+        core = _flash_kept(shape, one)
+    return linear_kept(shape.hidden_size, one) + core
+
+
+def _is_own(shape: ModelShape, one: Pass) -> bool:
+    """Whether attention is that of model/cpu_attention.py."""
+    return not one.cuda and one.element == 2 and not one.fp16 and not shape.attention_dropout
+
+
+def _heads(shape: ModelShape, one: Pass) -> int:
+    """Elements of a token's queries."""
+    return shape.num_heads * shape.head_size // one.tensor_parallel_size
+
+
+def _rows(shape: ModelShape, one: Pass) -> int:
+    """Elements of a token's queries, keys and values: the rows of `qkv`."""
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // one.tensor_parallel_size
+
+
+def _inputs_kept(shape: ModelShape, one: Pass) -> int:
+    """q, k and v, views of what `qkv` returned; rotated q and k are new tensors, beside the whole of it, as v is still
+    a view."""
+    heads = shape.num_heads + shape.num_kv_heads
+    rotated = heads * shape.head_size // one.tensor_parallel_size if shape.position == "rope" else 0
+    return one.tokens * (_rows(shape, one) + rotated) * one.element
 
 
 def _flash_kept(shape: ModelShape, one: Pass) -> int:
-    """q, k, v, the output (which `out` keeps too, in the same storage, unless the CPU's has another order after
-    rotation), and fp32 logarithms of the sums. q, k and v are views of what `qkv` returned; rotated q and k are new
-    tensors, beside the whole of it, as v is still a view.
-    """
-    heads, kv_heads = shape.num_heads / one.tensor_parallel_size, shape.num_kv_heads / one.tensor_parallel_size
-    rows = (2 * heads + 2 * kv_heads) * shape.head_size
-    rotated = (heads + kv_heads) * shape.head_size if shape.position == "rope" else 0
-    return round(one.tokens * ((rows + rotated) * one.element + heads * _FP32))
+    """torch's fused attention: its inputs, fp32 logarithms of the sums, and the output (which `out` keeps too, in the
+    same storage, unless the CPU's has another order after rotation)."""
+    outputs = 2 if not one.cuda and shape.position == "rope" else 1
+    sums = round(one.tokens * shape.num_heads / one.tensor_parallel_size) * _FP32
+    return _inputs_kept(shape, one) + outputs * linear_kept(_heads(shape, one), one) + sums
 
 
 def _plain_attention_kept(shape: ModelShape, one: Pass) -> int:
@@ -96,14 +129,14 @@ def _plain_attention_kept(shape: ModelShape, one: Pass) -> int:
 
 
 def mlp_kept(shape: ModelShape, one: Pass) -> int:
-    """Up, activation function, down; gated: gate, activation function, up, their product."""
+    """Up, activation function, down; gated: gate, activation function, up, their product, down."""
     inner = shape.intermediate_size // one.tensor_parallel_size
     return linear_kept(shape.hidden_size, one) + inner_kept(shape, inner, one)
 
 
 def inner_kept(shape: ModelShape, inner: int, one: Pass) -> int:
-    """What the activation function, the product with the gate and `down` keep of [tokens, inner]."""
-    return (4 if shape.gated_mlp else 2) * one.tokens * inner * one.element
+    """What comes out of up and gate, [tokens, inner]: the rest is computed anew (model/activation.py)."""
+    return (2 if shape.gated_mlp else 1) * one.tokens * inner * one.element
 
 
 def experts_kept(shape: ModelShape, one: Pass) -> int:
@@ -135,7 +168,7 @@ def layer_kept(shape: ModelShape, layer: Layer, one: Pass) -> int:
         return one.tokens * _INT64 + (dropout_kept(shape.embedding_dropout, shape.hidden_size, one) if rope else 0)
     if layer.kind == "positions":
         return dropout_kept(shape.embedding_dropout, shape.hidden_size, one)
-    return norm_kept(shape, one) if layer.kind == "norm" else linear_kept(shape.hidden_size, one)
+    return norm_kept(shape, one) if layer.kind == "norm" else loss_kept(shape, one)
 
 
 def boundary_bytes(shape: ModelShape, one: Pass) -> int:
@@ -149,30 +182,70 @@ def input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
 
 
 def logits_bytes(shape: ModelShape, one: Pass) -> int:
-    """The logits as the model computes them: [tokens, V]."""
-    return round(one.tokens * shape.vocab_size / one.tensor_parallel_size) * one.element
+    """The logits that exist at a time: of a chunk of tokens."""
+    return min(one.tokens, LOSS_TOKENS) * (shape.vocab_size // one.tensor_parallel_size) * one.element
 
 
 def loss_kept(shape: ModelShape, one: Pass) -> int:
-    """The loss (model/loss.py): fp32 logarithms of the softmax, labels, weights."""
-    return round(one.tokens * shape.vocab_size / one.tensor_parallel_size) * _FP32 + one.tokens * (_INT64 + _FP32)
+    """Head and loss (model/fused_loss.py): the gradients of the hidden states and of the matrix, which the forward pass
+    computes already; labels and weights."""
+    weight = shape.hidden_size * (shape.vocab_size // one.tensor_parallel_size) * one.element
+    return boundary_bytes(shape, one) + weight + one.tokens * (_INT64 + _FP32)
 
 
 def loss_peak(shape: ModelShape, one: Pass) -> int:
-    """The most that the loss needs at once, the logits themselves left out: in its backward pass what it kept, the fp32
-    gradient of that, and the fp32 gradient of the logits."""
-    return loss_kept(shape, one) + 2 * round(one.tokens * shape.vocab_size / one.tensor_parallel_size) * _FP32
+    """The most that head and loss need at once in the forward pass, their input left out: beside what they keep a
+    chunk's logits, and either their softmax in fp32 or the chunk's hidden states times the tokens' weights.
+
+    The softmax is taken of as many rows at a time as stay in a CPU's cache, those before them still there.
+    """
+    vocab, converts = shape.vocab_size // one.tensor_parallel_size, one.element != _FP32
+    chunk = min(one.tokens, LOSS_TOKENS)
+    rows = chunk if one.cuda else min(chunk, max(1, CPU_ELEMENTS // vocab))
+    softmax = max((1 + converts) * rows, rows + (1 + converts) * min(rows, chunk - rows)) * vocab * _FP32
+    weighted = chunk * shape.hidden_size * (_FP32 + (one.element if converts else 0))
+    return loss_kept(shape, one) + 2 * one.tokens * _FP32 + logits_bytes(shape, one) + max(softmax, weighted)
+
+
+def loss_backward(shape: ModelShape, one: Pass) -> int:
+    """What the loss's backward pass needs beside what it kept and the gradient of the matrix: the gradient of its
+    input, which is first computed in fp32, before that of the matrix."""
+    weight = shape.hidden_size * (shape.vocab_size // one.tensor_parallel_size) * one.element
+    converted = one.tokens * shape.hidden_size * _FP32 if one.element != _FP32 else 0
+    return boundary_bytes(shape, one) + max(0, converted - weight)
 
 
 def block_backward(shape: ModelShape, one: Pass) -> int:
     """What a block's backward pass needs at once beyond what the block kept: the gradient of the residual stream, and
-    those before and after the MLP's activation function, less what `down` has let go. Attention without a fused kernel
-    has its [T, T] gradients after the MLP has let everything go."""
-    residual = boundary_bytes(shape, one)
+    what the MLP computes anew and the gradients of its inner tensors, or, after the MLP has let go what it kept,
+    the gradients within attention."""
+    residual = boundary_bytes(shape, one) * (2 if shape.residual_dropout > 0 else 1)
     experts = max(1, shape.experts_per_token) if shape.num_experts else 1
     width = shape.moe_intermediate_size * experts if shape.num_experts else shape.intermediate_size
-    mlp = (2 if shape.gated_mlp else 1) * one.tokens * (width // one.tensor_parallel_size) * one.element
-    if one.cuda or not shape.attention_dropout:
-        return residual + mlp
-    scores = round(one.tokens * one.seq_length * shape.num_heads / one.tensor_parallel_size) * _FP32
-    return residual + max(mlp, scores - mlp_kept(shape, one) - norm_kept(shape, one))
+    mlp = (3 if shape.gated_mlp else 2) * one.tokens * (width // one.tensor_parallel_size) * one.element
+    let_go = mlp_kept(shape, one) + norm_kept(shape, one)
+    return residual + max(mlp, _attention_backward(shape, one) - let_go)
+
+
+def _attention_backward(shape: ModelShape, one: Pass) -> int:
+    """The gradients of attention's output and of q, k and v, with what it works in; or the latter twice, as they are
+    put together for `qkv`. Without a fused kernel it has a gradient [T, T] in fp32."""
+    if not one.cuda and shape.attention_dropout:
+        return round(one.tokens * one.seq_length * shape.num_heads / one.tensor_parallel_size) * _FP32
+    rows = one.tokens * _rows(shape, one) * one.element
+    work = _own_attention_work(shape, one) if _is_own(shape, one) else 0
+    return max(linear_kept(_heads(shape, one), one) + rows + work, 2 * rows)
+
+
+def _own_attention_work(shape: ModelShape, one: Pass) -> int:
+    """Of the samples that are at work at once: k and v in the order of heads, their gradients in fp32 and what is added
+    to one; of a block of rows of all heads, queries, outputs' gradients, and scores, probabilities and their gradients,
+    those of the block before among them.
+    """
+    heads, kv_heads = shape.num_heads / one.tensor_parallel_size, shape.num_kv_heads / one.tensor_parallel_size
+    samples = min(one.samples, max(1, int(CPU_ELEMENTS // (heads * ATTENTION_ROWS * one.seq_length))))
+    rows, before = min(ATTENTION_ROWS, one.seq_length), max(0.0, 1 - ATTENTION_ROWS / one.seq_length)
+    keys = kv_heads * one.seq_length * shape.head_size * (2 * (one.element + _FP32) + one.element)
+    queries = 2 * heads * rows * shape.head_size * one.element
+    scores = heads * rows * one.seq_length * one.element * max(3 + before, 2 + 3 * before)
+    return round(samples * (keys + queries + scores)) + ATTENTION_ROWS**2 * one.element

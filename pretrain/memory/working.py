@@ -1,6 +1,6 @@
 """What comes and goes within a step: the moments at which memory may be at its most, each as a footprint of one rank.
 
-    loss        all activations of the micro-batches in flight, and the loss with its gradient
+    loss        all activations of the micro-batches in flight, and a chunk of logits with its softmax
     backward    in each group of layers: what it kept or recomputed, gradients of activations and of weights
     reduction   ZeRO-1's gradients, its bucket, and this rank's averaged ones
     step        the fp32 copies of gradients that the optimizer is given
@@ -12,6 +12,7 @@ partitioned_param_coordinator.py, runtime/bf16_optimizer.py, runtime/fp16/fused_
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from pretrain.memory.activations import (
     Pass,
@@ -19,7 +20,8 @@ from pretrain.memory.activations import (
     boundary_bytes,
     input_bytes,
     layer_kept,
-    logits_bytes,
+    loss_backward,
+    loss_kept,
     loss_peak,
     pass_of,
 )
@@ -88,8 +90,9 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     if rank.is_last:
         # `engine.loss` still holds the graph of the micro-batch before, and that its input and its gradient
         before = 2 * boundary_bytes(shape, rank.one) if stage > 0 and rank.accumulates else 0
-        loss = Footprint.of([(("activations", "device"), rank.in_flight * sum(kept) + before),
-                             (("logits", "device"), loss_peak(shape, rank.one))])
+        hidden = 0 if layout.uses_pipeline_module else boundary_bytes(shape, rank.one)  # else in a slot
+        alive = rank.in_flight * sum(kept) - loss_kept(shape, rank.one) + hidden + before
+        loss = Footprint.of([(("activations", "device"), alive), (("logits", "device"), loss_peak(shape, rank.one))])
         yield "loss", held + _gathered(rank) + loss + _gradients(rank, 0)
     yield from (("backward", held + part) for part in _backward(rank, waiting))
     if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
@@ -98,20 +101,14 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
 
 
 def _between_layers(rank: _Rank) -> Footprint:
-    """What PipelineEngine keeps in its slots: outputs, on the last stage the logits of the micro-batch before too
+    """What PipelineEngine keeps in its slots: outputs, on the last stage those of micro-batches before too
     (`pipe_buffers['outputs']` is not cleared there); inputs, of which the layers have copies, and the tensor that they
     are received in. The plain module keeps nothing."""
     if not rank.layout.uses_pipeline_module:
         return Footprint()
-    boundary, parts = boundary_bytes(rank.shape, rank.one), []
-    if rank.is_last:
-        slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps)
-        parts.append((("logits", "device"), slots * logits_bytes(rank.shape, rank.one)))
-    else:
-        parts.append((("activations", "device"), rank.in_flight * boundary))
-    if rank.stage > 0:
-        parts.append((("activations", "device"), (rank.in_flight + 1) * boundary))
-    return Footprint.of(parts)
+    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight
+    slots += rank.in_flight + 1 if rank.stage > 0 else 0
+    return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one))])
 
 
 def _groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
@@ -123,11 +120,13 @@ def _groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
 def groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
                      interval: int) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
     """(bytes that a micro-batch keeps, layers) of each group of `interval` layers; one that is recomputed, which are
-    those with a block, keeps its input (model/specs.py, _worth_recomputing). 0: nothing is, each layer for itself."""
+    those with a block, keeps its input (model/specs.py, _worth_recomputing). 0: nothing is, each layer for itself. The
+    head, which makes the loss outside of all groups, comes alone."""
     sizes = {layer: layer_kept(shape, layer, one) for layer in set(layers)}
-    found = []
-    for start in range(0, len(layers), interval or 1):
-        group = layers[start:start + (interval or 1)]
+    found, body = [], [layer for layer in layers if layer.kind != "head"]
+    cuts = [*range(0, len(body), interval or 1), *range(len(body), len(layers))]
+    for start, end in pairwise([*cuts, len(layers)]):
+        group = layers[start:end]
         recomputed = interval and any(layer.kind == "block" for layer in group)
         found.append((input_bytes(shape, group[0], one) if recomputed else sum(sizes[layer] for layer in group), group))
     return tuple(found)
@@ -147,7 +146,7 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -
         if not same:
             recomputed = sum(layer_kept(shape, layer, one) for layer in layers) if interval else 0
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
-            work += logits_bytes(shape, one) if layers[-1].kind == "head" else 0
+            work += loss_backward(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
             weights = _gradients(rank, done, layers) + _reduced(rank, done) + _gathered(rank, done)
             yield Footprint.of([(("activations", "device"), alive)]) + weights

@@ -39,11 +39,15 @@ class _ActivatedLinear(torch.autograd.Function):
         inner_BTF = activated_BTF if gate_BTF is None else activated_BTF * up_BTF
         dweight_DF = grad_ND.t() @ inner_BTF.flatten(0, -2)
         dbias_D = grad_ND.sum(0) if needed[4] else None
+        del inner_BTF  # a block's largest tensors: none lives longer than it must
+        if gate_BTF is None:
+            del activated_BTF
         dinner_BTF = (grad_ND @ weight_DF).view_as(up_BTF)
         if gate_BTF is None:
             return None, activate_backward(activation, dinner_BTF, up_BTF), None, dweight_DF, dbias_D
-        dgate_BTF = activate_backward(activation, dinner_BTF * up_BTF, gate_BTF)
-        return None, dinner_BTF * activated_BTF, dgate_BTF, dweight_DF, dbias_D
+        dup_BTF = activated_BTF.mul_(dinner_BTF)
+        dgate_BTF = activate_backward(activation, dinner_BTF.mul_(up_BTF), gate_BTF)
+        return None, dup_BTF, dgate_BTF, dweight_DF, dbias_D
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,11 @@ _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Whether the functions below take this tensor: bf16, on a CPU, on a machine with a C compiler; torch.compile
-    cannot look into them.
+    """Whether the functions below take this tensor: bf16, on a CPU, on a machine with a C compiler. Subclasses of
+    tensors may have no memory behind them (torch's FakeTensor has none), and torch.compile cannot look into C.
     """
-    return (x.device.type == "cpu" and x.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
-            and _library() is not None)
+    return (type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == torch.bfloat16
+            and not torch.compiler.is_compiling() and _library() is not None)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
