@@ -186,7 +186,7 @@ def test_a_blocks_backward_pass_peaks(name: str, dtype: torch.dtype, dropout: bo
         tracker.reset_peak()
         y_BTD.backward(torch.ones_like(y_BTD))
     expected = block_kept(shape, one) + block_backward(shape, one) + block.mlp.down.weight.nbytes
-    assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.05)
+    assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
