@@ -129,10 +129,12 @@ def test_a_simulated_rank_holds_what_a_real_one_holds(case: Case, measured: dict
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def test_nothing_that_is_alive_is_left_out(case: Case, measured: dict[Case, Measurement]) -> None:
-    """But for the loss, and in the last stage of a pipeline one micro-batch's logits."""
-    logits_bytes = 2 * 64 * 256 * 4
+    """But for the loss, and one tensor that torch holds where Python does not see it: one micro-batch's logits in the
+    last stage of a pipeline, a matrix on its way to NVMe.
+    """
+    in_flight_bytes = 2 * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
     for rank in measured[case].ranks:
-        assert rank.unaccounted_bytes <= SLACK_BYTES + (logits_bytes if "pipeline" in case[1] else 0)
+        assert rank.unaccounted_bytes <= SLACK_BYTES + in_flight_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
