@@ -34,8 +34,8 @@ SOME = {1: ("zero0_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offlo
         4: ("pipeline2_zero1_bf16", "pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_bf16",
             "pipeline4_zero1_fp16", "zero2_bf16", "zero3_bf16", "zero2_offload_optimizer_cpu")}
 SIMULATED = {1: (), 4: ("pipeline4_zero1_bf16", "zero2_bf16", "zero3_bf16"),
-             2: ("zero0_fp32", "zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu", "zero3_bf16",
-                 "zero3_offload_all_nvme", "pipeline2_zero0_bf16")}
+             2: ("zero0_fp32", "zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu",
+                 "zero3_bf16", "zero3_offload_all_nvme", "pipeline2_zero0_bf16")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # parts of a MiB and more, which NVMe offload swaps
 SLACK_BYTES = 64  # scalars that differ
