@@ -93,8 +93,9 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
         hidden = 0 if layout.uses_pipeline_module else boundary_bytes(shape, rank.one)  # else in a slot
         alive = rank.in_flight * sum(kept) - loss_kept(shape, rank.one) + hidden + before
         loss = Footprint.of([(("activations", "device"), alive), (("logits", "device"), loss_peak(shape, rank.one))])
-        yield "loss", held + _gathered(rank) + loss + _gradients(rank, 0)
-    yield from (("backward", held + part) for part in _backward(rank, waiting))
+        yield "loss", held + _gathered(rank) + loss + _gradients(rank, 0, accumulated=rank.accumulates)
+    for in_flight, accumulated in _backward_passes(rank):
+        yield from (("backward", held + part) for part in _backward(rank, waiting, in_flight, accumulated))
     if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
         yield "reduction", held + _reduction(rank)
     yield "step", held + _step(rank)
@@ -132,13 +133,23 @@ def groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
     return tuple(found)
 
 
-def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -> Iterator[Footprint]:
+def _backward_passes(rank: _Rank) -> list[tuple[int, bool]]:
+    """(micro-batches in flight, whether gradients of others are there) of the passes that may need the most: the first
+    one has no gradients yet; where all micro-batches are in flight at once, every later one has fewer of them.
+    """
+    if rank.layout.gradient_accumulation_steps > rank.in_flight:
+        return [(rank.in_flight, True)]
+    return [(rank.in_flight, False)] + [(rank.in_flight - 1, True)] * (rank.in_flight > 1)
+
+
+def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...], in_flight: int,
+              accumulated: bool) -> Iterator[Footprint]:
     """Group by group, from the last: the activations of all before it, its own (recomputed if need be), and gradients.
 
     Of a run of equal groups only the first and the last are looked at, as everything between changes evenly.
     """
     one, shape, interval = rank.one, rank.shape, rank.layout.activation_checkpoint_interval
-    others = (rank.in_flight - 1) * sum(kept for kept, _ in waiting)
+    others = (in_flight - 1) * sum(kept for kept, _ in waiting)
     before, done = sum(kept for kept, _ in waiting), 0
     for index in reversed(range(len(waiting))):
         kept, layers = waiting[index]
@@ -148,26 +159,27 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...]) -
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
             work += loss_backward(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
-            weights = _gradients(rank, done, layers) + _reduced(rank, done) + _gathered(rank, done)
-            yield Footprint.of([(("activations", "device"), alive)]) + weights
+            weights = _gradients(rank, done, layers, accumulated=accumulated) + _reduced(rank, done)
+            yield Footprint.of([(("activations", "device"), alive)]) + weights + _gathered(rank, done)
         before -= kept
         done += sum(layer.size for layer in layers)
 
 
-def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = ()) -> Footprint:
+def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = (), *, accumulated: bool) -> Footprint:
     """Gradients of weights during the backward pass, as a difference from those between micro-batches.
 
     Args:
         done: parameters (elements) of the stage whose gradients are there already.
         layers: the layers at work, the largest of whose gradients is there beside the sum it is added to.
+        accumulated: whether those of micro-batches before are there.
     """
     layout, kind = rank.layout, engine_kind(rank.layout)
     size = layout.element_bytes
     largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
     missing = 0
-    if not rank.accumulates and kind == "zero12" and layout.zero_stage == 2:
+    if not accumulated and kind == "zero12" and layout.zero_stage == 2:
         missing = _stage_2_gradients(rank) if not done else 0  # there from the first reduction on
-    elif not rank.accumulates and kind != "zero3":
+    elif not accumulated and kind != "zero3":
         total = sum(group.size for group in rank.groups())
         missing = max(0, total - done - largest) * size
         largest = 0

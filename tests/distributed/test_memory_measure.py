@@ -34,8 +34,8 @@ SOME = {1: ("zero0_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_offlo
         4: ("pipeline2_zero1_bf16", "pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_bf16",
             "pipeline4_zero1_fp16", "zero2_bf16", "zero3_bf16", "zero2_offload_optimizer_cpu")}
 SIMULATED = {1: (), 4: ("pipeline4_zero1_bf16", "zero2_bf16", "zero3_bf16"),
-             2: ("zero0_fp32", "zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu", "zero3_bf16",
-                 "zero3_offload_all_nvme", "pipeline2_zero0_bf16")}
+             2: ("zero0_fp32", "zero1_bf16", "zero1_bf16_fp32_accumulation", "zero2_offload_optimizer_cpu",
+                 "zero3_bf16", "zero3_offload_all_nvme", "pipeline2_zero0_bf16")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # parts of a MiB and more, which NVMe offload swaps
 SLACK_BYTES = 64  # scalars that differ
@@ -129,10 +129,12 @@ def test_a_simulated_rank_holds_what_a_real_one_holds(case: Case, measured: dict
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def test_nothing_that_is_alive_is_left_out(case: Case, measured: dict[Case, Measurement]) -> None:
-    """But for the loss, and in the last stage of a pipeline one micro-batch's logits."""
-    logits_bytes = 2 * 64 * 256 * 4
+    """But for the loss, and one tensor that torch holds where Python does not see it: one micro-batch's logits in the
+    last stage of a pipeline, a matrix on its way to NVMe.
+    """
+    in_flight_bytes = 2 * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
     for rank in measured[case].ranks:
-        assert rank.unaccounted_bytes <= SLACK_BYTES + (logits_bytes if "pipeline" in case[1] else 0)
+        assert rank.unaccounted_bytes <= SLACK_BYTES + in_flight_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
