@@ -1,8 +1,9 @@
 """Memory that is freed stays with the process, on CPUs.
 
-glibc gives each freed block of more than 128 KiB (up to 32 MiB, as it adapts) back to the kernel, so every large
-temporary of every step is mapped, zeroed and faulted in anew, page by page. Measured on two AVX512_BF16 cores: a bf16
-softmax of 32 MiB takes 36 ms with that and 12 ms without, an fp32 copy of 32 MiB 20 ms and 4 ms.
+glibc gives large freed blocks back to the kernel, so the temporaries of every step are mapped, zeroed and faulted in
+anew, page by page. Measured in CPU time on one AVX512_BF16 core: a step of 34 M parameters (8 x 512 tokens, bf16,
+ZeRO-1) takes 8.05 s with that and 5.7 s without. The price is memory that is free but too scattered to serve: the
+process peaks at 1.77 instead of 1.34 GB there.
 """
 
 import ctypes

@@ -18,7 +18,6 @@ from typing import Any
 
 import cpuinfo
 
-from pretrain.allocator import keep_freed_memory
 from pretrain.cluster.probe import interface_towards
 from pretrain.device import Device
 from pretrain.errors import ConfigError
@@ -173,10 +172,8 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 def prepare_deepspeed(device: Device) -> None:
     """To be called before DeepSpeed is imported: name the accelerator, which it would otherwise guess with a warning;
     put this environment's `ninja` first: another one would compile all operators anew, in every run; and let it ask
-    for the CPU's features once: it does for each operator, a second each. On CPUs, memory is kept for the next step.
+    for the CPU's features once: it does for each operator, a second each.
     """
-    if device.kind == "cpu":
-        keep_freed_memory()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain import upstream
+from pretrain.allocator import keep_freed_memory
 from pretrain.check import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.errors import ConfigError
@@ -71,6 +72,8 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
                                       lr_scheduler=_scheduler(plan))
     upstream.apply(engine)
+    if engine.device.type == "cpu":
+        keep_freed_memory()  # not before: what building needed for a while goes back to the system
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine

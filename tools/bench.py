@@ -53,7 +53,7 @@ def main() -> int:
     devices = len(gpus) if settings.device.kind == "cuda" else len(os.sched_getaffinity(0))
     sections = []
     if not own.json:
-        console.print(f"{head['device']}, {head['date']}. {warning}")
+        console.print(f"{head['device']}, {head['date']}: {head['shape']}. {warning}\n")
     for section in measure(settings, lambda text: print(text, file=sys.stderr, flush=True), devices=devices):
         sections.append(section)
         if not own.json:

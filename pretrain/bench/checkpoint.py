@@ -3,7 +3,6 @@
 import statistics
 
 from pretrain.bench.job import Workshop
-from pretrain.bench.step import shape
 from pretrain.bench.turns import Say, Section, take_turns
 
 INTERVAL_S = 1800.0
@@ -39,6 +38,6 @@ def checkpoint_stall(workshop: Workshop, say: Say) -> Section:
         data["checkpoint_bytes"] = answers[-1]["checkpoint_bytes"]
         notes = [f"A checkpoint of {answers[-1]['checkpoint_bytes'] / 1e9:.2f} GB every {INTERVAL_S / 60:.0f} minutes; "
                  "medians, without the first of each kind."]
-    return Section("checkpoint", f"Checkpoints: {shape(workshop)}",
+    return Section("checkpoint", "Checkpoints",
                    ["", "training stands still", "share of the run", "steps beside it take longer by", "both together"],
                    rows, notes, turns.failures, data)

@@ -12,7 +12,7 @@ from pretrain.bench.settings import Settings
 from pretrain.check import Plan, check_run
 from pretrain.data.indexed import IndexedWriter
 from pretrain.device import Device, cpu_device, cuda_device, has_nvcc
-from pretrain.model.config import load_model_config
+from pretrain.model.config import ModelConfig, load_model_config
 
 LEARNING_RATE = 1e-4
 OURS = ("project", "bare_engine", "loop", "checkpoint")  # this project: prepared as train.py is, with its flags
@@ -78,14 +78,29 @@ def write_corpus(prefix: Path, vocab_size: int, tokens: int) -> None:
         writer.finalize({"vocab_size": vocab_size, "max_token": vocab_size - 1})
 
 
+def _overrides(settings: Settings) -> str:
+    return settings.preset.overrides.format(positions=settings.preset.seq_length)
+
+
+def model_of(settings: Settings) -> ModelConfig:
+    """The preset's model, with positions for its sequence length."""
+    return load_model_config(settings.preset.model, _overrides(settings) or None)
+
+
+def shape(settings: Settings) -> str:
+    """The model and the batch in a line."""
+    model, preset = model_of(settings), settings.preset
+    return f"{model.num_parameters() / 1e6:,.1f} M parameters ({model.num_layers} layers, width {model.hidden_size}, " \
+           f"vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \
+           f"{preset.micro_batch_size}, {settings.precision}, ZeRO-1"
+
+
 class Workshop:
     """A temporary folder with the corpus and the JSONs, and the jobs that use them."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
-        preset = settings.preset
-        overrides = preset.overrides.format(positions=preset.seq_length)
-        self.model = load_model_config(preset.model, overrides or None)
+        self.model, preset, overrides = model_of(settings), settings.preset, _overrides(settings)
         self._model_flags = [f"--model={preset.model}"] + ([f"--model_overrides={overrides}"] if overrides else [])
         write_corpus(folder / "corpus", self.model.vocab_size, max(200 * preset.seq_length, 2_000_000))
 

@@ -3,7 +3,6 @@
 import statistics
 
 from pretrain.bench.job import Workshop
-from pretrain.bench.step import shape
 from pretrain.bench.turns import Say, Section, spread, take_turns
 
 LOOP, BARE = "step loop", "bare engine"
@@ -24,7 +23,7 @@ def overhead(workshop: Workshop, say: Say) -> Section:
         share = statistics.median(ours / bare - 1 for ours, bare in zip(times[LOOP], times[BARE], strict=True))
     rows = [[name, f"{statistics.median(values):,.1f} ms", f"{spread(values):.1%}",
              f"{share:+.2%}" if share is not None and name == LOOP else ""] for name, values in times.items()]
-    return Section("overhead", f"Overhead of the step loop: {shape(workshop)}",
+    return Section("overhead", "Overhead of the step loop",
                    ["", "step", "rounds differ by", "overhead"], rows,
                    [f"Medians of {workshop.settings.rounds} rounds of {steps} steps."], turns.failures,
                    {"overhead": share, "step_time_ms": times})

@@ -4,7 +4,6 @@ import statistics
 from typing import Any
 
 from pretrain.bench.job import Workshop
-from pretrain.bench.step import shape
 from pretrain.bench.turns import Say, Section, spread, take_turns
 
 STAGES, MICRO_BATCHES = 2, 8
@@ -37,7 +36,7 @@ def pipeline(workshop: Workshop, say: Say) -> Section:
                             cores_for=STAGES, **batch) for rank in range(STAGES)]
     turns = take_turns([[workshop.job(PIPELINE, "project", ranks=STAGES, stages=STAGES, **batch)], singles], workshop,
                        say, steps=max(preset.steps // 2, 1), warmup_steps=1)
-    title = f"Pipeline: {shape(workshop)}; here micro-batch {micro_batch_size}"
+    title = f"Pipeline of 2 stages, 8 micro-batches of {micro_batch_size}"
     if len(turns.answers) < 2:
         return Section("pipeline", title, [""], [], [], turns.failures)
     speedups = [single / piped for single, piped in zip(turns.seconds(SINGLE), turns.seconds(PIPELINE), strict=True)]

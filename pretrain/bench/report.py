@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pretrain.bench.job import shape
 from pretrain.bench.settings import Settings
 from pretrain.bench.turns import Section
 from pretrain.errors import ConfigError
@@ -41,8 +42,8 @@ def device_name(settings: Settings) -> str:
 def heading(settings: Settings, words: Sequence[str]) -> dict[str, Any]:
     """Date, device, command, versions, and how busy the machine was before."""
     return {"date": datetime.date.today().isoformat(), "device": device_name(settings), "preset": settings.preset_name,
-            "command": " ".join(["python tools/bench.py", *words]), "rounds": settings.rounds,
-            "load_before": os.getloadavg()[0], "versions": versions()}
+            "shape": shape(settings), "command": " ".join(["python tools/bench.py", *words]),
+            "rounds": settings.rounds, "load_before": os.getloadavg()[0], "versions": versions()}
 
 
 def busy(head: dict[str, Any], settings: Settings) -> str:
@@ -60,15 +61,14 @@ def as_json(head: dict[str, Any], sections: Sequence[Section]) -> str:
 
 def show(section: Section, console: Console) -> None:
     """A table, its notes and its failures."""
-    table = Table(title=section.title, title_justify="left", title_style="bold")
+    console.print(section.title, style="bold")
+    table = Table()
     for number, column in enumerate(section.columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in section.rows:
         table.add_row(*row)
     if section.rows:
         console.print(table)
-    else:
-        console.print(section.title)
     for note in section.notes:
         console.print(note)
     for line in section.failures:
@@ -80,7 +80,7 @@ def markdown(head: dict[str, Any], sections: Sequence[Section], warning: str) ->
     """The README's text: date, device and command, then a table a section."""
     lines = [f"{head['date']}, {head['device']}, torch {head['versions']['torch']}, "
              f"DeepSpeed {head['versions']['deepspeed']}, transformers {head['versions']['transformers']}: "
-             f"`{head['command']}`", *(["", warning] if warning else [])]
+             f"`{head['command']}`", "", f"{head['shape']}.", *(["", warning] if warning else [])]
     for section in sections:
         lines += ["", f"**{section.title}**", ""]
         if section.rows:

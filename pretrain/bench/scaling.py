@@ -3,7 +3,7 @@
 import statistics
 
 from pretrain.bench.job import Workshop
-from pretrain.bench.step import shape, tokens_per_second
+from pretrain.bench.step import tokens_per_second
 from pretrain.bench.turns import Say, Section, spread, take_turns
 
 
@@ -26,6 +26,6 @@ def scaling(workshop: Workshop, say: Say) -> Section:
     rows = [[names[ranks], f"{rate:,.0f}", f"{spread(rates[ranks]):.1%}",
              f"{efficiency[ranks]:.1%}" if ranks in efficiency else ""] for ranks, rate in medians.items()]
     each = f"{len(settings.cores_of(0, settings.ranks[-1]))} core(s)" if settings.device.kind == "cpu" else "one GPU"
-    return Section("scaling", f"Data-parallel ranks: {shape(workshop)} a rank",
+    return Section("scaling", "Data-parallel ranks, a micro-batch each",
                    ["", "tokens/s", "rounds differ by", "of linear"], rows, [f"Each rank has {each}."], turns.failures,
                    {"tokens_per_second": medians, "rounds": rates, "efficiency": efficiency})

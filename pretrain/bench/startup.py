@@ -14,7 +14,6 @@ import psutil
 
 from pretrain.bench.child import ContenderError, environment, free_port
 from pretrain.bench.job import Job, Workshop
-from pretrain.bench.step import shape
 from pretrain.bench.turns import Say, Section, spread
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +42,7 @@ def startup(workshop: Workshop, say: Say) -> Section:
                 failures.append(str(error))
     times = {name: values[1:] for name, values in times.items() if len(values) > 1}
     rows = [[name, f"{statistics.median(values):.1f} s", f"{spread(values):.1%}"] for name, values in times.items()]
-    return Section("startup", f"From process start to the end of the first step: {shape(workshop)}",
+    return Section("startup", "From process start to the end of the first step",
                    ["", "median", "rounds differ by"], rows, [f"{workshop.settings.rounds} starts of each."], failures,
                    {"seconds": times, "median_s": {name: statistics.median(values) for name, values in times.items()}})
 

@@ -27,21 +27,13 @@ def compare(workshop: Workshop, say: Say) -> Section:
         values["memory_ratio"] = ours and ours["peak_memory_bytes"] / values["peak_memory_bytes"]
     differing = _other_work(figures, workshop.settings.precision)
     return Section(
-        what="step", title=f"Training step: {shape(workshop)}",
+        what="step", title="Training step",
         columns=["", "tokens/s", "rounds differ by", "TFLOP/s", "MFU", "peak memory", "tokens/s, ours : its",
                  "memory, ours : its", "first loss"],
         rows=[_row(name, values) for name, values in figures.items()], notes=_notes(workshop, tflops),
         failures=[*turns.failures, *differing],
         data={"contenders": figures, "matmul_tflops": tflops, "same_work": not differing,
               "flops_per_token": flops_per_token(workshop.model, preset.seq_length)})
-
-
-def shape(workshop: Workshop) -> str:
-    """The model and the batch in a line."""
-    model, preset = workshop.model, workshop.settings.preset
-    return f"{model.num_parameters() / 1e6:,.1f} M parameters ({model.num_layers} layers, width {model.hidden_size}, " \
-           f"vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \
-           f"{preset.micro_batch_size}, {workshop.settings.precision}"
 
 
 def tokens_per_second(workshop: Workshop, seconds: list[float], steps: int, *, samples: int) -> list[float]:
