@@ -181,6 +181,13 @@ def input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
     return one.tokens * _INT64 if layer.kind == "embedding" else boundary_bytes(shape, one)
 
 
+def own_input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
+    """Of what an embedding or a block keeps, its input itself."""
+    if layer.kind == "block" and shape.norm == "rmsnorm" and not one.cuda and one.element != _FP32:
+        return 0  # only in fp32
+    return 0 if layer.kind == "positions" else input_bytes(shape, layer, one)
+
+
 def logits_bytes(shape: ModelShape, one: Pass) -> int:
     """The logits that exist at a time: of a chunk of tokens."""
     return min(one.tokens, LOSS_TOKENS) * (shape.vocab_size // one.tensor_parallel_size) * one.element
@@ -224,6 +231,8 @@ def block_backward(shape: ModelShape, one: Pass) -> int:
     width = shape.moe_intermediate_size * experts if shape.num_experts else shape.intermediate_size
     mlp = (3 if shape.gated_mlp else 2) * one.tokens * (width // one.tensor_parallel_size) * one.element
     let_go = mlp_kept(shape, one) + norm_kept(shape, one)
+    if _is_own(shape, one):  # keeps no output: `out` alone does
+        let_go += linear_kept(_heads(shape, one), one)
     return residual + max(mlp, _attention_backward(shape, one) - let_go)
 
 
@@ -238,14 +247,16 @@ def _attention_backward(shape: ModelShape, one: Pass) -> int:
 
 
 def _own_attention_work(shape: ModelShape, one: Pass) -> int:
-    """Of the samples that are at work at once: k and v in the order of heads, their gradients in fp32 and what is added
-    to one; of a block of rows of all heads, queries, outputs' gradients, and scores, probabilities and their gradients,
-    those of the block before among them.
+    """Of the samples that are at work at once: k and v in the order of heads, and their gradients in fp32; of a block
+    of rows of all heads, queries, outputs' gradients, and scores, probabilities and their gradients, those of the block
+    before among them, or what is added to the gradient of k.
     """
     heads, kv_heads = shape.num_heads / one.tensor_parallel_size, shape.num_kv_heads / one.tensor_parallel_size
     samples = min(one.samples, max(1, int(CPU_ELEMENTS // (heads * ATTENTION_ROWS * one.seq_length))))
     rows, before = min(ATTENTION_ROWS, one.seq_length), max(0.0, 1 - ATTENTION_ROWS / one.seq_length)
-    keys = kv_heads * one.seq_length * shape.head_size * (2 * (one.element + _FP32) + one.element)
-    queries = 2 * heads * rows * shape.head_size * one.element
-    scores = heads * rows * one.seq_length * one.element * max(3 + before, 2 + 3 * before)
-    return round(samples * (keys + queries + scores)) + ATTENTION_ROWS**2 * one.element
+    keys = kv_heads * one.seq_length * shape.head_size
+    scores = heads * rows * one.seq_length
+    scores = max((3 + before) * scores, (2 + 3 * before) * scores, 3 * scores + keys)
+    queries = 2 * heads * rows * shape.head_size
+    return round(samples * ((scores + queries + 2 * keys) * one.element + 2 * keys * _FP32)) \
+        + ATTENTION_ROWS**2 * one.element

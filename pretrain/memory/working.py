@@ -23,6 +23,7 @@ from pretrain.memory.activations import (
     loss_backward,
     loss_kept,
     loss_peak,
+    own_input_bytes,
     pass_of,
 )
 from pretrain.memory.footprint import Footprint
@@ -88,8 +89,7 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     waiting = _groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
-        # `engine.loss` still holds the graph of the micro-batch before, and that its input and its gradient
-        before = 2 * boundary_bytes(shape, rank.one) if stage > 0 and rank.accumulates else 0
+        before = 0 if rank.accumulates else _graph(rank)  # that `engine.loss` holds
         hidden = 0 if layout.uses_pipeline_module else boundary_bytes(shape, rank.one)  # else in a slot
         alive = rank.in_flight * sum(kept) - loss_kept(shape, rank.one) + hidden + before
         loss = Footprint.of([(("activations", "device"), alive), (("logits", "device"), loss_peak(shape, rank.one))])
@@ -98,18 +98,25 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
         yield from (("backward", held + part) for part in _backward(rank, waiting, in_flight, accumulated))
     if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
         yield "reduction", held + _reduction(rank)
-    yield "step", held + _step(rank)
+    yield "step", held + _step(rank) + Footprint.of([(("activations", "device"), _graph(rank))])
 
 
 def _between_layers(rank: _Rank) -> Footprint:
     """What PipelineEngine keeps in its slots: outputs, on the last stage those of micro-batches before too
-    (`pipe_buffers['outputs']` is not cleared there); inputs, of which the layers have copies, and the tensor that they
-    are received in. The plain module keeps nothing."""
+    (`pipe_buffers['outputs']` is not cleared there), with their graphs; inputs, of which the layers have copies, and
+    the tensor that they are received in. The plain module keeps nothing."""
     if not rank.layout.uses_pipeline_module:
         return Footprint()
     slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight
     slots += rank.in_flight + 1 if rank.stage > 0 else 0
-    return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one))])
+    before = _graph(rank) if rank.accumulates else 0  # of the other slot
+    return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one) + before)])
+
+
+def _graph(rank: _Rank) -> int:
+    """What the last stage's graph of a micro-batch holds after its backward pass: its input and the gradient of that.
+    """
+    return 2 * boundary_bytes(rank.shape, rank.one) if rank.is_last and rank.stage > 0 else 0
 
 
 def _groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
@@ -155,7 +162,10 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...], i
         kept, layers = waiting[index]
         same = 0 < index < len(waiting) - 1 and layers == waiting[index - 1][1] == waiting[index + 1][1]
         if not same:
-            recomputed = sum(layer_kept(shape, layer, one) for layer in layers) if interval else 0
+            recomputed = 0
+            if interval and layers[-1].kind != "head":
+                recomputed = sum(layer_kept(shape, layer, one) for layer in layers)
+                recomputed -= own_input_bytes(shape, layers[0], one)
             work = max((block_backward(shape, one) for layer in layers if layer.kind == "block"), default=0)
             work += loss_backward(shape, one) if layers[-1].kind == "head" else 0
             alive = others + before + (recomputed if recomputed > kept else 0) + work
@@ -279,8 +289,9 @@ def _given_gradients(rank: _Rank, kind: str, part: int) -> int:
     layout = rank.layout
     if kind == "plain":
         return 0
-    if kind == "fp16":  # converted one by one, and then flattened
-        return 2 * part * _FP32
+    if kind == "fp16":
+        flattened = 2 * part * _FP32  # after each is converted
+        return max(flattened, _masked_norm(rank, part)) if _has_replica(rank) else flattened
     flat = kind == "bf16" or (kind == "zero12" and layout.grad_accum_bytes != layout.element_bytes)
     copied = 0 if flat else part * layout.grad_accum_bytes
     converted = part * master_bytes(layout) if layout.grad_accum_bytes != master_bytes(layout) else 0
@@ -289,6 +300,18 @@ def _given_gradients(rank: _Rank, kind: str, part: int) -> int:
         let_go = sum(group.size - elements_touched(group, layout, rank.zero_rank % group.ranks)
                      for group in rank.groups()) * layout.grad_accum_bytes + bucket_bytes(layout)
     return copied + converted - let_go
+
+
+def _has_replica(rank: _Rank) -> bool:
+    """Whether the stage has a copy of the tied matrix whose gradient counts at the first stage."""
+    return rank.stage > 0 and any(layer.tied for layer in stage_layers(rank.shape, rank.layout, rank.stage))
+
+
+def _masked_norm(rank: _Rank, part: int) -> int:
+    """Bytes of the norm of `part` gradients of which some do not count (runtime/utils.py, get_flattened_grad_norm): all
+    gradients in fp32, instead of those in fp16, and zeros, their running sum and a mask."""
+    total = sum(group.size for group in rank.groups())
+    return total * (_FP32 - rank.layout.element_bytes) + part * (2 * _FP32 + 1)
 
 
 def _optimizer_work(layout: Layout, part: int) -> int:
