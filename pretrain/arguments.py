@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers.hf_argparser import HfArgumentParser
 
 from pretrain.errors import ConfigError, did_you_mean
 
@@ -82,17 +81,25 @@ class RunArguments:
     nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk (or DS_PRETRAIN_NVME_PATH)")
 
     # machine
+    compile_blocks: bool = _flag(False, "torch.compile each block: one graph for all of them; for cuda, where it fuses "
+                                        "what lies between the matrix products")
+    tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (cuda, fp32 runs): faster, 10 bits of mantissa")
     emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
     peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU (default: by name)")
     deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning, error")
     local_rank: int = _flag(-1, "set by DeepSpeed's launcher; not for users")
 
 
-class _Parser(HfArgumentParser):
-    """argparse, with its errors in our one-line form."""
+def _parser() -> Any:
+    """HfArgumentParser, with its errors in our one-line form. Imported here: it takes half a second."""
+    from transformers.hf_argparser import HfArgumentParser
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("command line", found=message, expected="the flags that --help lists")
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError("command line", found=message, expected="the flags that --help lists")
+
+    return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py",
+                  description="Pretrain a GPT-style model. --config FILE.yaml holds the same keys; flags win.")
 
 
 def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
@@ -130,9 +137,7 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
         raise ConfigError("--config", found="no value", expected="a YAML file") from None
     if known.config is not None:
         words = _flags_from_yaml(known.config, names) + words
-    parser = _Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py",
-                     description="Pretrain a GPT-style model. --config FILE.yaml holds the same keys; flags win.")
-    parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    parsed, unknown = _parser().parse_args_into_dataclasses(words, return_remaining_strings=True)
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
         raise ConfigError(unknown[0], found="an unknown flag", expected="a flag that --help lists",

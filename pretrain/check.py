@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,9 +73,24 @@ class Plan:
 
 def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     """Judge a run, the cheapest questions first. Raises ConfigError for the first thing that is wrong."""
+    _check_save(args.save)
+    settings = check_settings(args, world_size=world_size, device=device)
+    model = settings.model
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
+    datasets = open_datasets(args)
+    eod_token = _check_data(args, datasets, tokenizer, model)
+    return plan_of(settings, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
+                   more_notes=(*_epoch_notes(settings, datasets["train"]),
+                               *_evaluation_notes(args, datasets, settings.global_batch_size),
+                               *_speed_notes(args, model, settings, device)))
+
+
+def check_settings(args: RunArguments, *, world_size: int, device: Device) -> DsSettings:
+    """Judge flags, JSON and model together, without data, tokenizer or run folder. Raises ConfigError."""
     _check_deepspeed()
     _check_flags(args)
-    _check_save(args.save)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
@@ -85,28 +101,33 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     settings = complete_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(settings)
-    schedule = make_schedule(args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
+    _check_machine_flags(args, settings, device)
+    _schedule(settings)
     if args.exit_step is not None and args.exit_step > settings.train_steps:
         raise ConfigError("--exit_step", found=args.exit_step,
                           expected=f"at most the run's {settings.train_steps} steps")
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-        raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
-    datasets = open_datasets(args)
-    eod_token = _check_data(args, datasets, tokenizer, model)
+    return settings
+
+
+def _schedule(settings: DsSettings) -> Schedule | None:
+    return make_schedule(settings.args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
+
+
+def plan_of(settings: DsSettings, *, datasets: dict[str, SampleDataset], tokenizer: Tokenizer | None,
+            eod_token: int | None, more_notes: tuple[str, ...] = ()) -> Plan:
+    """The plan of judged settings and data; without data it can build an engine, and not train."""
     return Plan(
-        args=args, ds_config=settings.config, model=model, zero_stage=settings.zero_stage,
+        args=settings.args, ds_config=settings.config, model=settings.model, zero_stage=settings.zero_stage,
         pipeline_stages=settings.pipeline_stages, data_parallel_size=settings.data_parallel_size,
-        world_size=world_size, micro_batch_size=settings.micro_batch_size,
+        world_size=settings.world_size, micro_batch_size=settings.micro_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         global_batch_size=settings.global_batch_size, precision=settings.precision,
         grad_accum_dtype=settings.grad_accum_dtype,
         activation_checkpoint_interval=settings.activation_checkpoint_interval,
         partition_method=settings.partition_method, offload_optimizer=settings.offload("optimizer"),
         offload_param=settings.offload("param"), train_steps=settings.train_steps, datasets=datasets,
-        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=schedule,
-        notes=(*notes(settings), *_epoch_notes(settings, datasets["train"]),
-               *_evaluation_notes(args, datasets, settings.global_batch_size)))
+        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=_schedule(settings),
+        notes=(*notes(settings), *more_notes))
 
 
 def _check_deepspeed() -> None:
@@ -177,6 +198,12 @@ def _check_save(save: str) -> None:
         raise ConfigError("--save", found=f"{folder}, which cannot be written to", expected="a writable folder")
 
 
+def _check_machine_flags(args: RunArguments, settings: DsSettings, device: Device) -> None:
+    if args.tf32 and (device.kind != "cuda" or settings.precision != "fp32"):
+        raise ConfigError("--tf32", found=f"a run in {settings.precision} on {device.kind}",
+                          expected="an fp32 run on cuda: nothing else multiplies in TF32", remedy="leave --tf32 out")
+
+
 def _peak_lr(settings: DsSettings) -> float | None:
     if settings.peak_lr is not None and settings.peak_lr <= 0:
         raise settings.refuse("optimizer.params.lr", "a rate above 0")
@@ -236,6 +263,21 @@ def _largest_token(dataset: SampleDataset) -> int:
 def _epoch_notes(settings: DsSettings, train: SampleDataset) -> tuple[str, ...]:
     epochs = settings.train_steps * settings.global_batch_size / train.samples_per_epoch
     return (f"the run sees its training data {epochs:.1f} times",) if epochs > 1 else ()
+
+
+def _speed_notes(args: RunArguments, model: ModelConfig, settings: DsSettings, device: Device) -> tuple[str, ...]:
+    """Where the operators that are faster cannot serve, and why."""
+    said = []
+    if args.compile_blocks and settings.zero_stage == 3:
+        said.append("--compile_blocks under ZeRO-3: its hooks split the graph of a block into many")
+    if device.kind == "cpu" and settings.precision == "bf16":
+        if args.compile_blocks:
+            said.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")
+        if model.attention_dropout > 0:
+            said.append("attention dropout: torch's own attention serves, which is slower on CPUs in bf16")
+        if model.activation == "gelu_tanh" and shutil.which(os.environ.get("CC", "cc")) is None:
+            said.append("no C compiler: torch's own GELU serves, which takes four times as long")
+    return tuple(said)
 
 
 def _evaluation_notes(args: RunArguments, datasets: dict[str, SampleDataset], batch: int) -> tuple[str, ...]:

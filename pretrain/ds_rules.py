@@ -50,10 +50,13 @@ def offload_keys(s: DsSettings) -> None:
             if name in own and own.get("device") == "cpu":
                 raise s.refuse(f"{_ZERO}.{block}.{name}", 'no such key with "device": "cpu"',
                                'it acts with "device": "nvme" only; remove it')
-    if "nvme" not in (s.offload("optimizer"), s.offload("param")):
-        if "aio" in s.config:
-            raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
-    elif find_library("aio") is None:
+    if "nvme" not in (s.offload("optimizer"), s.offload("param")) and "aio" in s.config:
+        raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
+
+
+def libaio(s: DsSettings) -> None:
+    """Of this machine, not of the JSON."""
+    if "nvme" in (s.offload("optimizer"), s.offload("param")) and find_library("aio") is None:
         raise ConfigError("libaio", found="no such library", expected="libaio, which DeepSpeed's NVMe offload needs",
                           remedy="apt-get install libaio-dev")
 
@@ -239,5 +242,5 @@ def notes(s: DsSettings) -> tuple[str, ...]:
 RULES: tuple[Callable[[DsSettings], None], ...] = (
     precision_of_device, offload_needs_a_stage, stage_keys, zero_plus_plus, accumulation_dtype,
     low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
-    offload_keys, nvme_buffer_size, scheduler_params, measuring,
+    offload_keys, libaio, nvme_buffer_size, scheduler_params, measuring,
 )

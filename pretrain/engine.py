@@ -17,11 +17,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain import upstream
+from pretrain.allocator import keep_freed_memory
 from pretrain.check import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
-from pretrain.model.specs import as_module, as_pipeline
+from pretrain.model.specs import as_module, as_pipeline, compile_blocks
 from pretrain.optimizer import parameter_groups
 from pretrain.ranks import gather
 
@@ -61,6 +62,7 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     """The engine, with initial weights that depend on (seed, parameter name) alone. The process group must exist."""
     if plan.args.emulate_fp16:
         emulate_fp16()
+    torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     module = _build_module(plan)
     initialize_parameters(module, plan.model, seed=plan.args.seed)
     # Every rank its own dropout; plain DeepSpeed starts each pipeline stage from the same state.
@@ -70,6 +72,10 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
                                       lr_scheduler=_scheduler(plan))
     upstream.apply(engine)
+    if engine.device.type == "cpu":
+        keep_freed_memory()  # not before: what building needed for a while goes back to the system
+    if plan.args.compile_blocks:
+        compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine
 
 

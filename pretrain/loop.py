@@ -30,13 +30,14 @@ from pretrain.engine import (
     train_batch,
 )
 from pretrain.exit_codes import FINISHED, STOPPED
+from pretrain.memory.advice import MemoryWatch
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
 from pretrain.ranks import gather
 from pretrain.resilience.stop import Stop
 
 
-def train(plan: Plan, world: World) -> int:
+def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
     args = plan.args
     last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
@@ -64,6 +65,7 @@ def train(plan: Plan, world: World) -> int:
         loss = train_batch(engine, micro_batches)
         consumed_samples += plan.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
+        watch.report(step - first_step, meter.say)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
             eval_loss = meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps),
                                        consumed_samples)

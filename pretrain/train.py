@@ -16,10 +16,11 @@ from pretrain.device import detect_device
 from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, REFUSED
+from pretrain.memory.advice import MemoryWatch, print_advice
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 without its last checkpoint, 2 refused, 75 saved and stopped by a signal.
+    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 refused, 75 stopped by a signal.
 
     Whatever can be refused is, before torch is imported or a process joins.
     """
@@ -43,7 +44,15 @@ def run(args: RunArguments, world: World) -> int:
     prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed
 
-    return train(plan, world)
+    watch = MemoryWatch.start(plan, world)
+    try:
+        return train(plan, world, watch)
+    except (MemoryError, RuntimeError, OSError) as error:
+        advice = watch.explain(error)
+        if not advice:
+            raise
+        print_advice(advice, world)
+        return CRASHED
 
 
 if __name__ == "__main__":

@@ -235,3 +235,15 @@ def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detect_device() == cpu_device()
     assert cpu_device().bf16
     assert cpu_device().memory_bytes > 2**28
+
+
+def test_notes_tell_where_faster_operators_cannot_serve(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_words(device: Device, **flags: Any) -> list[str]:
+        return [note.split(":")[0] for note in plan_of(world, {}, device=device, **flags).notes][1:]
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    on_cpu = dataclasses.replace(CUDA, kind="cpu")
+    dropping = "attn_pdrop=0.1"
+    assert first_words(on_cpu, model_overrides=dropping) == ["attention dropout", "no C compiler"]
+    assert first_words(CUDA, model_overrides=dropping, compile_blocks=True) == []
+    assert first_words(on_cpu, compile_blocks=True)[0].startswith("--compile_blocks on a CPU")

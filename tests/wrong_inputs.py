@@ -102,6 +102,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fp16": {"enabled": True}}, {}, "one of the two"),
     ({"bf16.enabled": False, "fp16": {"enabled": True}}, {}, "--emulate_fp16"),
     ({}, {"emulate_fp16": True}, "--emulate_fp16"),
+    ({}, {"tf32": True}, "--tf32: found a run in bf16 on cpu"),
+    ({}, {"tf32": True, "device": "cuda"}, "--tf32: found a run in bf16 on cuda"),
     ({}, {"precision": "fp16"}, "but --precision fp16"),
     ({}, {"precision": "bf61"}, "--precision"),
     ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, {}, '"auto" without --precision'),

@@ -91,7 +91,7 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
-def _find(model: str) -> Path:
+def find_config(model: str) -> Path:
     preset = PRESETS / f"{model}.json"
     if "/" not in model and preset.is_file():
         return preset
@@ -119,7 +119,7 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
     if not model:
         raise ConfigError("--model", found="nothing", expected=f"a config.json, its folder, or one of "
                           f"{', '.join(preset_names())}")
-    path = _find(model)
+    path = find_config(model)
     where = f"--model {model}" if path.parent == PRESETS else str(path)
     return model_config_from(read_config_json(path), where, overrides)
 

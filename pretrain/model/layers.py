@@ -7,7 +7,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
+from pretrain.model.activation import activated_linear
 from pretrain.model.config import ModelConfig
+from pretrain.model.cpu_attention import causal_attention
+from pretrain.model.fused_loss import carry
+from pretrain.model.loss import Labels, linear_cross_entropy
 from pretrain.model.rope import Rope
 
 
@@ -18,10 +22,18 @@ class Linear(nn.Linear):
         pass
 
 
-class TokenEmbedding(nn.Module):
-    """One matrix [V, D]: tokens to hidden states, and, where it is tied, hidden states to logits.
+class OutputLinear(Linear):
+    """The matrix [V, D] of an untied head."""
 
-    Both go through `forward`, as ZeRO-3 gathers a partitioned weight when its module is called.
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        """Logits [B, T, V]; with labels the loss, for which no logits are kept."""
+        return F.linear(x_BTD, self.weight) if labels is None else linear_cross_entropy(x_BTD, self.weight, labels)
+
+
+class TokenEmbedding(nn.Module):
+    """One matrix [V, D]: tokens to hidden states, and, where it is tied, hidden states to logits or loss.
+
+    All go through `forward`, as ZeRO-3 gathers a partitioned weight when its module is called.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -30,8 +42,10 @@ class TokenEmbedding(nn.Module):
         # learned positions are added before the dropout, and then have it
         self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """int [B, T] -> [B, T, D]; floating [B, T, D] -> logits [B, T, V]."""
+    def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        """int [B, T] -> [B, T, D]; floating [B, T, D] -> logits [B, T, V], or with labels the loss."""
+        if labels is not None:
+            return linear_cross_entropy(x, self.embedding, labels)
         if x.is_floating_point():
             return F.linear(x, self.embedding)
         return self.dropout(F.embedding(x, self.embedding))
@@ -63,18 +77,24 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
-        heads_BHTE = self.qkv(x_BTD).view(batch, length, -1, self.head_size).transpose(1, 2)
-        q_BHTE, k_BKTE, v_BKTE = heads_BHTE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv(x_BTD).view(batch, length, -1, self.head_size).split(
+            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in heads)
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.num_kv_heads != self.num_heads)
+        y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
-def _activation(name: str) -> nn.Module:
-    return nn.SiLU() if name == "silu" else nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+class ActivatedLinear(Linear):
+    """A matrix behind an activation function."""
+
+    def __init__(self, activation: str, inner_size: int, hidden_size: int, *, bias: bool) -> None:
+        super().__init__(inner_size, hidden_size, bias=bias)
+        self.activation = activation
+
+    def forward(self, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None = None) -> torch.Tensor:
+        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, self.bias)
 
 
 class MLP(nn.Module):
@@ -85,13 +105,12 @@ class MLP(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
         self.up = Linear(hidden, inner, bias=bias)
-        self.down = Linear(inner, hidden, bias=bias)
-        self.activation = _activation(config.activation)
+        self.down = ActivatedLinear(config.activation, inner, hidden, bias=bias)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        up_BTF = self.up(x_BTD)
-        inner_BTF = self.activation(up_BTF) if self.gate is None else self.activation(self.gate(x_BTD)) * up_BTF
-        return self.down(inner_BTF)
+        gate_BTF = None if self.gate is None else self.gate(x_BTD)
+        output: torch.Tensor = self.down(self.up(x_BTD), gate_BTF)
+        return output
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -130,11 +149,19 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits [B, T, V] from a matrix of its own."""
+    """Logits [B, T, V], or the loss, from a matrix of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(x_BTD)
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.lm_head(x_BTD, labels)
+        return output
+
+
+class LossHead(Head):
+    """The last layer of a pipeline, which has no labels yet: passes on what the loss function will call it with."""
+
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        return carry(x_BTD, self.lm_head.weight) if labels is None else super().forward(x_BTD, labels)

@@ -1,12 +1,14 @@
-"""The loss of every engine."""
+"""The loss of every engine, from logits or, without them, from the hidden states."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
+from pretrain.model.fused_loss import fused_linear_cross_entropy
 
-def token_weighted_cross_entropy(
-    logits_BTV: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
+Labels = tuple[torch.Tensor, torch.Tensor]  # (labels_BT int64, weights_BT float32)
+
+
+def token_weighted_cross_entropy(logits_BTV: torch.Tensor, labels: Labels) -> torch.Tensor:
     """fp32 scalar: the sum of weight * cross-entropy over the tokens of a micro-batch.
 
     The weights hold the whole normalisation: an engine's mean over micro-batches and data-parallel ranks
@@ -19,3 +21,9 @@ def token_weighted_cross_entropy(
     labels_BT, weights_BT = labels
     losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), reduction="none")
     return torch.dot(losses, weights_BT.flatten().float())
+
+
+def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    """`token_weighted_cross_entropy` of the logits x W^T, which never exist as a whole."""
+    labels_BT, weights_BT = labels
+    return fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT)

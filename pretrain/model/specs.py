@@ -18,23 +18,33 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
-from pretrain.model.layers import Block, FinalNorm, Head, PositionEmbedding, TokenEmbedding
-from pretrain.model.loss import token_weighted_cross_entropy
+from pretrain.model.fused_loss import carry
+from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
+from pretrain.model.loss import Labels
 from pretrain.model.rope import Rope
 
-Layer = Callable[[torch.Tensor], torch.Tensor]
+Layer = Callable[..., torch.Tensor]  # the last one also takes Labels
 
 
-def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
-    return embedding(x_BTD)
+def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+    return embedding(x_BTD, labels)
+
+
+def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+    return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
 def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
     return TiedLayerSpec("embed", TokenEmbedding, config, tied_weight_attr="embedding", forward_fn=forward_fn)
 
 
-def build_specs(config: ModelConfig) -> list[LayerSpec]:
-    """Token embedding, learned positions if any, blocks, final norm, head. One tensor passes between layers."""
+def build_specs(config: ModelConfig, *, ends_in_loss: bool = False) -> list[LayerSpec]:
+    """Token embedding, learned positions if any, blocks, final norm, head. One tensor passes between layers.
+
+    Args:
+        ends_in_loss: the head passes hidden states on, and gives the loss when it is called once more with labels:
+            DeepSpeed's pipeline hands these to a loss function alone.
+    """
     rope = Rope(config) if config.position == "rope" else None
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config) if tied else LayerSpec(TokenEmbedding, config)]
@@ -43,7 +53,10 @@ def build_specs(config: ModelConfig) -> list[LayerSpec]:
     specs += [LayerSpec(Block, config, rope) for _ in range(config.num_layers)]
     specs.append(LayerSpec(FinalNorm, config))
     # a forward_fn, though it only calls: a layer that is a module would be written to the checkpoint a second time
-    specs.append(_tied_spec(config, forward_fn=_tied_head) if tied else LayerSpec(Head, config))
+    if tied:
+        specs.append(_tied_spec(config, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
+    else:
+        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config))
     return specs
 
 
@@ -53,7 +66,16 @@ def _worth_recomputing(layers: list[Layer]) -> bool:
 
 
 class PipelineLM(PipelineModule):
-    """The PipelineModule of a list of specs. (A class name that DeepSpeed 0.19 treats specially must not be used.)"""
+    """The PipelineModule of a list of specs. (A class name that DeepSpeed 0.19 treats specially must not be used.)
+
+    Its output is the last hidden states; the head turns them to the loss within the loss function, so that the logits
+    need never exist as a whole.
+    """
+
+    def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
+        """On the last stage, whose last layer is the head."""
+        loss: torch.Tensor = self.forward_funcs[-1](x_BTD, labels)
+        return loss
 
     def _is_checkpointable(self, funcs: list[Layer]) -> bool:
         return _worth_recomputing(funcs)
@@ -87,9 +109,10 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, partition_method: str =
     """
     with _prints_to_log():
         module = PipelineLM(
-            build_specs(config), num_stages=num_stages, loss_fn=token_weighted_cross_entropy,
+            build_specs(config, ends_in_loss=True), num_stages=num_stages,
             partition_method=partition_method, activation_checkpoint_func=non_reentrant_checkpoint)
     module.set_checkpoint_interval(activation_checkpoint_interval)
+    module.loss_fn = module.loss_of_hidden
     return module
 
 
@@ -113,11 +136,12 @@ class CausalLM(nn.Module):
         module = self.tied_modules[spec.key]
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
-    def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, V]"""
-        x, interval = tokens_BT, self.activation_checkpoint_interval or len(self.layers)
-        for start in range(0, len(self.layers), interval):
-            group = self.layers[start : start + interval]
+    def _hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """[B, T, D], after the final norm."""
+        layers = self.layers[:-1]
+        x, interval = tokens_BT, self.activation_checkpoint_interval or len(layers)
+        for start in range(0, len(layers), interval):
+            group = layers[start : start + interval]
             if self.activation_checkpoint_interval and torch.is_grad_enabled() and _worth_recomputing(group):
                 x = checkpoint(_run, group, x, use_reentrant=False)
             else:
@@ -127,12 +151,11 @@ class CausalLM(nn.Module):
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
                 weights_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, T, V] of tokens alone; with labels and their weights (see loss.py) the scalar loss."""
-        logits_BTV = self.logits(tokens_BT)
         if labels_BT is None:
-            return logits_BTV
+            return self.layers[-1](self._hidden(tokens_BT))
         if weights_BT is None:
             raise ValueError("forward: labels_BT without weights_BT; the loss needs both")
-        return token_weighted_cross_entropy(logits_BTV, (labels_BT, weights_BT))
+        return self.layers[-1](self._hidden(tokens_BT), (labels_BT, weights_BT))
 
 
 def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
@@ -144,6 +167,18 @@ def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
 def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0) -> CausalLM:
     """The whole model as a plain module, uninitialised; under `deepspeed.zero.Init` its parameters are partitioned."""
     return CausalLM(build_specs(config), activation_checkpoint_interval)
+
+
+def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:
+    """torch.compile every block, in place, when it is first called. Parameter names stay, and the blocks share one
+    graph, so that the time to compile it does not grow with depth. (ZeRO-3's hooks split it.)
+    """
+    for block in module.modules():
+        if isinstance(block, Block):
+            if block.attention.rope is not None:  # else the first block's graph computes the tables, the others' do not
+                like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
+                block.attention.rope.tables(seq_length, like)
+            block.compile(backend=backend, dynamic=False)
 
 
 def layer_names(config: ModelConfig) -> list[str]:

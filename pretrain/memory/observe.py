@@ -1,0 +1,147 @@
+"""`simulate` and `measure`: what engines hold, beside what the estimate says that they do."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.arguments import RunArguments
+from pretrain.device import cpu_device, detect_device
+from pretrain.ds_read import get_value
+from pretrain.errors import ConfigError
+from pretrain.memory.combinations import Candidate
+from pretrain.memory.compare import Subject
+from pretrain.memory.estimate import Estimate, estimate, estimate_rank
+from pretrain.memory.footprint import Footprint
+from pretrain.memory.measure import measure
+from pretrain.memory.simulate import simulate
+from pretrain.memory.table import in_unit
+
+DEFAULT_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One layout and the rank of it that holds the most, or why there is nothing to see."""
+
+    candidate: Candidate
+    rank: int = 0
+    estimate: Estimate | None = None  # of that rank
+    held: Footprint | None = None  # between backward pass and optimizer step
+    peak_bytes: int = 0  # of all its tensors together, at once
+    step_time_ms: float | None = None
+    notes: tuple[str, ...] = ()
+    failure: str = ""
+
+    def states(self) -> tuple[int, int]:
+        """(estimated, found) bytes of model states, wherever they lie."""
+        return (self.estimate.steady.states() if self.estimate else 0), (self.held.states() if self.held else 0)
+
+    def peaks(self) -> tuple[int, int]:
+        """(estimated, found) bytes of all tensors; the estimate's margin and what lies on NVMe are no tensors."""
+        if self.estimate is None:
+            return 0, self.peak_bytes
+        peak = self.estimate.peak
+        return peak.total() - peak.total(place="nvme") - peak.total("margin"), self.peak_bytes
+
+
+def observed(candidate: Candidate, subject: Subject, flags: argparse.Namespace) -> Observed:
+    """Run one layout, or a rank of it. What is refused or fails is said in the row."""
+    shape = subject.shape
+    assert shape is not None
+    worst = estimate(shape, candidate.layout)
+    rank = worst.stage * (candidate.layout.world_size // candidate.layout.pipeline_stages) + worst.zero_rank
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            args = _arguments(candidate, flags, Path(folder))
+            if flags.mode == "simulate":
+                one = simulate(args, rank, candidate.layout.world_size)
+                return Observed(candidate, rank, worst, one.held, one.peak_bytes, notes=one.notes)
+            run = measure(args, candidate.layout.world_size, steps=flags.steps or DEFAULT_STEPS)
+        except ConfigError as error:
+            return Observed(candidate, failure=str(error))
+    rank, held = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
+    stage, zero_rank = divmod(rank, candidate.layout.world_size // candidate.layout.pipeline_stages)
+    same = estimate_rank(shape, candidate.layout, stage=stage, zero_rank=zero_rank)
+    return Observed(candidate, rank, same, held.held, held.peak_bytes, run.step_time_ms)
+
+
+def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) -> RunArguments:
+    """Those of train.py, as far as they matter without data."""
+    path = folder / f"{candidate.name}.json"
+    path.write_text(json.dumps(candidate.config))
+    layout = candidate.layout
+    device = cpu_device() if flags.mode == "simulate" else detect_device()
+    blocks = [get_value(candidate.config, f"zero_optimization.offload_{what}") for what in ("optimizer", "param")]
+    open_path = any(isinstance(block, dict) and block.get("device") == "nvme"
+                    and block.get("nvme_path") in (None, "auto") for block in blocks)
+    place = flags.nvme_path or (str(folder) if flags.mode == "simulate" else None)
+    return RunArguments(
+        deepspeed_config=str(path), model=flags.model, model_overrides=flags.model_overrides, save=str(folder / "run"),
+        seq_length=layout.seq_length, train_steps=100, nvme_path=place if open_path else None,
+        emulate_fp16=layout.precision == "fp16" and not device.fp16)
+
+
+def observe_all(candidates: Iterable[Candidate], subject: Subject, flags: argparse.Namespace,
+                say: Callable[[str], None]) -> list[Observed]:
+    """One after another; `say` gets a line before each. Raises ConfigError where none succeeds."""
+    found = []
+    for candidate in candidates:
+        say(f"{flags.mode}: {candidate.name}")
+        found.append(observed(candidate, subject, flags))
+    if all(one.failure for one in found):
+        raise ConfigError(flags.mode, found=f"no layout that ran: {found[0].failure}", expected="at least one")
+    return found
+
+
+def print_observed(found: list[Observed], unit: str, console: Console | None = None) -> None:
+    """The table: estimate, what was found, and the difference in per cent."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("layout", no_wrap=True)
+    for title in ("micro x acc.", "rank", f"states {unit}", "found", "off", f"peak {unit}", "found", "off", "step"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for one in found:
+        layout = one.candidate.layout
+        batch = f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+        if one.failure:
+            table.add_row(one.candidate.name, batch, *[""] * 8, one.failure, style="bright_black")
+            continue
+        step = "" if one.step_time_ms is None else f"{one.step_time_ms:,.0f} ms"
+        table.add_row(one.candidate.name, batch, str(one.rank), *_pair(*one.states(), unit), *_pair(*one.peaks(), unit),
+                      step, "; ".join(one.notes))
+    console.print(table)
+
+
+def _pair(estimated: int, found: int, unit: str) -> tuple[str, str, str]:
+    return in_unit(estimated, unit), in_unit(found, unit), f"{estimated / found - 1:+.1%}" if found else ""
+
+
+def observed_json(found: list[Observed]) -> str:
+    """Bytes of one rank, by role and place."""
+    return json.dumps([{
+        "name": one.candidate.name, "path": one.candidate.path, "rank": one.rank, "failure": one.failure,
+        "notes": one.notes, "held": one.held.to_json() if one.held else None, "peak_bytes": one.peak_bytes,
+        "step_time_ms": one.step_time_ms, **_estimated(one), "deepspeed_config": one.candidate.config,
+    } for one in found], indent=2) + "\n"
+
+
+def _estimated(one: Observed) -> dict[str, Any]:
+    if one.estimate is None:
+        return {}
+    return {"estimated_steady": one.estimate.steady.to_json(), "estimated_peak": one.estimate.peak.to_json()}
+
+
+def say_to_stderr(line: str) -> None:
+    """Progress, beside the result."""
+    print(line, file=sys.stderr, flush=True)

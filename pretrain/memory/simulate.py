@@ -1,0 +1,138 @@
+"""Rank r of N ranks in one process: the real engine of the real model, with tensors that have sizes and no memory.
+
+DeepSpeed runs as it is, with torch's fake process group (collectives that do nothing) and under torch's FakeTensorMode;
+forward and backward pass, reduction and optimizer step all happen, so that every buffer is allocated as in a real run,
+and `inventory` and `tracker` count them as they do there. What is replaced, as it would look at data that is not there:
+
+- a scalar that the host reads: 1 for a float (a loss, a norm), 0 for anything else (no overflow);
+- DeepSpeed's compiled operators (Adam and the like on the CPU, asynchronous I/O): they do nothing; files on NVMe are
+  noted with their sizes instead of being written;
+- what a pipeline stage learns from its neighbours: that one hidden state [B, T, D] in the model's precision comes.
+
+Not simulated: other accelerators than the CPU. Places are those of a GPU run, sizes those of CPU kernels; they differ
+in activations only (attention keeps other tensors on CUDA).
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.arguments import RunArguments
+from pretrain.device import cpu_device
+from pretrain.errors import ConfigError
+from pretrain.memory.footprint import Footprint
+
+_STEPS = 2
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated rank."""
+
+    held: Footprint  # between backward pass and optimizer step; swap files included
+    peak_bytes: int  # of all tensors together, in a step after the first
+    notes: tuple[str, ...]
+
+
+def simulate(args: RunArguments, rank: int, world_size: int) -> Simulation:
+    """One rank of a world, in a process of its own.
+
+    Raises:
+        ConfigError: as the run itself would be refused, or why this layout cannot be simulated.
+    """
+    (result,) = simulate_many([(args, rank, world_size)])
+    if isinstance(result, ConfigError):
+        raise result
+    return result
+
+
+def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]]) -> list[Simulation | ConfigError]:
+    """(flags, rank, world size) each, and the result or the error of each; one process imports everything, and forks
+    one for each job. Raises ConfigError where there are no results at all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "jobs.json")
+        path.write_text(json.dumps([{"args": asdict(args), "rank": rank, "world_size": size}
+                                    for args, rank, size in jobs]))
+        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+        done = subprocess.run([sys.executable, "-m", "pretrain.memory.simulate", str(path)], env=environ, text=True,
+                              capture_output=True, check=False)
+        answers = Path(folder, "answers.json")
+        if not answers.is_file():
+            raise ConfigError("simulate", found=f"a process that ended with {done.returncode}: {_last(done.stderr)}",
+                              expected="its answers")
+        return [_simulation(answer) for answer in json.loads(answers.read_text())]
+
+
+def _last(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
+
+
+def _simulation(answer: dict[str, Any]) -> Simulation | ConfigError:
+    if "refused" in answer:
+        return ConfigError.of_line(answer["refused"])
+    return Simulation(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
+
+
+def main(path: Path) -> None:
+    """The process of `simulate_many`."""
+    from pretrain.distributed import prepare_deepspeed
+
+    prepare_deepspeed(cpu_device())
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (it and the next take seconds in each fork)
+    import torch._inductor.compile_fx  # noqa: F401
+
+    from pretrain.memory import fake_world
+
+    answers = []
+    for job in json.loads(path.read_text()):
+        args = RunArguments(**job["args"])
+        answers.append(_in_fork(functools.partial(_answer, fake_world, args, job["rank"], job["world_size"])))
+    path.with_name("answers.json").write_text(json.dumps(answers))
+
+
+def _answer(fake_world: Any, args: RunArguments, rank: int, world_size: int) -> dict[str, Any]:
+    try:
+        return dict(fake_world.observe_rank(args, rank, world_size, steps=_STEPS))
+    except ConfigError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # of DeepSpeed or torch: whatever it is, this layout cannot be simulated
+        import traceback
+
+        traceback.print_exc()
+        where = f"simulate {Path(args.deepspeed_config).name}"
+        line = ConfigError(where, found=f"{type(error).__name__}: {error}"[:300], expected="a layout that DeepSpeed "
+                           "runs on tensors without data", remedy="measure it, or take the estimate")
+        return {"refused": str(line)}
+
+
+def _in_fork(action: Any) -> dict[str, Any]:
+    """What `action` returns in a fork of this process: it may change whatever it likes there."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with os.fdopen(write_end, "w") as answer:
+                json.dump(action(), answer)
+                answer.flush()
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        text = answer.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else {"refused": f"simulate: found a process that ended with status {status}; "
+                                                     "expected an answer."}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

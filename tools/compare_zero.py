@@ -1,0 +1,11 @@
+#!/usr/bin/env python3
+"""Which ZeRO stage, which offload, how many pipeline stages: memory and step time of the layouts of a model.
+
+    python tools/compare_zero.py --model gpt3-13b --world_size 64
+"""
+
+from pretrain.cli import run_main
+from pretrain.memory.command import main
+
+if __name__ == "__main__":
+    run_main(main)
