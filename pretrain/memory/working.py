@@ -103,11 +103,11 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
 
 def _between_layers(rank: _Rank) -> Footprint:
     """What PipelineEngine keeps in its slots: outputs, on the last stage those of micro-batches before too
-    (`pipe_buffers['outputs']` is not cleared there), with their graphs; inputs, of which the layers have copies, and
-    the tensor that they are received in. The plain module keeps nothing."""
+    (`pipe_buffers['outputs']` is not cleared there), with their graphs; inputs, of which the layers have copies; and
+    the tensors that inputs and gradients are received in. The plain module keeps nothing."""
     if not rank.layout.uses_pipeline_module:
         return Footprint()
-    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight
+    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight + 1
     slots += rank.in_flight + 1 if rank.stage > 0 else 0
     before = _graph(rank) if rank.accumulates else 0  # of the other slot
     return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one) + before)])
@@ -193,7 +193,14 @@ def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = (), *, accumu
         total = sum(group.size for group in rank.groups())
         missing = max(0, total - done - largest) * size
         largest = 0
-    return Footprint.of([(("gradients", "device"), largest * size - missing)])
+    waiting = _tied_elements(rank) * size if done and (accumulated or layout.zero_stage > 1) else 0
+    return Footprint.of([(("gradients", "device"), largest * size + waiting - missing)])
+
+
+def _tied_elements(rank: _Rank) -> int:
+    """Of the matrix that head and embedding share on one stage: the head's gradient waits for the embedding's."""
+    tied = [layer for layer in stage_layers(rank.shape, rank.layout, rank.stage) if layer.tied]
+    return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
 
 
 def _reduced(rank: _Rank, done: int) -> Footprint:
