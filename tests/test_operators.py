@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.model import cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.activation import activate, activate_backward, activated_linear
@@ -188,6 +189,14 @@ def test_gelu_in_bf16_is_the_exact_one_rounded():
     special = torch.tensor([float("nan"), float("inf")], dtype=torch.bfloat16)
     assert activate("gelu_tanh", special).isnan().tolist() == [True, False]
     assert activate_backward("gelu_tanh", special[:1], torch.ones(1).bfloat16()).isnan().all()
+
+
+def test_tensors_without_memory_do_not_reach_c():
+    with FakeTensorMode():
+        up, weight = torch.randn(2, 3, 6, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 6).bfloat16()
+        assert not cpu_kernels.has_kernels(up)
+        activated_linear("gelu_tanh", up, None, weight, None).sum().backward()
+        assert up.grad.shape == up.shape
 
 
 def test_without_a_compiler_torchs_operators_serve(monkeypatch):

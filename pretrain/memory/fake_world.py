@@ -19,13 +19,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import partition_parameters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain import engine as pretrain_engine
 from pretrain.arguments import RunArguments
 from pretrain.check import Plan
 from pretrain.device import cpu_device
 from pretrain.engine import build_engine, deepspeed_output
+from pretrain.memory.fake_collectives import replace_loops_over_ranks
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.inventory import role_of_file
 from pretrain.memory.steps import observe, plan_without_data
@@ -34,14 +34,14 @@ from pretrain.memory.tracker import StorageTracker
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ScalarsWithoutData(TorchDispatchMode):
-    """Answers for a fake tensor whose value the host asks for: 1 for a float, 0 for anything else."""
+class FakeStorageTracker(StorageTracker):
+    """Answers besides for a fake tensor whose value the host asks for: 1 for a float, 0 for anything else."""
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) \
                 and args[0].constant is None:
             return 1.0 if args[0].is_floating_point() else 0
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class FakeIO:
@@ -150,9 +150,10 @@ def observe_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) 
     """{"held", "peak_bytes", "notes"} of one rank. Raises ConfigError."""
     plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
     replace_what_needs_data()
+    replace_loops_over_ranks()
     with deepspeed_output("error"):
         enter_world(rank, world_size)
-        with FakeTensorMode(allow_non_fake_inputs=True), StorageTracker() as tracker, ScalarsWithoutData():
+        with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):
                 receive_hidden_states(engine, plan)

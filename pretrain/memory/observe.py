@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pretrain.memory.compare import Subject
 from pretrain.memory.estimate import Estimate, estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure import measure
-from pretrain.memory.simulate import simulate
+from pretrain.memory.simulate import simulate_many
 from pretrain.memory.table import in_unit
 
 DEFAULT_STEPS = 4
@@ -52,29 +52,44 @@ class Observed:
         return peak.total() - peak.total(place="nvme") - peak.total("margin"), self.peak_bytes
 
 
-def observed(candidate: Candidate, subject: Subject, flags: argparse.Namespace) -> Observed:
-    """Run one layout, or a rank of it. What is refused or fails is said in the row."""
-    shape = subject.shape
-    assert shape is not None
-    worst = estimate(shape, candidate.layout)
-    rank = worst.stage * (candidate.layout.world_size // candidate.layout.pipeline_stages) + worst.zero_rank
+def _simulated(candidates: Sequence[Candidate], subject: Subject, flags: argparse.Namespace,
+               say: Callable[[str], None]) -> list[Observed]:
+    """Of each layout the rank that needs the most, all of them forks of one process."""
+    assert subject.shape is not None
+    worsts = [estimate(subject.shape, candidate.layout) for candidate in candidates]
+    ranks = [worst.stage * _stage_ranks(one) + worst.zero_rank for one, worst in zip(candidates, worsts, strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(_arguments(candidate, flags, Path(folder, str(index))), rank, candidate.layout.world_size)
+                for index, (candidate, rank) in enumerate(zip(candidates, ranks, strict=True))]
+        answers = simulate_many(jobs, begins=lambda index: say(f"simulate: {candidates[index].name}"))
+    return [Observed(candidate, failure=str(answer)) if isinstance(answer, ConfigError) else
+            Observed(candidate, rank, worst, answer.held, answer.peak_bytes, notes=answer.notes)
+            for candidate, rank, worst, answer in zip(candidates, ranks, worsts, answers, strict=True)]
+
+
+def _measured(candidate: Candidate, subject: Subject, flags: argparse.Namespace) -> Observed:
+    """One layout, run on this machine. What is refused or fails is said in the row."""
+    assert subject.shape is not None
     with tempfile.TemporaryDirectory() as folder:
         try:
-            args = _arguments(candidate, flags, Path(folder))
-            if flags.mode == "simulate":
-                one = simulate(args, rank, candidate.layout.world_size)
-                return Observed(candidate, rank, worst, one.held, one.peak_bytes, notes=one.notes)
-            run = measure(args, candidate.layout.world_size, steps=flags.steps or DEFAULT_STEPS)
+            run = measure(_arguments(candidate, flags, Path(folder)), candidate.layout.world_size,
+                          steps=flags.steps or DEFAULT_STEPS)
         except ConfigError as error:
             return Observed(candidate, failure=str(error))
     rank, held = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
-    stage, zero_rank = divmod(rank, candidate.layout.world_size // candidate.layout.pipeline_stages)
-    same = estimate_rank(shape, candidate.layout, stage=stage, zero_rank=zero_rank)
+    stage, zero_rank = divmod(rank, _stage_ranks(candidate))
+    same = estimate_rank(subject.shape, candidate.layout, stage=stage, zero_rank=zero_rank)
     return Observed(candidate, rank, same, held.held, held.peak_bytes, run.step_time_ms)
+
+
+def _stage_ranks(candidate: Candidate) -> int:
+    """Ranks of one pipeline stage, which follow one another."""
+    return candidate.layout.world_size // candidate.layout.pipeline_stages
 
 
 def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) -> RunArguments:
     """Those of train.py, as far as they matter without data."""
+    folder.mkdir(exist_ok=True)
     path = folder / f"{candidate.name}.json"
     path.write_text(json.dumps(candidate.config))
     layout = candidate.layout
@@ -89,13 +104,13 @@ def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) ->
         emulate_fp16=layout.precision == "fp16" and not device.fp16)
 
 
-def observe_all(candidates: Iterable[Candidate], subject: Subject, flags: argparse.Namespace,
+def observe_all(candidates: Sequence[Candidate], subject: Subject, flags: argparse.Namespace,
                 say: Callable[[str], None]) -> list[Observed]:
     """One after another; `say` gets a line before each. Raises ConfigError where none succeeds."""
-    found = []
-    for candidate in candidates:
-        say(f"{flags.mode}: {candidate.name}")
-        found.append(observed(candidate, subject, flags))
+    found = [] if flags.mode == "measure" else _simulated(candidates, subject, flags, say)
+    for candidate in candidates if flags.mode == "measure" else ():
+        say(f"measure: {candidate.name}")
+        found.append(_measured(candidate, subject, flags))
     if all(one.failure for one in found):
         raise ConfigError(flags.mode, found=f"no layout that ran: {found[0].failure}", expected="at least one")
     return found

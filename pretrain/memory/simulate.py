@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 
 _STEPS = 2
+_BEGINS = "begins: "  # of a line that the process prints before each job
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -54,9 +55,13 @@ def simulate(args: RunArguments, rank: int, world_size: int) -> Simulation:
     return result
 
 
-def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]]) -> list[Simulation | ConfigError]:
+def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]],
+                  begins: Callable[[int], None] = lambda index: None) -> list[Simulation | ConfigError]:
     """(flags, rank, world size) each, and the result or the error of each; one process imports everything, and forks
     one for each job. Raises ConfigError where there are no results at all.
+
+    Args:
+        begins: called before each job, with its index.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "jobs.json")
@@ -64,12 +69,18 @@ def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]]) -> list[Simulat
                                     for args, rank, size in jobs]))
         environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
                    "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-        done = subprocess.run([sys.executable, "-m", "pretrain.memory.simulate", str(path)], env=environ, text=True,
-                              capture_output=True, check=False)
+        errors = Path(folder, "stderr.txt")
+        with errors.open("w") as stderr, subprocess.Popen(
+                [sys.executable, "-m", "pretrain.memory.simulate", str(path)], env=environ, text=True,
+                stdout=subprocess.PIPE, stderr=stderr) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(_BEGINS):
+                    begins(int(line.removeprefix(_BEGINS)))
         answers = Path(folder, "answers.json")
         if not answers.is_file():
-            raise ConfigError("simulate", found=f"a process that ended with {done.returncode}: {_last(done.stderr)}",
-                              expected="its answers")
+            raise ConfigError("simulate", expected="its answers",
+                              found=f"a process that ended with {process.returncode}: {_last(errors.read_text())}")
         return [_simulation(answer) for answer in json.loads(answers.read_text())]
 
 
@@ -94,7 +105,8 @@ def main(path: Path) -> None:
     from pretrain.memory import fake_world
 
     answers = []
-    for job in json.loads(path.read_text()):
+    for index, job in enumerate(json.loads(path.read_text())):
+        print(f"{_BEGINS}{index}", flush=True)
         args = RunArguments(**job["args"])
         answers.append(_in_fork(functools.partial(_answer, fake_world, args, job["rank"], job["world_size"])))
     path.with_name("answers.json").write_text(json.dumps(answers))

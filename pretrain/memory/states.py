@@ -246,7 +246,8 @@ def _zero_3_parameters(groups: Sequence[Group], layout: Layout) -> Iterator[Part
             second = sum(-(-size // layout.hpz_partition_size) for size in group.sizes)
             yield ("parameters", "device"), second * element
         if group.ranks > 1 or (layout.offload_param != "none" and layout.device_kind != "cpu"):
-            yield ("parameters", "device"), persistent(groups, layout).get(group, 0) * element
+            kept = _padded_persistent(group, persistent(groups, layout)[group], layout)
+            yield ("parameters", "device"), kept * element
 
 
 def _parameters_on_nvme(group: Group, held: int, layout: Layout) -> Iterator[Part]:
@@ -277,6 +278,13 @@ def persistent(groups: Sequence[Group], layout: Layout) -> dict[Group, int]:
         total += kept
         found[group] = kept
     return found
+
+
+def _padded_persistent(group: Group, kept: int, layout: Layout) -> int:
+    """Elements of what holds `kept` elements of small parameters whole: the parts of all ranks, which have an element
+    each at least (partition_parameters.py, _allgather_params_coalesced)."""
+    small = [size for size in group.sizes if size <= layout.param_persistence_threshold]
+    return round(kept / sum(small) * sum(-(-size // group.ranks) * group.ranks for size in small)) if kept else 0
 
 
 def _zero_3_buffers(groups: Sequence[Group], layout: Layout) -> Iterator[Part]:

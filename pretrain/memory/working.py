@@ -10,7 +10,6 @@ partitioned_param_coordinator.py, runtime/bf16_optimizer.py, runtime/fp16/fused_
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -24,67 +23,31 @@ from pretrain.memory.activations import (
     loss_kept,
     loss_peak,
     own_input_bytes,
-    pass_of,
 )
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout
 from pretrain.memory.nvme import retained_gradients
+from pretrain.memory.rank import Rank
 from pretrain.memory.shape import Layer, ModelShape
-from pretrain.memory.stages import Group, local_size, rank_groups, stage_layers
+from pretrain.memory.stages import local_size, stage_layers
 from pretrain.memory.states import (
     bucket_bytes,
     elements_touched,
     engine_kind,
     master_bytes,
-    padded,
     persistent,
     states_of_rank,
-    sub_groups,
 )
+from pretrain.memory.update import optimizer_step, reduction
 
-_FP32, _FP64 = 4, 8
+_FP64 = 8
 _NORM_ELEMENTS = 250_000_000  # of a gradient whose norm is taken at a time
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """One rank of a layout, and what all its moments have in common."""
-
-    shape: ModelShape
-    layout: Layout
-    stage: int
-    zero_rank: int
-
-    @property
-    def one(self) -> Pass:
-        return pass_of(self.layout)
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.layout.pipeline_stages - 1
-
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations wait for their backward pass: 1F1B (runtime/pipe/schedule.py)."""
-        return min(self.layout.pipeline_stages - self.stage, self.layout.gradient_accumulation_steps)
-
-    @property
-    def pipe_buffers(self) -> int:
-        """Slots for the inputs and outputs of micro-batches (TrainSchedule.num_pipe_buffers)."""
-        return max(2, self.in_flight)
-
-    @property
-    def accumulates(self) -> bool:
-        return self.layout.gradient_accumulation_steps > 1
-
-    def groups(self) -> tuple[Group, ...]:
-        return rank_groups(self.shape, self.layout, self.stage)
 
 
 def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
             zero_rank: int = 0) -> Iterator[tuple[str, Footprint]]:
     """(name, footprint) of the moments of one rank's step at which its memory may be at its most."""
-    rank = _Rank(shape, layout, stage, zero_rank)
+    rank = Rank(shape, layout, stage, zero_rank)
     held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
     waiting = _groups(rank)
     kept = [kept for kept, _ in waiting]
@@ -97,29 +60,29 @@ def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
     for in_flight, accumulated in _backward_passes(rank):
         yield from (("backward", held + part) for part in _backward(rank, waiting, in_flight, accumulated))
     if layout.zero_stage == 1 and engine_kind(layout) == "zero12":
-        yield "reduction", held + _reduction(rank)
-    yield "step", held + _step(rank) + Footprint.of([(("activations", "device"), _graph(rank))])
+        yield "reduction", held + reduction(rank)
+    yield "step", held + optimizer_step(rank) + Footprint.of([(("activations", "device"), _graph(rank))])
 
 
-def _between_layers(rank: _Rank) -> Footprint:
+def _between_layers(rank: Rank) -> Footprint:
     """What PipelineEngine keeps in its slots: outputs, on the last stage those of micro-batches before too
-    (`pipe_buffers['outputs']` is not cleared there), with their graphs; inputs, of which the layers have copies, and
-    the tensor that they are received in. The plain module keeps nothing."""
+    (`pipe_buffers['outputs']` is not cleared there), with their graphs; inputs, of which the layers have copies; and
+    the tensors that inputs and gradients are received in. The plain module keeps nothing."""
     if not rank.layout.uses_pipeline_module:
         return Footprint()
-    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight
+    slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight + 1
     slots += rank.in_flight + 1 if rank.stage > 0 else 0
     before = _graph(rank) if rank.accumulates else 0  # of the other slot
     return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one) + before)])
 
 
-def _graph(rank: _Rank) -> int:
+def _graph(rank: Rank) -> int:
     """What the last stage's graph of a micro-batch holds after its backward pass: its input and the gradient of that.
     """
     return 2 * boundary_bytes(rank.shape, rank.one) if rank.is_last and rank.stage > 0 else 0
 
 
-def _groups(rank: _Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
+def _groups(rank: Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
     return groups_of_layers(rank.shape, stage_layers(rank.shape, rank.layout, rank.stage), rank.one,
                             rank.layout.activation_checkpoint_interval)
 
@@ -140,7 +103,7 @@ def groups_of_layers(shape: ModelShape, layers: tuple[Layer, ...], one: Pass,
     return tuple(found)
 
 
-def _backward_passes(rank: _Rank) -> list[tuple[int, bool]]:
+def _backward_passes(rank: Rank) -> list[tuple[int, bool]]:
     """(micro-batches in flight, whether gradients of others are there) of the passes that may need the most: the first
     one has no gradients yet; where all micro-batches are in flight at once, every later one has fewer of them.
     """
@@ -149,7 +112,7 @@ def _backward_passes(rank: _Rank) -> list[tuple[int, bool]]:
     return [(rank.in_flight, False)] + [(rank.in_flight - 1, True)] * (rank.in_flight > 1)
 
 
-def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...], in_flight: int,
+def _backward(rank: Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...], in_flight: int,
               accumulated: bool) -> Iterator[Footprint]:
     """Group by group, from the last: the activations of all before it, its own (recomputed if need be), and gradients.
 
@@ -175,7 +138,7 @@ def _backward(rank: _Rank, waiting: tuple[tuple[int, tuple[Layer, ...]], ...], i
         done += sum(layer.size for layer in layers)
 
 
-def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = (), *, accumulated: bool) -> Footprint:
+def _gradients(rank: Rank, done: int, layers: tuple[Layer, ...] = (), *, accumulated: bool) -> Footprint:
     """Gradients of weights during the backward pass, as a difference from those between micro-batches.
 
     Args:
@@ -193,10 +156,17 @@ def _gradients(rank: _Rank, done: int, layers: tuple[Layer, ...] = (), *, accumu
         total = sum(group.size for group in rank.groups())
         missing = max(0, total - done - largest) * size
         largest = 0
-    return Footprint.of([(("gradients", "device"), largest * size - missing)])
+    waiting = _tied_elements(rank) * size if done and (accumulated or layout.zero_stage > 1) else 0
+    return Footprint.of([(("gradients", "device"), largest * size + waiting - missing)])
 
 
-def _reduced(rank: _Rank, done: int) -> Footprint:
+def _tied_elements(rank: Rank) -> int:
+    """Of the matrix that head and embedding share on one stage: the head's gradient waits for the embedding's."""
+    tied = [layer for layer in stage_layers(rank.shape, rank.layout, rank.stage) if layer.tied]
+    return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
+
+
+def _reduced(rank: Rank, done: int) -> Footprint:
     """What ZeRO-2 and 3 need beside their states once the first gradients of a micro-batch are reduced.
 
     Stage 2: the bucket (two, if reduction overlaps), and, while gradients accumulate, this rank's of this micro-batch
@@ -227,7 +197,7 @@ def _reduced(rank: _Rank, done: int) -> Footprint:
     return Footprint.of([*parts, (("buffers", "device"), bucket)])
 
 
-def _stage_2_gradients(rank: _Rank) -> int:
+def _stage_2_gradients(rank: Rank) -> int:
     """Bytes of the gradients that stage 2 keeps on the device, of parameters that lie in this rank's part."""
     layout = rank.layout
     if layout.offload_optimizer != "none" or layout.grad_accum_bytes != layout.element_bytes:
@@ -236,7 +206,7 @@ def _stage_2_gradients(rank: _Rank) -> int:
     return touched * layout.element_bytes
 
 
-def _gathered(rank: _Rank, done: int = 0) -> Footprint:
+def _gathered(rank: Rank, done: int = 0) -> Footprint:
     """The parameters that stage 3 has whole: for the layers at work, for the next ones (`stage3_prefetch_bucket_size`),
     and those that come again within `stage3_max_reuse_distance`. On one rank without offload they are the partitions
     themselves.
@@ -252,70 +222,3 @@ def _gathered(rank: _Rank, done: int = 0) -> Footprint:
     at_work = max(group.largest for group in groups) + layout.prefetch_bucket_size
     live = min(total, at_work + layout.max_reuse_distance // 2, max(at_work, total - done))
     return Footprint.of([(("parameters", "device"), live * layout.element_bytes)])
-
-
-def _reduction(rank: _Rank) -> Footprint:
-    """Stage 1 copies the gradients of its part out of the bucket (`grads_in_partition`); offloaded, it does so only if
-    they are accumulated in another dtype (`_use_compact_grad_partition_buffer`), and takes norms in fp64."""
-    layout, groups = rank.layout, rank.groups()
-    if layout.offload_optimizer != "none":
-        another = layout.grad_accum_bytes != layout.element_bytes
-        parts = sum(padded(group, layout) // group.ranks for group in groups) * layout.grad_accum_bytes * another
-        norm = max(group.largest for group in groups) * _FP64
-        return Footprint.of([(("gradients", "device"), parts), (("buffers", "device"), norm)])
-    touched = sum(elements_touched(group, layout, rank.zero_rank % group.ranks) for group in groups)
-    return Footprint.of([(("gradients", "device"), touched * layout.grad_accum_bytes)])
-
-
-def _step(rank: _Rank) -> Footprint:
-    """The largest group's gradients as the optimizer takes them, and what is copied on the way there; by the time of
-    the step stages 1 and 2 hold no gradients but those of this rank's part."""
-    layout, kind, groups = rank.layout, engine_kind(rank.layout), rank.groups()
-    if layout.offload_optimizer != "none":
-        return Footprint()
-    part = {
-        "zero3": lambda: max(max(sub_groups(group.parts, layout)) for group in groups),
-        "zero12": lambda: max(padded(group, layout) // group.ranks for group in groups),
-        "bf16": lambda: max(padded(group, layout) // group.ranks for group in groups),
-        "fp16": lambda: max(group.size for group in groups),
-        "plain": lambda: max(group.size for group in groups),
-    }[kind]()
-    return Footprint.of([(("gradients", "device"), _given_gradients(rank, kind, part)),
-                         (("buffers", "device"), _optimizer_work(layout, part))])
-
-
-def _given_gradients(rank: _Rank, kind: str, part: int) -> int:
-    """Bytes of the copies of `part` gradients in the optimizer's dtype, less the gradients that are let go before."""
-    layout = rank.layout
-    if kind == "plain":
-        return 0
-    if kind == "fp16":
-        flattened = 2 * part * _FP32  # after each is converted
-        return max(flattened, _masked_norm(rank, part)) if _has_replica(rank) else flattened
-    flat = kind == "bf16" or (kind == "zero12" and layout.grad_accum_bytes != layout.element_bytes)
-    copied = 0 if flat else part * layout.grad_accum_bytes
-    converted = part * master_bytes(layout) if layout.grad_accum_bytes != master_bytes(layout) else 0
-    let_go = 0
-    if kind == "zero12" and layout.zero_stage == 1:
-        let_go = sum(group.size - elements_touched(group, layout, rank.zero_rank % group.ranks)
-                     for group in rank.groups()) * layout.grad_accum_bytes + bucket_bytes(layout)
-    return copied + converted - let_go
-
-
-def _has_replica(rank: _Rank) -> bool:
-    """Whether the stage has a copy of the tied matrix whose gradient counts at the first stage."""
-    return rank.stage > 0 and any(layer.tied for layer in stage_layers(rank.shape, rank.layout, rank.stage))
-
-
-def _masked_norm(rank: _Rank, part: int) -> int:
-    """Bytes of the norm of `part` gradients of which some do not count (runtime/utils.py, get_flattened_grad_norm): all
-    gradients in fp32, instead of those in fp16, and zeros, their running sum and a mask."""
-    total = sum(group.size for group in rank.groups())
-    return total * (_FP32 - rank.layout.element_bytes) + part * (2 * _FP32 + 1)
-
-
-def _optimizer_work(layout: Layout, part: int) -> int:
-    """torch.optim.AdamW's denominators: on the CPU the root and its quotient, on CUDA ("foreach") one of them."""
-    if not layout.torch_optimizer:
-        return 0
-    return part * master_bytes(layout) * (1 if layout.device_kind == "cuda" else 2)
