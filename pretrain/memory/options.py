@@ -10,6 +10,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
 from pretrain.memory.cost import STORAGE_RATE
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
+from pretrain.memory.plot import check_plot
 from pretrain.memory.search import KINDS
 from pretrain.memory.steptime import KERNEL_EFFICIENCY
 from pretrain.memory.table import UNITS
@@ -135,6 +136,8 @@ def check_flags(flags: argparse.Namespace) -> None:
         _refuse(flags, ["seq_length"], "with --find max_seq")
     if flags.find == "max_micro_batch":
         _refuse(flags, ["micro_batch_size", "global_batch_size"], "with --find max_micro_batch")
+    if flags.plot is not None:
+        check_plot(flags.plot)
     if flags.num_parameters is not None:
         _refuse(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
                         "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write"],

@@ -38,13 +38,17 @@ def bars(report: Report) -> list[Bar]:
                 verdict(row)) for row in report.rows]
 
 
-def save_plot(path: str, report: Report) -> None:
-    """Raises ConfigError: an ending other than .png and .html, no matplotlib for .png, no file that can be written."""
+def check_plot(path: str) -> None:
+    """Raises ConfigError for an ending other than .png and .html."""
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".html"):
         raise ConfigError(f"--plot {path}", found=kind or "no ending", expected=".png or .html")
+
+
+def save_plot(path: str, report: Report) -> None:
+    """To a path that `check_plot` passed. Raises ConfigError: no matplotlib for .png, no file that can be written."""
     try:
-        if kind == ".html":
+        if Path(path).suffix.lower() == ".html":
             Path(path).write_text(html(report), encoding="utf-8")
         else:
             _figure(report).savefig(path, dpi=120, bbox_inches="tight")
