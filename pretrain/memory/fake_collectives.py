@@ -32,7 +32,7 @@ def shared_views() -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(torch.Tensor, "narrow")  # noqa: B043 (what it inherits comes back)
+        delattr(torch.Tensor, "narrow")  # what it inherits comes back
 
 
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
