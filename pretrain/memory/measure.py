@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.arguments import RunArguments
+from pretrain.check import check_settings
+from pretrain.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 
@@ -85,6 +87,7 @@ def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: f
         ConfigError: refused, as `train.py` would refuse it, or ended otherwise than well.
     """
     name = Path(args.deepspeed_config).stem
+    check_settings(args, world_size=world_size, device=detect_device())
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
         job.write_text(json.dumps({"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}))

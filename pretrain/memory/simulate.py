@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.arguments import RunArguments
+from pretrain.check import check_settings
 from pretrain.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
@@ -63,6 +64,29 @@ def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]],
     Args:
         begins: called before each job, with its index.
     """
+    results: list[Simulation | ConfigError | None] = [_refusal(*job) for job in jobs]
+    rest = [index for index, result in enumerate(results) if result is None]
+    if rest:
+        answers = _run([jobs[index] for index in rest], lambda index: begins(rest[index]))
+        for index, answer in zip(rest, answers, strict=True):
+            results[index] = answer
+    return [result for result in results if result is not None]
+
+
+def _refusal(args: RunArguments, rank: int, world_size: int) -> ConfigError | None:
+    """What can be said at once, without DeepSpeed."""
+    if not 0 <= rank < world_size:
+        return ConfigError("simulate", found=f"rank {rank} of {world_size}", expected=f"0 to {world_size - 1}")
+    try:
+        check_settings(args, world_size=world_size, device=cpu_device())
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _run(jobs: Sequence[tuple[RunArguments, int, int]],
+         begins: Callable[[int], None]) -> list[Simulation | ConfigError]:
+    """All jobs in a process of their own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "jobs.json")
         path.write_text(json.dumps([{"args": asdict(args), "rank": rank, "world_size": size}
