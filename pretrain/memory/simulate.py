@@ -14,6 +14,7 @@ in activations only (attention keeps other tensors on CUDA).
 """
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -128,6 +129,7 @@ def main(path: Path) -> None:
 
     from pretrain.memory import fake_world
 
+    gc.freeze()  # DeepSpeed collects garbage often; what is imported is none
     answers = []
     for index, job in enumerate(json.loads(path.read_text())):
         print(f"{_BEGINS}{index}", flush=True)

@@ -5,6 +5,7 @@ standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a proc
 by `python COMMAND`, with its output in CWD/rankN.log.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -97,5 +98,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     load_operators()
+    gc.freeze()  # DeepSpeed collects garbage often; what is imported is none
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), file=answers, flush=True)
