@@ -220,5 +220,7 @@ def _gathered(rank: Rank, done: int = 0) -> Footprint:
         return Footprint()
     total = sum(group.size for group in groups) - sum(persistent(groups, layout).values())
     at_work = max(group.largest for group in groups) + layout.prefetch_bucket_size
-    live = min(total, at_work + layout.max_reuse_distance // 2, max(at_work, total - done))
+    # each submodule prefetches at least one parameter, so more than is let go: until max_live_parameters are there
+    ahead = layout.max_live_parameters if layout.prefetch_bucket_size else at_work + layout.max_reuse_distance // 2
+    live = min(total, max(at_work, ahead), max(at_work, total - done))
     return Footprint.of([(("parameters", "device"), live * layout.element_bytes)])
