@@ -11,7 +11,6 @@ from pretrain.memory.combinations import Candidate, Combinations, combine, read_
 from pretrain.memory.compare import Row, Subject, compare, recommend
 from pretrain.memory.cost import cost_lines, run_cost
 from pretrain.memory.hardware import GB, GIB, Cluster
-from pretrain.memory.observe import observe_all, observed_json, print_observed, say_to_stderr
 from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
@@ -27,6 +26,9 @@ def main(argv: list[str] | None = None) -> None:
     subject = subject_of(flags)
     found = combinations_of(flags, subject, _device_kind(flags.mode))
     if flags.mode != "estimate":
+        # judges whole runs, which takes numpy
+        from pretrain.memory.observe import observe_all, observed_json, print_observed, say_to_stderr
+
         observed = observe_all(_one_of_each(found), subject, flags, say_to_stderr)
         if not _emit(flags.json, lambda: observed_json(observed)):
             print_observed(observed, flags.unit or "MiB")
