@@ -28,8 +28,8 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
     flags = {"deepspeed_config": ROOT / "ds_configs/zero1_bf16.json", "model": "tiny", "train_data": corpus,
-             "model_overrides": "n_layer=8,n_embd=64,attn_pdrop=0.1", "seq_length": 256, "split": "1,0,0", "learning_rate": "1e-3",
-             "log_interval": 1, "train_steps": 2, "save": run, "micro_batch_size": micro_batch_size,
+             "model_overrides": "n_layer=8,n_embd=64,attn_pdrop=0.1", "seq_length": 256, "split": "1,0,0",
+             "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run, "micro_batch_size": micro_batch_size,
              "gradient_accumulation_steps": accumulation}
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
     # the limit counts addresses, of which a heap that never shrinks (pretrain/allocator.py) takes more than memory
@@ -44,8 +44,8 @@ def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) ->
     assert "Traceback" not in failed.stderr
     lines = [line for line in failed.stderr.splitlines() if line.startswith("ds-pretrain")]
     assert re.search(r"error: rank 0: out of memory in \w+ \(\w+\.py:\d+\): .*allocate", lines[0]), failed.stderr
-    assert re.search(r"predicted [\d.]+ [GM]iB at the peak \(parameters .*activations .*\); found [\d.]+ [GM]iB in use before "
-                     r"it; there was room for [\d.]+ [GM]iB", lines[1])
+    assert re.search(r"predicted [\d.]+ [GM]iB at the peak \(parameters .*activations .*\); found [\d.]+ [GM]iB in use "
+                     r"before it; there was room for [\d.]+ [GM]iB", lines[1])
     changes = lines[3:]
     assert 1 <= len(changes) <= 3
     found = re.search(r"micro-batch (\d+) x (\d+) accumulation steps", failed.stderr)
