@@ -29,8 +29,8 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
 
     flags = {"deepspeed_config": ROOT / "ds_configs/zero1_bf16.json", "model": "tiny", "train_data": corpus,
              "model_overrides": "n_layer=8,n_embd=64,attn_pdrop=0.1", "seq_length": 256, "split": "1,0,0",
-             "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run, "micro_batch_size": micro_batch_size,
-             "gradient_accumulation_steps": accumulation}
+             "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run,
+             "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
     # the limit counts addresses, of which a heap that never shrinks (pretrain/allocator.py) takes more than memory
     environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
