@@ -6,6 +6,7 @@ ZeRO-0/1 run as a PipelineModule of one or more stages, ZeRO-2/3 as the plain mo
 import contextlib
 import io
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,14 @@ def _check_groups(groups: list[dict[str, Any]]) -> None:
     if any(groups_of_rank != held[0] for groups_of_rank in held):
         raise ConfigError("pipeline.partition_method", found="a stage without a block", expected="blocks on each stage",
                           remedy='"partition_method": "uniform", or fewer "stages"')
+
+
+def remove_swap_files(plan: Plan) -> None:
+    """Remove what NVMe offload left on this host; a checkpoint holds all of it."""
+    for block in ("offload_optimizer", "offload_param"):
+        path = (plan.ds_config.get("zero_optimization", {}).get(block) or {}).get("nvme_path")
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The step loop, and what stands around it."""
 
 import functools
-import shutil
 import sys
 from pathlib import Path
 from socket import gethostname
@@ -26,6 +25,7 @@ from pretrain.engine import (
     deepspeed_output,
     eval_batch,
     learning_rate,
+    remove_swap_files,
     sum_over_data_parallel,
     train_batch,
 )
@@ -86,7 +86,7 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
     dist.barrier()
     if world.local_rank == 0:
-        _remove_swap_files(plan)
+        remove_swap_files(plan)
     dist.destroy_process_group()
     return STOPPED if step < last_step else FINISHED
 
@@ -95,14 +95,6 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
     """Mean loss of the first `eval_steps` global batches of the loader's split; a scalar on the device."""
     losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
     return torch.stack(losses).mean()
-
-
-def _remove_swap_files(plan: Plan) -> None:
-    """What NVMe offload left on this host; the checkpoint holds all of it."""
-    for block in ("offload_optimizer", "offload_param"):
-        path = (plan.ds_config.get("zero_optimization", {}).get(block) or {}).get("nvme_path")
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _due(step: int, interval: int, last_step: int) -> bool:

@@ -16,7 +16,6 @@ from pretrain.device import detect_device
 from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, REFUSED
-from pretrain.memory.advice import MemoryWatch, print_advice
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,6 +42,7 @@ def run(args: RunArguments, world: World) -> int:
     choose_resume(plan)  # to refuse early; what is there may change meanwhile: the ranks agree on it later
     prepare_deepspeed(device)
     from pretrain.loop import train  # imports torch and deepspeed
+    from pretrain.memory.advice import MemoryWatch, print_advice
 
     watch = MemoryWatch.start(plan, world)
     try:

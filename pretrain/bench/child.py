@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.job import Job
+from pretrain.process import free_port, package_environment
 
-_ROOT = Path(__file__).resolve().parents[2]
 _END_S = 10  # for a process to end by itself
 
 
@@ -25,22 +24,14 @@ class ContenderError(Exception):
         super().__init__(f"{name}: {reason}")
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     """What a launcher would set."""
     ranks = str(len(job.cores))
-    values = {**os.environ, "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": ranks,
-              "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    values = {**package_environment(), "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank),
+              "LOCAL_WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
               # this environment's ninja first: another one would compile DeepSpeed's operators anew
               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-              "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false",
-              "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+              "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false"}
     if job.device_kind == "cpu":
         values.update(OMP_NUM_THREADS=str(len(job.cores[rank])), CUDA_VISIBLE_DEVICES="")
     elif job.option("first_device"):

@@ -9,16 +9,11 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
+from pretrain.process import resident_bytes
+
 
 class Ended(BaseException):
     """No more rounds are wanted. No `except Exception` in anybody's training loop may stop it."""
-
-
-def resident_bytes() -> tuple[int, int]:
-    """(now, highest) resident set of this process: VmRSS and VmHWM."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        values = dict(line.split(":", 1) for line in file)
-    return tuple(int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
 
 
 def forget_peak() -> None:

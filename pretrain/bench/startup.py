@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.bench.child import ContenderError, environment, free_port
+from pretrain.bench.child import ContenderError, environment
 from pretrain.bench.job import Job, Workshop
 from pretrain.bench.turns import Say, Section, spread
-
-_ROOT = Path(__file__).resolve().parents[2]
+from pretrain.process import ROOT, free_port
 
 
 def startup(workshop: Workshop, say: Say) -> Section:
@@ -25,7 +24,7 @@ def startup(workshop: Workshop, say: Say) -> Section:
     A first start of each, which may compile operators and fill the page cache, is not counted.
     """
     job = workshop.job("start", "project")
-    program = str(_ROOT / "pretrain" / "train.py")
+    program = str(ROOT / "pretrain" / "train.py")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "1"]
     commands = {"python pretrain/train.py": [sys.executable, program],
                 "deepspeed pretrain/train.py": [*launcher, program]}

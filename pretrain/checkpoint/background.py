@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.checkpoint.writer import Job, give_up, is_committed
+from pretrain.process import package_environment
 
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.writer"
@@ -33,12 +33,9 @@ class BackgroundWriter:
 
     def _start(self) -> None:
         """Returns when the writer holds its lock: other writers wait for its part from now on."""
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            pass_fds=[self.snapshot.descriptor], text=True, env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True)
+            pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
         self._process.wait()  # it goes on as a process of its own
         self._replies: queue.Queue[Reply | None] = queue.Queue()
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()

@@ -18,6 +18,7 @@ from pretrain.memory.estimate import Estimate, estimate
 from pretrain.memory.hardware import GIB, make_cluster
 from pretrain.memory.layout import Layout, layout_of_plan
 from pretrain.memory.shape import shape_of
+from pretrain.process import resident_bytes
 
 if TYPE_CHECKING:
     from pretrain.check import Plan
@@ -45,7 +46,7 @@ class MemoryWatch:
 
         if get_accelerator().device_name() != "cpu":
             return cls(plan, world, "cuda", int(get_accelerator().total_memory()), 0)
-        return cls(plan, world, "cpu", _host_room(world.local_size), _resident_bytes())
+        return cls(plan, world, "cpu", _host_room(world.local_size), resident_bytes()[0])
 
     @property
     def predicted(self) -> Estimate:
@@ -63,7 +64,7 @@ class MemoryWatch:
             from deepspeed.accelerator import get_accelerator
 
             return int(get_accelerator().max_memory_allocated())
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.used_bytes)
+        return max(0, resident_bytes()[1] - self.used_bytes)
 
     def report(self, steps: int, say: Callable[[str], None]) -> None:
         """One line after step REPORTED_STEP of this start. Collective at that step."""
@@ -181,11 +182,6 @@ def _by_role(found: Estimate) -> str:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:,.1f} MiB"
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _host_room(local_size: int) -> int:

@@ -8,7 +8,6 @@ The engine, the model and the step are those of training; tokens are random, as 
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from pretrain.check import check_settings
 from pretrain.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
+from pretrain.process import ROOT, free_port, package_environment
 
-_ROOT = Path(__file__).resolve().parents[2]
 _TRACKED_STEPS = 2
 
 
@@ -43,7 +42,7 @@ class RankMeasurement:
         """From what measure_rank wrote."""
         held = Footprint.of_json(values["held"]) + Footprint.of_json(values["nvme"])
         return cls(held, values["unaccounted_bytes"], values["peak_bytes"], values["reserved_bytes"],
-                   values.get("rss_bytes", 0), values.get("peak_rss_bytes", 0))
+                   values["rss_bytes"], values["peak_rss_bytes"])
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -92,10 +91,8 @@ def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: f
         job = Path(folder, "job.json")
         job.write_text(json.dumps({"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}))
         command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world_size),
-                   "--master_port", str(_free_port()), "--module", "pretrain.memory.measure_rank", str(job)]
-        environ = {**os.environ,
-                   "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-        code, output = _run(command, environ, timeout_s)
+                   "--master_port", str(free_port()), "--module", "pretrain.memory.measure_rank", str(job)]
+        code, output = _run(command, package_environment(), timeout_s)
         result = job.with_suffix(".result.json")
         if code != 0 or not result.is_file():
             raise _failure(name, code, output, sorted(Path(folder).glob("job.error.*")))
@@ -105,7 +102,7 @@ def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: f
 def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple[int, str]:
     """(exit code, output); the whole process group is ended when the time is over (code 124)."""
     with subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          start_new_session=True, cwd=_ROOT) as process:
+                          start_new_session=True, cwd=ROOT) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
             return process.returncode, output
@@ -128,9 +125,3 @@ def _failure(name: str, code: int, output: str, errors: list[Path]) -> ConfigErr
     reason = reasons[0] if reasons else killed or (lines[-1] if lines else f"exit code {code}")
     return ConfigError(f"measure {name}", found=f"a run that failed: {reason[:300]}", expected="a few steps",
                        remedy="with fewer layers or a smaller micro-batch it may fit" if "memory" in reason else "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

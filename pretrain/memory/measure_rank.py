@@ -6,7 +6,6 @@ JOB.error.RANK with one line, and exits with 1.
 
 import contextlib
 import json
-import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +16,7 @@ from pretrain.check import Plan
 from pretrain.device import detect_device
 from pretrain.distributed import World, init_process_group, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError
+from pretrain.process import resident_bytes
 
 
 def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[di
     from pretrain.engine import build_engine
     from pretrain.memory.inventory import on_nvme
     from pretrain.memory.steps import observe, time_steps
-    from pretrain.memory.tracker import StorageTracker, rss_bytes
+    from pretrain.memory.tracker import StorageTracker
     from pretrain.ranks import gather
 
     tracker = StorageTracker() if detect_device().kind == "cpu" else None
@@ -37,17 +37,10 @@ def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[di
         seen = observe(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
     seen["nvme"] = on_nvme(engine, dist.get_rank()).to_json()
     seen["step_times_ms"] = time_steps(engine, plan, timed_steps)
-    results = gather({**seen, **rss_bytes()})
+    seen["rss_bytes"], seen["peak_rss_bytes"] = resident_bytes()
+    results = gather(seen)
     engine.destroy()
     return results
-
-
-def remove_swap_files(plan: Plan) -> None:
-    """What NVMe offload left on this host."""
-    for block in ("offload_optimizer", "offload_param"):
-        path = (plan.ds_config.get("zero_optimization", {}).get(block) or {}).get("nvme_path")
-        if path is not None:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def run(job: dict[str, Any], world: World) -> list[dict[str, Any]]:
@@ -56,7 +49,7 @@ def run(job: dict[str, Any], world: World) -> list[dict[str, Any]]:
 
     device = detect_device()
     plan = plan_without_data(RunArguments(**job["args"]), world_size=world.size, device=device)
-    from pretrain.engine import deepspeed_output
+    from pretrain.engine import deepspeed_output, remove_swap_files
 
     with deepspeed_output("error"):
         init_process_group(world)

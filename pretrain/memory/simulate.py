@@ -30,10 +30,10 @@ from pretrain.check import check_settings
 from pretrain.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
+from pretrain.process import package_environment
 
 _STEPS = 2
 _BEGINS = "begins: "  # of a line that the process prints before each job
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ def _run(jobs: Sequence[tuple[RunArguments, int, int]],
         path = Path(folder, "jobs.json")
         path.write_text(json.dumps([{"args": asdict(args), "rank": rank, "world_size": size}
                                     for args, rank, size in jobs]))
-        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+        environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         errors = Path(folder, "stderr.txt")
         with errors.open("w") as stderr, subprocess.Popen(
                 [sys.executable, "-m", "pretrain.memory.simulate", str(path)], env=environ, text=True,

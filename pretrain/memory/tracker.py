@@ -6,7 +6,7 @@ FakeTensors as well, whose storages have a size and no memory.
 
 Not seen: what an operator allocates inside and frees again (packed matrices of oneDNN, the working memory of attention
 and softmax), DeepSpeed's shared memory for collectives (66 MiB a rank, fixed), and everything that is no tensor. The
-process's resident memory, `rss_bytes`, holds those too.
+process's resident memory, `process.resident_bytes`, holds those too.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ import torch
 import torch._dynamo  # inside a dispatch mode torch imports it anew, which fails under zero.Init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-_PROC_STATUS = "/proc/self/status"
 
 
 class StorageTracker(TorchDispatchMode):
@@ -92,14 +90,3 @@ def peak_of(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[s
         peaks.update(peak_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved())
     elif tracker is not None:
         peaks.update(peak_bytes=tracker.peak_bytes)
-
-
-def rss_bytes() -> dict[str, int]:
-    """{"rss_bytes": resident memory now, "peak_rss_bytes": the most that it was}; empty where /proc is not there."""
-    names = {"VmRSS:": "rss_bytes", "VmHWM:": "peak_rss_bytes"}
-    try:
-        with open(_PROC_STATUS, encoding="ascii") as status:
-            words = [line.split() for line in status]
-    except OSError:
-        return {}
-    return {names[word[0]]: int(word[1]) * 1024 for word in words if word and word[0] in names}

@@ -1,6 +1,5 @@
 """Steps -> rows of metrics.jsonl and the progress line. The device is read only on logged steps."""
 
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from pretrain.data.loader import MicroBatch
 from pretrain.engine import grad_norm, loss_scale
 from pretrain.metrics.flops import flops_per_token, peak_tflops
 from pretrain.metrics.run_folder import RunFolder
-
-_PAGE_BYTES = resource.getpagesize()
+from pretrain.process import resident_bytes
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -24,9 +22,7 @@ def memory_bytes() -> tuple[int, int]:
     device = get_accelerator()
     if device.device_name() != "cpu":
         return device.memory_allocated(), device.max_memory_allocated()
-    with open("/proc/self/statm", encoding="ascii") as file:
-        resident = int(file.read().split()[1]) * _PAGE_BYTES
-    return resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resident_bytes()
 
 
 def _device_peak_tflops(plan: Plan) -> float | None:

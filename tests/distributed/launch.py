@@ -4,20 +4,14 @@ import atexit
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from pretrain.process import ROOT, free_port
 
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+__all__ = ["ROOT", "free_port"]  # for those who start ranks
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

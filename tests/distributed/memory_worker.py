@@ -15,8 +15,8 @@ from deepspeed.utils import groups
 from pretrain.arguments import RunArguments
 from pretrain.device import detect_device
 from pretrain.distributed import init_process_group, running_environment
-from pretrain.engine import deepspeed_output
-from pretrain.memory.measure_rank import measure_here, remove_swap_files
+from pretrain.engine import deepspeed_output, remove_swap_files
+from pretrain.memory.measure_rank import measure_here
 from pretrain.memory.steps import plan_without_data
 
 
