@@ -24,6 +24,7 @@ from pretrain.memory.inventory import Holding, entries, holdings, unaccounted
 from pretrain.memory.tracker import StorageTracker, peak_of
 
 _SHOWN = 12  # largest buffers
+_SETTLE_S = 0.1  # gloo's threads let go of a tensor a moment after its collective is over
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def observe(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: Storage
            for tensor in (tokens, labels, weights)}
 
     def look() -> None:
+        time.sleep(_SETTLE_S if tracker is not None else 0)
         found = holdings(engine)
         alive = {} if tracker is None else {key: size for key, size in tracker.sizes.items() if key not in own}
         moments.append((found, unaccounted(found, alive) if tracker is not None else -1))
