@@ -25,6 +25,7 @@ from pretrain.engine import (
     train_batch,
 )
 from pretrain.memory.advice import MemoryWatch
+from pretrain.metrics.flops import block_flops_per_token, head_flops_per_token
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.model.layers import Block
 
@@ -52,11 +53,10 @@ def loader_of(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
 
 def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
     """How many parameters this rank has, and how much of the work: FLOPs a token, forward and backward, as flops.py."""
-    model, blocks = plan.model, sum(isinstance(module, Block) for module in engine.module.modules())
-    attention = model.num_heads * model.head_size * plan.args.seq_length
-    flops = blocks * (6.0 * model.layer_parameters() + 12.0 * attention)
+    blocks = sum(isinstance(module, Block) for module in engine.module.modules())
+    flops = blocks * block_flops_per_token(plan.model, plan.args.seq_length)
     if plan.pipeline_stages == 1 or engine.is_last_stage():
-        flops += 6.0 * model.vocab_size * model.hidden_size
+        flops += head_flops_per_token(plan.model)
     return {"parameters": sum(weight.numel() for weight in engine.module.parameters()), "stage_flops": flops}
 
 

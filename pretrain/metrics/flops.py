@@ -16,9 +16,17 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     N is the parameters that a token is multiplied with (no embedding look-ups; the head once, tied or not).
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the whole sequence, as others count it.
     """
-    matrices = config.num_layers * config.layer_parameters() + config.vocab_size * config.hidden_size
-    attention = config.num_layers * config.num_heads * config.head_size * seq_length
-    return 6.0 * matrices + 12.0 * attention
+    return config.num_layers * block_flops_per_token(config, seq_length) + head_flops_per_token(config)
+
+
+def block_flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Of flops_per_token, those of one block: its parameters and its attention."""
+    return 6.0 * config.layer_parameters() + 12.0 * config.num_heads * config.head_size * seq_length
+
+
+def head_flops_per_token(config: ModelConfig) -> float:
+    """Of flops_per_token, those of the output layer, tied or not."""
+    return 6.0 * config.vocab_size * config.hidden_size
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
