@@ -1,20 +1,16 @@
 """One rank of the layout tests: trains and saves in one layout, or goes on from a checkpoint of another."""
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
-from pretrain.distributed import init_process_group, running_environment
-from pretrain.engine import deepspeed_output
 from pretrain.errors import ConfigError
 from pretrain.ranks import gather
+from tests.distributed.cases_loop import each_case
 from tests.distributed.layouts import Watch, anonymous_bytes
 from tests.distributed.worker import Case, end, engine_of, plan_of, steps
 
@@ -106,20 +102,5 @@ def _class(engine: Any) -> str:
     return f"{type(engine.optimizer).__name__}/{type(getattr(engine.optimizer, 'optimizer', None)).__name__}"
 
 
-def main() -> None:
-    with deepspeed_output("error"):
-        init_process_group(running_environment())
-    cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
-    for case in cases:
-        start = time.perf_counter()
-        torch.manual_seed(0)
-        results[case["name"]] = globals()[case["job"]](case)
-        print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    each_case(lambda case: globals()[case["job"]](case))

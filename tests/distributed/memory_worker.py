@@ -3,44 +3,28 @@
 `memory_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
 """
 
-import gc
-import json
-import sys
-import time
-from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from deepspeed.utils import groups
 
 from pretrain.arguments import RunArguments
 from pretrain.device import detect_device
-from pretrain.distributed import init_process_group, running_environment
 from pretrain.engine import deepspeed_output, remove_swap_files
 from pretrain.memory.measure_rank import measure_here
 from pretrain.memory.steps import plan_without_data
+from tests.distributed.cases_loop import each_case
 
 
-def main() -> None:
+def measured(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     with deepspeed_output("error"):
-        init_process_group(running_environment())
-    results = {}
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        begin = time.perf_counter()
-        plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(),
-                                 device=detect_device())
-        groups.mpu = None  # else the next engine takes the last pipeline's topology for its own
-        with deepspeed_output("error"):
-            results[case["name"]] = measure_here(plan, tracked_steps=2, timed_steps=1)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            remove_swap_files(plan)
-        gc.collect()
-        print(f"case {case['name']}: {time.perf_counter() - begin:.1f} s", flush=True)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
+        result = measure_here(plan, tracked_steps=2, timed_steps=1)
     dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        remove_swap_files(plan)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    each_case(measured)

@@ -62,8 +62,7 @@ def sent(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     (folder / "cases.json").write_text(json.dumps(cases))
     done = run_ranks([str(Path(__file__).with_name("traffic_worker.py")), "cases.json", "sent.json"], RANKS, cwd=folder)
     assert all(process.returncode == 0 for process in done), done[0].stdout[-3000:] + done[1].stdout[-3000:]
-    ranks = json.loads((folder / "sent.json").read_text())
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return dict(json.loads((folder / "sent.json").read_text()))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -3,9 +3,6 @@
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
 """
 
-import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretrain.distributed import init_process_group, running_environment
-from pretrain.engine import deepspeed_output, train_batch
+from pretrain.engine import train_batch
+from pretrain.ranks import gather
+from tests.distributed.cases_loop import each_case
 from tests.distributed.worker import end, engine_of, loader_of, plan_of
 
 # operator of c10d -> (kind, which argument holds the whole tensor, multiples of it that a ring sends, for n ranks)
@@ -56,7 +54,8 @@ def disk_bytes() -> dict[str, int]:
     return {name: int(rows[name]) for name in ("read_bytes", "write_bytes")}
 
 
-def traffic(case: dict[str, Any]) -> dict[str, float]:
+def traffic(case: dict[str, Any]) -> list[dict[str, float]]:
+    """What each rank sent in its second step, by kind, and what its disk moved."""
     plan = plan_of(case)
     engine = engine_of(plan)
     loader = loader_of(engine, plan)
@@ -67,22 +66,8 @@ def traffic(case: dict[str, Any]) -> dict[str, float]:
     after = disk_bytes()
     loader.close()
     end(engine)
-    return {**counter.sent, **{name: after[name] - before[name] for name in after}}
-
-
-def main() -> None:
-    with deepspeed_output("error"):
-        init_process_group(running_environment())
-    results = {}
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        start = time.perf_counter()
-        results[case["name"]] = traffic(case)
-        print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, results)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(everyone))
+    return gather({**counter.sent, **{name: after[name] - before[name] for name in after}})
 
 
 if __name__ == "__main__":
-    main()
+    each_case(traffic)

@@ -6,7 +6,6 @@ A case is one of `worker.py`; with "plain": true our model runs in DeepSpeed as 
 import contextlib
 import copy
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,18 +17,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 from pretrain.check import Plan
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
-from pretrain.distributed import init_process_group, running_environment
 from pretrain.engine import deepspeed_output
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module
 from tests.distributed import worker
+from tests.distributed.cases_loop import each_case
 from tests.distributed.worker import Case, end, engine_of, plan_of, steps
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -165,7 +163,6 @@ def initial_weights(case: Case) -> dict[str, Any]:
 # --- DeepSpeed by itself
 
 def initialize(module: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    groups.mpu = None  # see engine_of
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **config}
     config["zero_optimization"] = {"reduce_bucket_size": 100_000, **config.get("zero_optimization", {})}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
@@ -242,19 +239,10 @@ def sequence_parallel_pipeline(case: Case) -> list[int]:
     return result
 
 
-def main() -> None:
-    init_process_group(running_environment())
-    cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
-    for case in cases:
-        print("case", case["name"], flush=True)
-        torch.manual_seed(0)
-        with deepspeed_output("error"), plain_deepspeed() if case.get("plain") else contextlib.nullcontext():
-            results[case["name"]] = globals()[case["job"]](case)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+def run(case: Case) -> Any:
+    with deepspeed_output("error"), plain_deepspeed() if case.get("plain") else contextlib.nullcontext():
+        return globals()[case["job"]](case)
 
 
 if __name__ == "__main__":
-    main()
+    each_case(run)

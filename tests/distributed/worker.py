@@ -6,8 +6,6 @@ A case: {"name", "job" (a function of this file), "config" (DeepSpeed JSON), "fl
 import gc
 import hashlib
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,10 @@ from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.store import load_checkpoint, save_checkpoint
 from pretrain.data.loader import Loader
 from pretrain.device import detect_device
-from pretrain.distributed import init_process_group, running_environment
 from pretrain.engine import (
     build_engine,
     data_parallel_rank,
     data_parallel_size,
-    deepspeed_output,
     eval_batch,
     grad_norm,
     learning_rate,
@@ -36,6 +32,7 @@ from pretrain.engine import (
     sum_over_data_parallel,
     train_batch,
 )
+from tests.distributed.cases_loop import each_case
 
 Case = dict[str, Any]
 
@@ -51,8 +48,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:
-    # DeepSpeed keeps the last pipeline's topology in a module: the next engine would take it for its own
-    groups.mpu = None
+    groups.mpu = None  # see each_case; a case may build several engines
     return build_engine(plan)
 
 
@@ -204,20 +200,5 @@ def initial_loss_bound(plan: Plan) -> float:
     return float(torch.tensor(float(plan.model.vocab_size)).log())
 
 
-def main() -> None:
-    with deepspeed_output("error"):
-        init_process_group(running_environment())
-    cases, results = json.loads(Path(sys.argv[1]).read_text()), {}
-    for case in cases:
-        start = time.perf_counter()
-        torch.manual_seed(0)
-        results[case["name"]] = globals()[case["job"]](case)
-        print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    each_case(lambda case: globals()[case["job"]](case))
