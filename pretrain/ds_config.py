@@ -142,11 +142,11 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> tuple[str, int]:
     if len(given) == 2:
         raise ConfigError(file.where("pipeline.partition"), found='beside "partition_method"',
                           expected="one of the two")
-    method = own[given[0]] if given else "parameters"
-    method = "parameters" if method == "best" else method  # DeepSpeed's own word for its default
-    if method.lower() not in ("parameters", "uniform") and not _splits_blocks(method):
-        raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"',
-                          expected='"parameters", "uniform" or "type:block" (as many blocks on each stage)')
+    method = own[given[0]] if given else "flops"
+    method = "flops" if method == "best" else method  # DeepSpeed's own word for the default
+    if method.lower() not in ("flops", "parameters", "uniform") and not _splits_blocks(method):
+        raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=
+                          '"flops", "parameters", "uniform" or "type:block" (as many blocks on each stage)')
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}

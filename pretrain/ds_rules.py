@@ -230,7 +230,7 @@ def notes(s: DsSettings) -> tuple[str, ...]:
     said = []
     if s.zero_stage < 2 and s.file.get(f"{_ZERO}.overlap_comm"):
         said.append(f"zero_optimization.overlap_comm has no effect at stage {s.zero_stage}: DeepSpeed turns it off")
-    if s.pipeline_stages == 1 and s.partition_method != "parameters":
+    if s.pipeline_stages == 1 and s.partition_method != "flops":
         said.append("pipeline.partition_method has no effect with one stage")
     if s.zero("gather_16bit_weights_on_model_save"):
         said.append("stage3_gather_16bit_weights_on_model_save has no effect: save_16bit_model is not called")

@@ -45,7 +45,8 @@ def emulate_fp16() -> None:
 
 def _build_module(plan: Plan) -> torch.nn.Module:
     if plan.uses_pipeline_module:
-        return as_pipeline(plan.model, num_stages=plan.pipeline_stages, partition_method=plan.partition_method,
+        return as_pipeline(plan.model, num_stages=plan.pipeline_stages, seq_length=plan.args.seq_length,
+                           partition_method=plan.partition_method,
                            activation_checkpoint_interval=plan.activation_checkpoint_interval)
     with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.zero_stage == 3):
         return as_module(plan.model, activation_checkpoint_interval=plan.activation_checkpoint_interval)

@@ -180,10 +180,10 @@ def test_the_plan_of_a_pipeline(world: Path) -> None:
     plan = plan_of(world, changes, world_size=4, global_batch_size=8, gradient_accumulation_steps=2)
     assert (plan.zero_stage, plan.pipeline_stages, plan.data_parallel_size, plan.world_size) == (1, 2, 2, 4)
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size) == (2, 2, 8)
-    assert (plan.partition_method, plan.activation_checkpoint_interval) == ("parameters", 3)
+    assert (plan.partition_method, plan.activation_checkpoint_interval) == ("flops", 3)
     assert (plan.offload_optimizer, plan.offload_param, plan.precision) == ("cpu", "none", "bf16")
     assert plan.uses_pipeline_module
-    assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "parameters", "use_reentrant": False,
+    assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "flops", "use_reentrant": False,
                                           "activation_checkpoint_interval": 3}
     assert plan.eod_token == 0  # of the data's sidecar
     assert plan.peak_lr == 1e-3

@@ -23,8 +23,8 @@ from pretrain.memory.layout import Layout
 from pretrain.memory.search import bisect, find_largest, scaled_shape
 from pretrain.memory.shape import read_shape, shape_of
 from pretrain.memory.steptime import model_flops_per_token
-from pretrain.metrics.flops import flops_per_token
 from pretrain.model.config import load_model_config, preset_names
+from pretrain.model.flops import flops_per_token
 from tests.distributed.launch import ROOT
 from tests.test_train import _environment, launch
 

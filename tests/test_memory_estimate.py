@@ -32,15 +32,16 @@ from pretrain.memory.estimate import estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.layout import Layout, layout_of_config
 from pretrain.memory.shape import read_shape, shape_of
-from pretrain.memory.stages import partition_balanced, partition_uniform, stage_layers
+from pretrain.memory.stages import layer_work, partition_balanced, partition_uniform, stage_layers
 from pretrain.memory.tracker import StorageTracker
 from pretrain.memory.working import groups_of_layers
 from pretrain.model import cpu_attention, fused_loss
 from pretrain.model.config import load_model_config, model_config_from, preset_names
+from pretrain.model.flops import flops_per_token
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
-from pretrain.model.specs import as_module
+from pretrain.model.specs import as_module, layer_flops_per_token
 from tests.model_shapes import SHAPES, write_config
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes a device by data-parallel ranks, of 7.5B, 128B and 1T parameters at stages
@@ -209,6 +210,20 @@ def test_stages_are_cut_as_deepspeed_cuts_them() -> None:
         assert partition_balanced(tuple(weights), parts) == [int(cut) for cut in
                                                               ds_utils.partition_balanced(weights, parts)]
         assert partition_uniform(items, parts) == [int(cut) for cut in ds_utils.partition_uniform(items, parts)]
+
+
+def test_stages_are_cut_by_work() -> None:
+    """The default: of 8 blocks and a head that does the work of 2.3 of them the first stage takes 5."""
+    for name in preset_names():
+        config = load_model_config(name)
+        shape = shape_of(config)
+        work = [6 * layer_work(shape, layer, 1024) for layer in shape.layers()]
+        assert work == layer_flops_per_token(config, 1024)
+        assert sum(work) == flops_per_token(config, 1024)
+    small = load_model_config("gpt2", "n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions=512")
+    layout = Layout(pipeline_stages=2, world_size=2, seq_length=512)
+    assert [sum(layer.kind == "block" for layer in stage_layers(shape_of(small), layout, stage))
+            for stage in range(2)] == [5, 3]
 
 
 def test_presets_have_the_parameters_of_their_models() -> None:

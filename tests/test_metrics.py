@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.metrics.flops import flops_per_token, peak_tflops
+from pretrain.metrics.flops import peak_tflops
 from pretrain.metrics.summary import summarize
 from pretrain.model.config import load_model_config
+from pretrain.model.flops import flops_per_token
 
 
 def test_flops_count_the_head_once_tied_or_not() -> None:

@@ -25,8 +25,8 @@ from pretrain.engine import (
     train_batch,
 )
 from pretrain.memory.advice import MemoryWatch
-from pretrain.metrics.flops import block_flops_per_token, head_flops_per_token
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 
 _MORE_SAVES_S = 600  # for a background save to be committed

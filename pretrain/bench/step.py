@@ -5,7 +5,7 @@ from typing import Any
 
 from pretrain.bench.job import Workshop
 from pretrain.bench.turns import Say, Section, Turns, spread, take_turns
-from pretrain.metrics.flops import flops_per_token
+from pretrain.model.flops import flops_per_token
 
 PROJECT, PRODUCTS = "this project", "matrix products"
 PEERS = {"transformers.Trainer": "trainer", "DeepSpeed, bare loop": "deepspeed", "plain PyTorch": "torch"}

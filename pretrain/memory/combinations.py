@@ -233,7 +233,7 @@ def make_config(choice: _Choice, micro: int, steps: int, cluster: Cluster, shape
     if "nvme" in OFFLOADS[choice.offload]:
         config["aio"] = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "overlap_events": True}
     if choice.pipeline_stages > 1:
-        config["pipeline"] = {"stages": choice.pipeline_stages, "partition_method": "parameters"}
+        config["pipeline"] = {"stages": choice.pipeline_stages, "partition_method": "flops"}
     if choice.interval:
         config.setdefault("pipeline", {})["activation_checkpoint_interval"] = choice.interval
     if choice.tensor > 1:

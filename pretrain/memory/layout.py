@@ -28,7 +28,7 @@ class Layout:
     world_size: int = 1  # ranks
     zero_stage: int = 0
     pipeline_stages: int = 1
-    partition_method: str = "parameters"
+    partition_method: str = "flops"
     tensor_parallel_size: int = 1  # ranks that share each matrix
     sequence_parallel_size: int = 1  # ranks that share each sequence (Ulysses)
     expert_parallel_size: int = 1  # ranks that share the experts
@@ -254,9 +254,9 @@ def _pipeline(get: _Getter, notes: list[str]) -> dict[str, Any]:
     if get("activation_checkpointing") and not get("pipeline.activation_checkpoint_interval"):
         notes.append('"activation_checkpointing" says how, not whether, layers are recomputed; '
                      '"pipeline": {"activation_checkpoint_interval": 1} recomputes every block')
-    method = str(get("pipeline.partition_method", get("pipeline.partition", "parameters")))
+    method = str(get("pipeline.partition_method", get("pipeline.partition", "flops")))
     return {"pipeline_stages": get.integer("pipeline.stages", 1),
-            "partition_method": "parameters" if method == "best" else method,
+            "partition_method": "flops" if method == "best" else method,
             "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0)}
 
 

@@ -1,7 +1,8 @@
 """Which layers, and so which parameters, a rank holds: pipeline stages, tensor and expert parallelism.
 
-DeepSpeed's own partitioning (runtime/pipe/module.py, _partition_layers; runtime/utils.py, partition_balanced) is
-written out here without numpy, as importing deepspeed takes longer than all estimates together.
+What specs.as_pipeline and DeepSpeed's own partitioning (runtime/pipe/module.py, _partition_layers; runtime/utils.py,
+partition_balanced) do is written out here without numpy, as importing deepspeed takes longer than all estimates
+together.
 """
 
 import math
@@ -100,15 +101,29 @@ def stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
     Raises:
         ConfigError: a partition method that is not known, or one that leaves a stage without a layer.
     """
-    return _bounds(shape, layout.pipeline_stages, layout.partition_method)
+    return _bounds(shape, layout.pipeline_stages, layout.partition_method, layout.seq_length)
+
+
+def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
+    """A sixth of a layer's FLOPs a token (model/flops.py): elements that a token is multiplied with, and 2 heads *
+    head_size * T for attention; of experts those that a token passes.
+    """
+    if layer.kind not in ("block", "head"):
+        return 0
+    experts = sum(tensor.size for tensor in layer.tensors if tensor.expert)
+    idle = experts * (shape.num_experts - shape.experts_per_token) // shape.num_experts if experts else 0
+    attention = 2 * shape.num_heads * shape.head_size * seq_length if layer.kind == "block" else 0
+    return layer.size - idle + attention
 
 
 @lru_cache(maxsize=256)
-def _bounds(shape: ModelShape, stages: int, partition_method: str) -> list[int]:
+def _bounds(shape: ModelShape, stages: int, partition_method: str, seq_length: int) -> list[int]:
     layers, method = shape.layers(), partition_method.lower()
     if stages == 1:
         return [0, len(layers)]
-    if method == "uniform":
+    if method == "flops":
+        bounds = partition_balanced(tuple(layer_work(shape, layer, seq_length) for layer in layers), stages)
+    elif method == "uniform":
         bounds = partition_uniform(len(layers), stages)
     elif method == "parameters":
         bounds = partition_balanced(tuple(layer.size for layer in layers), stages)
@@ -118,7 +133,7 @@ def _bounds(shape: ModelShape, stages: int, partition_method: str) -> list[int]:
         bounds = partition_balanced(tuple(int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds), stages)
     else:
         raise ConfigError("pipeline.partition_method", found=repr(partition_method),
-                          expected='"parameters", "uniform" or "type:REGEX"')
+                          expected='"flops", "parameters", "uniform" or "type:REGEX"')
     if any(start >= end for start, end in pairwise(bounds)):
         raise ConfigError("pipeline_stages", found=f"{stages} stages for {len(layers)} layers",
                           expected="a layer for each of them")

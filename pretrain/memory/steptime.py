@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.layout import Layout
-from pretrain.memory.shape import Layer, ModelShape
-from pretrain.memory.stages import stage_layers
+from pretrain.memory.shape import ModelShape
+from pretrain.memory.stages import layer_work, stage_layers
 from pretrain.memory.traffic import PHASES, Part, Transfer, passes
 
 KERNEL_EFFICIENCY = 0.55  # of the peak rate, while the device computes and waits for nothing
@@ -70,14 +70,7 @@ def stage_share(layout: Layout, shape: ModelShape, flops_per_token: float) -> fl
     """The slowest stage's FLOPs as a multiple of the average stage's: the head makes the last one slow."""
     if layout.pipeline_stages == 1:
         return 1.0
-    chosen = shape.experts_per_token / shape.num_experts if shape.num_experts else 1.0
-    attention = 2.0 * shape.num_heads * shape.head_size * layout.seq_length
-
-    def weight(layer: Layer) -> float:
-        matrices = sum(tensor.size * (chosen if tensor.expert else 1.0) for tensor in layer.tensors)
-        return {"block": matrices + attention, "head": matrices}.get(layer.kind, 0.0)
-
-    slowest = max(sum(weight(layer) for layer in stage_layers(shape, layout, stage))
+    slowest = max(sum(layer_work(shape, layer, layout.seq_length) for layer in stage_layers(shape, layout, stage))
                   for stage in range(layout.pipeline_stages))
     return max(1.0, 6.0 * slowest * layout.pipeline_stages / flops_per_token)
 

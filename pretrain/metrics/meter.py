@@ -12,8 +12,9 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.check import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.engine import grad_norm, loss_scale
-from pretrain.metrics.flops import flops_per_token, peak_tflops
+from pretrain.metrics.flops import peak_tflops
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.model.flops import flops_per_token
 from pretrain.process import resident_bytes
 
 

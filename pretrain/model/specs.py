@@ -9,6 +9,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
+from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
@@ -70,7 +72,16 @@ class PipelineLM(PipelineModule):
 
     Its output is the last hidden states; the head turns them to the loss within the loss function, so that the logits
     need never exist as a whole.
+
+    Args:
+        config: of the model.
+        layer_flops: of each layer, to be cut by instead of the layers' parameters.
     """
+
+    def __init__(self, config: ModelConfig, layer_flops: list[int] | None, **settings: Any) -> None:
+        self._layer_flops = layer_flops
+        super().__init__(build_specs(config, ends_in_loss=True), activation_checkpoint_func=non_reentrant_checkpoint,
+                         **settings)
 
     def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
         """On the last stage, whose last layer is the head."""
@@ -81,6 +92,8 @@ class PipelineLM(PipelineModule):
         return _worth_recomputing(funcs)
 
     def _count_layer_params(self) -> list[int]:
+        if self._layer_flops is not None:
+            return self._layer_flops
         with torch.device("meta"):  # DeepSpeed builds the whole model, layer by layer, on every rank to count it
             return super()._count_layer_params()
 
@@ -99,18 +112,27 @@ def _prints_to_log() -> Iterator[None]:
         logger.info(line)
 
 
-def as_pipeline(config: ModelConfig, *, num_stages: int, partition_method: str = "parameters",
+def layer_flops_per_token(config: ModelConfig, seq_length: int) -> list[int]:
+    """Of each layer in `build_specs`; look-ups and norms count as nothing."""
+    specs = build_specs(config)
+    block = int(block_flops_per_token(config, seq_length))
+    return [block if spec.typename is Block else 0 for spec in specs[:-1]] + [int(head_flops_per_token(config))]
+
+
+def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
                 activation_checkpoint_interval: int = 0) -> PipelineModule:
     """The layers of this rank's stage, uninitialised; the process group must exist and LOCAL_RANK be set.
 
     Args:
+        seq_length: tokens; attention's share of a block's work depends on it.
+        partition_method: "flops", stages of about equal work, or one of DeepSpeed's own.
         activation_checkpoint_interval: recompute every group of so many layers in the backward pass; 0: none.
             Always the non-reentrant way, whatever the JSON's `use_reentrant` says.
     """
     with _prints_to_log():
-        module = PipelineLM(
-            build_specs(config, ends_in_loss=True), num_stages=num_stages,
-            partition_method=partition_method, activation_checkpoint_func=non_reentrant_checkpoint)
+        by_flops = partition_method == "flops"  # DeepSpeed calls cutting by any weights "parameters"
+        module = PipelineLM(config, layer_flops_per_token(config, seq_length) if by_flops else None,
+                            num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
     module.set_checkpoint_interval(activation_checkpoint_interval)
     module.loss_fn = module.loss_of_hidden
     return module

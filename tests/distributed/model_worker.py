@@ -16,13 +16,14 @@ from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module, as_pipeline
 
+LENGTH = 20  # tokens
 SEED = 7
 
 
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens, labels, weights of a global batch of 4 samples of 20 tokens, a third of them masked."""
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, config.vocab_size, (4, 21), generator=generator)
+    tokens = torch.randint(0, config.vocab_size, (4, LENGTH + 1), generator=generator)
     mask = (torch.rand(4, 20, generator=generator) > 0.33).float()
     return tokens[:, :-1], tokens[:, 1:], mask / mask.sum()
 
@@ -73,7 +74,7 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
 def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
     """Two stages: this stage's initial weights, the loss, and the weights after one SGD step on both sides."""
     plain, plain_loss = reference(config)
-    stage = as_pipeline(config, num_stages=2, activation_checkpoint_interval=interval)
+    stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, activation_checkpoint_interval=interval)
     initialize_parameters(stage, config, seed=SEED)
     initial = {name: value.clone() for name, value in stage.state_dict().items()}
     optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # it has no state: any difference is one of gradients
@@ -91,7 +92,7 @@ def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
     """Gradients of a one-stage PipelineModule in training, without and with activation checkpointing."""
     gradients = []
     for interval in (0, 2):
-        module = as_pipeline(config, num_stages=1, activation_checkpoint_interval=interval)
+        module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=interval)
         initialize_parameters(module, config, seed=SEED)
         tokens, labels, weights = batch(config)
         torch.manual_seed(5)
@@ -112,7 +113,7 @@ def main() -> None:
     for name, config in configs.items():  # last: once a PipelineModule exists, no other engine starts
         dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
         seen[f"{name}/dropout"] = dropout_gradients(dropping)
-        one_stage = as_pipeline(config, num_stages=1, activation_checkpoint_interval=1)
+        one_stage = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)
         initialize_parameters(one_stage, config, seed=SEED)
         seen[f"{name}/one_stage"] = one_stage.state_dict()
         for interval in (0, 2):
