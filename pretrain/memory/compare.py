@@ -12,7 +12,7 @@ from pretrain.ds_config import complete_ds_config
 from pretrain.ds_read import DsFile, get_value
 from pretrain.ds_rules import RULES, libaio
 from pretrain.errors import ConfigError
-from pretrain.memory.combinations import Candidate
+from pretrain.memory.combinations import Candidate, grouped
 from pretrain.memory.ds_estimators import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate import Estimate, estimate
 from pretrain.memory.hardware import GB, GIB, Cluster
@@ -81,10 +81,7 @@ def compare(candidates: Sequence[Candidate], subject: Subject, *, all_micro_batc
     """A row of every layout; of those that differ in the micro-batch only, the best one."""
     if all_micro_batches:
         return [judge(candidate, subject) for candidate in candidates]
-    groups: dict[tuple[object, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        groups.setdefault((candidate.path, *candidate.base), []).append(candidate)
-    return [best_micro_batch(_until_too_large(group, subject)) for group in groups.values()]
+    return [best_micro_batch(_until_too_large(group, subject)) for group in grouped(candidates)]
 
 
 def _until_too_large(candidates: list[Candidate], subject: Subject) -> list[Row]:
