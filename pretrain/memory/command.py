@@ -15,8 +15,9 @@ from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, par
 from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
 from pretrain.memory.shape import read_shape, shape_of
+from pretrain.memory.sizes import in_unit
 from pretrain.memory.steptime import LINK_EFFICIENCY
-from pretrain.memory.table import Report, in_unit, largest_json, print_largest, print_report, report_csv, report_json
+from pretrain.memory.table import Report, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.model.config import load_model_config
 
 
