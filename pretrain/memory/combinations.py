@@ -271,7 +271,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
     """The layouts of JSONs, whoever wrote them. Raises ConfigError for a file that is no JSON, or if all fail."""
     candidates, impossible = list[Candidate](), dict[str, int]()
     for path in paths:
-        file = read_ds_config(path)
+        file = read_ds_config(path, flag="--configs")
         try:
             layout = layout_of_config(
                 file.values, world_size=cluster.world_size, seq_length=seq_length,
