@@ -41,17 +41,21 @@ def cpu_device() -> Device:
 def cuda_device() -> Device:
     """The first NVIDIA device; an Ampere one is assumed where nvidia-smi says nothing."""
     capability, memory_bytes = 8.0, 0
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits"]
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            answer = ""
-        found = re.match(r"\s*(\d+\.\d+)\s*,\s*(\d+)", answer)
-        if found:
-            capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
+    found = re.match(r"(\d+\.\d+)\s*,\s*(\d+)", next(iter(nvidia_smi("compute_cap,memory.total")), ""))
+    if found:
+        capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
                   compiles=has_nvcc())
+
+
+def nvidia_smi(fields: str) -> list[str]:
+    """A line a GPU, as nvidia-smi lists them: the values of `fields` (by comma), sizes in MiB; [] where it fails."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.splitlines() if line.strip()]
 
 
 def has_nvcc() -> bool:

@@ -48,19 +48,19 @@ def get_value(values: Mapping[str, Any], dotted: str, default: Any = None) -> An
     return node
 
 
-def read_ds_config(path: str) -> DsFile:
-    """Raises ConfigError, with file and line, for what is no JSON object or names a key twice."""
+def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
+    """The file that `flag` names. Raises ConfigError, with file and line, for what is no JSON object or names a key
+    twice.
+    """
     if not path:
-        raise ConfigError("--deepspeed_config", found="nothing", expected="a DeepSpeed JSON file",
+        raise ConfigError(flag, found="nothing", expected="a DeepSpeed JSON file",
                           remedy="ds_configs/README.md says which one when")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError("--deepspeed_config", found=f"{path} ({error.strerror or error})",
-                          expected="a readable file") from None
+        raise ConfigError(flag, found=f"{path} ({error.strerror or error})", expected="a readable file") from None
     except UnicodeDecodeError:
-        raise ConfigError("--deepspeed_config", found=f"{path}, which is not UTF-8 text",
-                          expected="a DeepSpeed JSON file") from None
+        raise ConfigError(flag, found=f"{path}, which is not UTF-8 text", expected="a DeepSpeed JSON file") from None
     reader = _Reader(path, text)
     values = reader.document()
     return DsFile(path, values, reader.lines)

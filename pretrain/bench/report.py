@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ from rich.table import Table
 from pretrain.bench.job import shape
 from pretrain.bench.settings import Settings
 from pretrain.bench.turns import Section
+from pretrain.device import nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.metrics.run_folder import versions
 
 
 def gpu_names() -> list[str]:
     """As nvidia-smi lists them, at most as many as CUDA_VISIBLE_DEVICES lets through; none where it is not there."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    names = [line.strip() for line in answer.splitlines() if line.strip()]
+    names = nvidia_smi("name")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if visible is None else names[: len([word for word in visible.split(",") if word.strip()])]
 

@@ -15,9 +15,10 @@ from pretrain.errors import ConfigError
 from pretrain.memory.combinations import OFFLOADS, Axes, Candidate, combine
 from pretrain.memory.compare import Subject, judge
 from pretrain.memory.estimate import Estimate, estimate
-from pretrain.memory.hardware import GIB, make_cluster
+from pretrain.memory.hardware import make_cluster
 from pretrain.memory.layout import Layout, layout_of_plan
 from pretrain.memory.shape import shape_of
+from pretrain.memory.sizes import with_unit
 from pretrain.process import resident_bytes
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ class MemoryWatch:
         try:
             predicted = self.predicted
         except ConfigError as error:
-            say(f"memory: measured {_size(found)}; no prediction: {error}")
+            say(f"memory: measured {with_unit(found)}; no prediction: {error}")
             return
         what = "allocated on the device" if self.device_kind == "cuda" else "more resident than before the engine"
-        say(f"memory: predicted {_size(self.needed_bytes(predicted))} at the peak ({_by_role(predicted)}); "
-            f"measured {_size(found)} {what}")
+        say(f"memory: predicted {with_unit(self.needed_bytes(predicted))} at the peak ({_by_role(predicted)}); "
+            f"measured {with_unit(found)} {what}")
 
     def explain(self, error: BaseException) -> list[str]:
         """What to say of an error; nothing where it is not about memory. Frees what the error's frames hold."""
@@ -92,8 +93,8 @@ class MemoryWatch:
         gc.collect()
         predicted = self.predicted
         needed = self.needed_bytes(predicted)
-        lines.append(f"predicted {_size(needed)} at the peak ({_by_role(predicted)}); found {_size(found)} in use "
-                     f"before it; there was room for {_size(self.room_bytes)}")
+        lines.append(f"predicted {with_unit(needed)} at the peak ({_by_role(predicted)}); found {with_unit(found)} "
+                     f"in use before it; there was room for {with_unit(self.room_bytes)}")
         changes = list(self.changes(min(self.room_bytes, int(_NEARLY * needed))))
         if not changes:
             return [*lines, "no other layout of these ranks is predicted to fit: use more ranks or a smaller model"]
@@ -116,7 +117,7 @@ class MemoryWatch:
         for _, _, needed, changed in sorted(found, key=lambda one: one[:3]):
             if changed and not any(kinds <= set(changed) for kinds in said) and len(said) < _CHANGES:
                 said.append(set(changed))
-                yield f"{', '.join(changed.values())}: {_size(-needed)}"
+                yield f"{', '.join(changed.values())}: {with_unit(-needed)}"
 
 
 def alternatives(layout: Layout, subject: Subject) -> list[Candidate]:
@@ -177,11 +178,7 @@ def _first_line(error: BaseException) -> str:
 
 def _by_role(found: Estimate) -> str:
     sizes = ((role, found.peak.total(role)) for role in dict.fromkeys(role for role, _, _ in found.peak.rows()))
-    return ", ".join(f"{role.replace('_', ' ')} {_size(size)}" for role, size in sizes)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:,.1f} MiB"
+    return ", ".join(f"{role.replace('_', ' ')} {with_unit(size)}" for role, size in sizes)
 
 
 def _host_room(local_size: int) -> int:

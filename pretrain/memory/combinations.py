@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,6 @@ class Candidate:
     config: dict[str, Any] = field(compare=False)
     layout: Layout
     path: str = ""  # of the JSON that somebody wrote; "": made here
-
-    @property
-    def base(self) -> tuple[object, ...]:
-        """What candidates have in common that differ in their micro-batch only: names say all the rest."""
-        return self.name, self.layout.seq_length
 
 
 @dataclass(frozen=True)
@@ -276,7 +271,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
     """The layouts of JSONs, whoever wrote them. Raises ConfigError for a file that is no JSON, or if all fail."""
     candidates, impossible = list[Candidate](), dict[str, int]()
     for path in paths:
-        file = read_ds_config(path)
+        file = read_ds_config(path, flag="--configs")
         try:
             layout = layout_of_config(
                 file.values, world_size=cluster.world_size, seq_length=seq_length,
@@ -290,6 +285,14 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
         raise ConfigError("--configs", found=f"no layout that is possible: {next(iter(impossible), 'no file')}",
                           expected="at least one")
     return Combinations(candidates, impossible)
+
+
+def grouped(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Those together that differ in the micro-batch only: names say all the rest."""
+    groups: dict[tuple[object, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault((candidate.path, candidate.name, candidate.layout.seq_length), []).append(candidate)
+    return list(groups.values())
 
 
 def with_batch(config: dict[str, Any], layout: Layout) -> dict[str, Any]:

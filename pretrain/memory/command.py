@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.device import detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.combinations import Candidate, Combinations, combine, read_candidates
+from pretrain.memory.combinations import Candidate, Combinations, combine, grouped, read_candidates
 from pretrain.memory.compare import Row, Subject, compare, recommend
 from pretrain.memory.cost import cost_lines, run_cost
 from pretrain.memory.hardware import GB, GIB, Cluster
@@ -15,8 +15,9 @@ from pretrain.memory.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, par
 from pretrain.memory.plot import save_plot
 from pretrain.memory.search import find_largest, write_config
 from pretrain.memory.shape import read_shape, shape_of
+from pretrain.memory.sizes import in_unit
 from pretrain.memory.steptime import LINK_EFFICIENCY
-from pretrain.memory.table import Report, in_unit, largest_json, print_largest, print_report, report_csv, report_json
+from pretrain.memory.table import Report, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.model.config import load_model_config
 
 
@@ -79,10 +80,7 @@ def combinations_of(flags: argparse.Namespace, subject: Subject, device_kind: st
 
 def _one_of_each(found: Combinations) -> list[Candidate]:
     """Of layouts that differ in the micro-batch only, the smallest."""
-    first: dict[tuple[object, ...], Candidate] = {}
-    for candidate in found.candidates:
-        first.setdefault((candidate.path, *candidate.base), candidate)
-    return list(first.values())
+    return [group[0] for group in grouped(found.candidates)]
 
 
 def _search_lines(flags: argparse.Namespace, subject: Subject, found: Combinations) -> list[str]:

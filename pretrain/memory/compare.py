@@ -12,11 +12,12 @@ from pretrain.ds_config import complete_ds_config
 from pretrain.ds_read import DsFile, get_value
 from pretrain.ds_rules import RULES, libaio
 from pretrain.errors import ConfigError
-from pretrain.memory.combinations import Candidate
+from pretrain.memory.combinations import Candidate, grouped
 from pretrain.memory.ds_estimators import DeepSpeedEstimate, deepspeed_estimate
 from pretrain.memory.estimate import Estimate, estimate
-from pretrain.memory.hardware import GB, GIB, Cluster
+from pretrain.memory.hardware import Cluster
 from pretrain.memory.shape import ModelShape
+from pretrain.memory.sizes import with_unit
 from pretrain.memory.steptime import KERNEL_EFFICIENCY, StepTime, model_flops_per_token, stage_share, step_time
 from pretrain.memory.traffic import Transfer, rank_part, step_traffic
 from pretrain.model.config import ModelConfig
@@ -81,10 +82,7 @@ def compare(candidates: Sequence[Candidate], subject: Subject, *, all_micro_batc
     """A row of every layout; of those that differ in the micro-batch only, the best one."""
     if all_micro_batches:
         return [judge(candidate, subject) for candidate in candidates]
-    groups: dict[tuple[object, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        groups.setdefault((candidate.path, *candidate.base), []).append(candidate)
-    return [best_micro_batch(_until_too_large(group, subject)) for group in groups.values()]
+    return [best_micro_batch(_until_too_large(group, subject)) for group in grouped(candidates)]
 
 
 def _until_too_large(candidates: list[Candidate], subject: Subject) -> list[Row]:
@@ -123,14 +121,8 @@ def misfit(found: Estimate, cluster: Cluster) -> str:
     )
     for where, needed, there in places:
         if needed > there:
-            return f"{where}: {_size(needed)} of {_size(there)}"
+            return f"{where}: {with_unit(needed)} of {with_unit(there)}"
     return ""
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes >= 1000 * GIB:
-        return f"{size_bytes / GB / 1000:,.1f} TB"
-    return f"{size_bytes / GIB:,.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:,.1f} MiB"
 
 
 def refusal(candidate: Candidate, subject: Subject) -> str:

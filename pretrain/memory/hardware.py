@@ -4,10 +4,9 @@ The figures are the vendors' (data sheets of the devices and of the usual server
 them has a flag. Rates are one way.
 """
 
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
 
+from pretrain.device import nvidia_smi
 from pretrain.errors import ConfigError, did_you_mean
 from pretrain.metrics.flops import peak_tflops
 
@@ -123,14 +122,10 @@ def find_gpu(word: str | None) -> Gpu:
 
 
 def _gpu_of_this_machine() -> Gpu | None:
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout
-        label, _, mib = answer.splitlines()[0].rpartition(",")
+        label, _, mib = nvidia_smi("name,memory.total")[0].rpartition(",")
         memory_bytes = int(mib) * 2**20
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+    except (ValueError, IndexError):
         return None
     close = [gpu for gpu in GPUS.values()
              if gpu.label in label and abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]

@@ -104,6 +104,17 @@ class Layout:
         return DTYPE_BYTES[self.grad_accum_dtype or self.precision]
 
     @property
+    def reused_parameters(self) -> int:
+        """Elements that stage 3's backward finds still gathered, at most. Prefetching runs ahead into the backward, at
+        least a parameter with each submodule, and what it meets there stays, up to max_live_parameters. With or without
+        it what comes again within max_reuse_distance stays: between lie the layers that follow, once in the forward and
+        once (recomputed: twice) in the backward.
+        (runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release)
+        """
+        by_distance = self.max_reuse_distance // (3 if self.activation_checkpoint_interval else 2)
+        return max(by_distance, self.max_live_parameters if self.prefetch_bucket_size else 0)
+
+    @property
     def uses_pipeline_module(self) -> bool:
         """As this project builds it: ZeRO-2 and 3 need the plain module."""
         return self.zero_stage < 2

@@ -22,7 +22,7 @@ from pretrain.memory.estimate import Estimate, estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure import measure
 from pretrain.memory.simulate import simulate_many
-from pretrain.memory.table import in_unit
+from pretrain.memory.sizes import in_unit
 
 DEFAULT_STEPS = 4
 

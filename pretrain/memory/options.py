@@ -12,8 +12,8 @@ from pretrain.memory.cost import STORAGE_RATE
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.plot import check_plot
 from pretrain.memory.search import KINDS
+from pretrain.memory.sizes import UNITS
 from pretrain.memory.steptime import KERNEL_EFFICIENCY
-from pretrain.memory.table import UNITS
 
 MODES = ("estimate", "simulate", "measure")
 DEFAULT_SEQ_LENGTH = 1024  # that of train.py

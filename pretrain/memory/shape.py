@@ -94,10 +94,6 @@ class ModelShape:
         """All parameters; a tied matrix counts once."""
         return sum(layer.size for layer in self.layers()) - (self.layers()[-1].size if self.tie_word_embeddings else 0)
 
-    def block_parameters(self, index: int = 0) -> int:
-        """Of one block, with all its experts."""
-        return _block(self, self.has_experts(index)).size
-
     def active_parameters(self) -> int:
         """Those that a token passes: all but the experts that are not chosen for it."""
         idle = self.num_experts - self.experts_per_token

@@ -13,12 +13,11 @@ from pretrain.memory.combinations import Candidate
 from pretrain.memory.compare import Row, Subject
 from pretrain.memory.cost import Cost
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.hardware import GB, GIB
 from pretrain.memory.layout import LAYOUT_FIELDS
 from pretrain.memory.search import Largest
+from pretrain.memory.sizes import in_unit
 from pretrain.memory.traffic import LINKS, total_bytes
 
-UNITS = {"GiB": GIB, "GB": GB, "MiB": 2**20}
 _WIDE = 200  # characters, where the output is no terminal
 # columns of the device's memory: title -> roles
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
@@ -35,14 +34,6 @@ class Report:
     cost: Cost | None
     impossible: dict[str, int]  # reason -> combinations
     lines: list[str]  # for people: what was asked, and what follows
-
-
-def in_unit(size_bytes: float, unit: str) -> str:
-    """Three significant digits or one decimal, whichever is more; "-" for nothing."""
-    number = size_bytes / UNITS[unit]
-    if not size_bytes:
-        return "-"
-    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def _sum(footprint: Footprint, roles: tuple[str, ...], place: str) -> int:

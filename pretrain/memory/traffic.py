@@ -34,6 +34,7 @@ class Part:
 
     dense: float
     experts: float = 0.0
+    tied: float = 0.0  # of `dense`: the matrix that embedding and head share
 
     def owned(self, layout: Layout) -> float:
         """Of them, what ZeRO gives to one rank."""
@@ -44,11 +45,12 @@ def rank_part(layout: Layout, shape: ModelShape | None, num_parameters: int) -> 
     """Of a rank of the largest stage."""
     if shape is None:
         return Part(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
+    tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
     parts = []
     for stage in range(layout.pipeline_stages):
         sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in stage_tensors(shape, layout, stage)]
         parts.append(Part(sum(size for expert, size in sizes if not expert),
-                          sum(size for expert, size in sizes if expert)))
+                          sum(size for expert, size in sizes if expert), tied))
     return max(parts, key=lambda part: part.dense + part.experts)
 
 
@@ -83,7 +85,7 @@ def _zero_network(layout: Layout, part: Part) -> list[Transfer]:
             ("", part.dense, layout.zero_size, layout.tensor_parallel_size),
             (" of experts", part.experts, expert_ranks,
              layout.tensor_parallel_size * layout.expert_parallel_size)):
-        rows += _stage_3(layout, what, elements, ranks, stride) if layout.zero_stage == 3 else \
+        rows += _stage_3(layout, part, what, elements, ranks, stride) if layout.zero_stage == 3 else \
             _stages_0_to_2(layout, what, elements, ranks, stride)
     return rows
 
@@ -104,24 +106,26 @@ def _stages_0_to_2(layout: Layout, what: str, elements: float, ranks: int, strid
     return rows
 
 
-def gathers(layout: Layout, elements: float) -> tuple[float, float]:
+def gathers(layout: Layout, part: Part) -> tuple[float, float]:
     """How often stage 3 fetches a parameter for a micro-batch's forward and for its backward, on average.
 
-    The backward finds those that were used last still there: as much as max_live_parameters lets live, and of what
-    lies less than max_reuse_distance behind (runtime/zero/partitioned_param_coordinator.py, __params_to_release).
-    A recomputed forward fetches for the backward that follows it at once.
+    The backward finds those that were used last still there (Layout.reused_parameters). A recomputed forward fetches
+    for the backward that follows it at once. A tied matrix is fetched by both its layers, too far apart to keep it.
     """
-    kept = min(elements, layout.max_live_parameters, layout.max_reuse_distance / 2)
-    return 1.0, 1.0 - kept / max(elements, 1.0)
+    elements = part.dense + part.experts
+    if elements <= layout.reused_parameters:
+        return 1.0, 0.0
+    fetched = 1.0 + part.tied / elements
+    return fetched, fetched - layout.reused_parameters / elements
 
 
-def _stage_3(layout: Layout, what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
+def _stage_3(layout: Layout, part: Part, what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
     """Parameters gathered for the passes over them, gradients scattered after each backward.
 
     With ZeRO++'s hpZ the backward gathers within a group of `hpz_partition_size` ranks.
     """
     ring, steps = (ranks - 1) / ranks, layout.gradient_accumulation_steps
-    forward, backward = gathers(layout, elements)
+    forward, backward = gathers(layout, part)
     whole = elements * layout.element_bytes * steps
     near = min(layout.hpz_partition_size, ranks)
     back_ranks = near if near > 1 else ranks
@@ -157,7 +161,7 @@ def _offload(layout: Layout, part: Part) -> list[Transfer]:
     if layout.offload_param != "none":
         reads = mine * layout.element_bytes * layout.gradient_accumulation_steps
         on_disk = max(0.0, 1 - layout.offload_param_max_in_cpu / mine) if layout.offload_param == "nvme" else 0.0
-        for phase, times in zip(("forward", "backward"), gathers(layout, part.dense + part.experts), strict=True):
+        for phase, times in zip(("forward", "backward"), gathers(layout, part), strict=True):
             rows.append(Transfer("parameters from the host", "pcie", phase, reads * times, overlaps=True))
             rows.append(Transfer("parameters: read", "disk", phase, on_disk * reads * times, overlaps=True))
         rows.append(Transfer("parameters: written", "disk", "step", on_disk * mine * layout.element_bytes))

@@ -208,8 +208,7 @@ def _stage_2_gradients(rank: Rank) -> int:
 
 def _gathered(rank: Rank, done: int = 0) -> Footprint:
     """The parameters that stage 3 has whole: for the layers at work, for the next ones (`stage3_prefetch_bucket_size`),
-    and those that come again within `stage3_max_reuse_distance`. On one rank without offload they are the partitions
-    themselves.
+    and those that come again. On one rank without offload they are the partitions themselves.
 
     Args:
         done: parameters (elements) that the backward pass has let go.
@@ -220,7 +219,6 @@ def _gathered(rank: Rank, done: int = 0) -> Footprint:
         return Footprint()
     total = sum(group.size for group in groups) - sum(persistent(groups, layout).values())
     at_work = max(group.largest for group in groups) + layout.prefetch_bucket_size
-    # each submodule prefetches at least one parameter, so more than is let go: until max_live_parameters are there
-    ahead = layout.max_live_parameters if layout.prefetch_bucket_size else at_work + layout.max_reuse_distance // 2
+    ahead = layout.reused_parameters + (0 if layout.prefetch_bucket_size else at_work)  # prefetches count those at work
     live = min(total, max(at_work, ahead), max(at_work, total - done))
     return Footprint.of([(("parameters", "device"), live * layout.element_bytes)])

@@ -80,11 +80,6 @@ class ModelConfig:
         positions = self.max_positions * self.hidden_size if self.position == "learned" else 0
         return vocab + positions + self.num_layers * self.layer_parameters() + final_norm
 
-    def non_embedding_parameters(self) -> int:
-        """All parameters but the token and position embeddings; an untied head counts."""
-        positions = self.max_positions * self.hidden_size if self.position == "learned" else 0
-        return self.num_parameters() - self.vocab_size * self.hidden_size - positions
-
 
 def preset_names() -> list[str]:
     """Names that `--model` takes, beside files and folders."""

@@ -201,9 +201,3 @@ def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, 
                 like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
                 block.attention.rope.tables(seq_length, like)
             block.compile(backend=backend, dynamic=False)
-
-
-def layer_names(config: ModelConfig) -> list[str]:
-    """By layer index: the prefix of that layer's parameters, as in a checkpoint file `layer_{index:02d}-...`."""
-    return [f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index)
-            for index, spec in enumerate(build_specs(config))]

@@ -19,11 +19,11 @@ WHOLE = {"stage3_param_persistence_threshold": 0}  # no parameter is kept gather
 NO_NVME = missing_operator("AsyncIOBuilder")
 
 
-def _small_stage_3(**others: Any) -> dict[str, Any]:
+def _small_stage_3(live: int, reuse: int, prefetch: int = 20_000, **others: Any) -> dict[str, Any]:
     """Stage 3 whose limits are as small, compared with the model, as the default ones are for a large one."""
-    values = config(3, precision="bf16", stage3_max_reuse_distance=60_000, stage3_max_live_parameters=60_000, **WHOLE,
+    values = config(3, precision="bf16", stage3_max_reuse_distance=reuse, stage3_max_live_parameters=live, **WHOLE,
                     **others)
-    values["zero_optimization"]["stage3_prefetch_bucket_size"] = 20_000
+    values["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetch
     return values
 
 
@@ -34,7 +34,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero2": config(2, precision="bf16", accumulation=4),
     "zero2_offload": config(2, precision="bf16", offload_optimizer=CPU),
     "zero3": config(3, precision="bf16", **WHOLE), "zero3_fp32": config(3, **WHOLE),
-    "zero3_regathers": _small_stage_3(), "zero3_recomputes": _small_stage_3(checkpoint_every=1),
+    "zero3_lives": _small_stage_3(200_000, 60_000), "zero3_reuses": _small_stage_3(60_000, 300_000),
+    "zero3_no_prefetch": _small_stage_3(300_000, 200_000, 0),
+    "zero3_recomputes": _small_stage_3(200_000, 60_000, checkpoint_every=1),
+    "zero3_recomputes_no_prefetch": _small_stage_3(300_000, 200_000, 0, checkpoint_every=1),
     "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
 }
 FLAGS = {"steps": 3, "hidden": 64, "layers": 8}
@@ -68,8 +71,8 @@ def sent(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 @pytest.mark.parametrize("name", CONFIGS)
 def test_network_bytes_of_a_step(name: str, sent: dict[str, list[dict[str, float]]]) -> None:
     rows = predicted(name, CONFIGS[name], FLAGS)
-    # what is not gathered again depends on the order of the prefetches; the rest is exact but for padding
-    within = 0.06 if name in ("zero3_regathers", "zero3_recomputes") else 0.01
+    # exact but for padding; where layers are recomputed, what is gathered again depends on the order of the prefetches
+    within = 0.03 if "recomputes" in name else 0.01
     for kind in ("all-reduce", "all-gather", "reduce-scatter"):
         said = sum(row.bytes for row in rows if kind in row.what)
         for rank in sent[name]:
