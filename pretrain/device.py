@@ -22,7 +22,7 @@ class Device:
 
 def detect_device() -> Device:
     """The device that torch and DeepSpeed are going to pick; `DS_ACCELERATOR=cpu` overrides, as for DeepSpeed."""
-    return cpu_device() if _wants_cpu() else cuda_device()
+    return cpu_device() if wants_cpu() else cuda_device()
 
 
 def cpu_device() -> Device:
@@ -64,7 +64,8 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
 
 
-def _wants_cpu() -> bool:
+def wants_cpu() -> bool:
+    """Whether `detect_device` says CPU; asks no driver."""
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
         return chosen == "cpu"

@@ -24,6 +24,7 @@ DEFAULT_WEIGHT_DECAY = 0.1
 DEFAULT_GRADIENT_CLIPPING = 1.0
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_GRADIENT_ACCUMULATION_STEPS = 1
+DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # DeepSpeed's own
 DEFAULT_PRECISION = "bf16"
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -194,7 +195,10 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
 
 
 def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
-    """The ZeRO sizes that follow from the hidden size; those of stage 3 stay out of other stages."""
+    """The ZeRO sizes that follow from the model; those of stage 3 stay out of other stages.
+
+    DeepSpeed allocates a whole reduce bucket, of 5e8 elements unless told: one for all gradients is as good.
+    """
     zero = config.get("zero_optimization", {})
     hidden = model.hidden_size
     sizes = {"reduce_bucket_size": hidden * hidden}
@@ -207,6 +211,9 @@ def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
                 zero[name] = size
             else:
                 del zero[name]
+    if zero.get("stage", 0) > 0:
+        bucket = zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET_SIZE)
+        zero["reduce_bucket_size"] = min(bucket, model.num_parameters())
 
 
 def swap_folder(nvme_path: str, save: str) -> Path:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # the folder of this file has modules with common names: let it shadow none
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from pretrain.allocator import restart_with_jemalloc
+
+    restart_with_jemalloc()
 
 from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run

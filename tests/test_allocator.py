@@ -7,6 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.allocator import jemalloc_environment
+
+RESTART = """
+import os, sys
+sys.path[0] = os.getcwd()
+from pretrain.allocator import restart_with_jemalloc
+restart_with_jemalloc()
+print(os.getpid(), "jemalloc" in open("/proc/self/maps").read(), sys.flags.no_user_site, *sys.argv[1:])
+"""
 PROGRAM = """
 import resource
 from pretrain.allocator import keep_freed_memory
@@ -30,3 +39,16 @@ def test_what_is_freed_is_not_faulted_in_again_unless_the_environment_decides(de
     pages = 10 * 2**24 // os.sysconf("SC_PAGE_SIZE")
     assert output[0] == str(not decided)
     assert (int(output[1]) > pages / 2) == decided
+
+
+@pytest.mark.skipif(not jemalloc_environment({}), reason="no jemalloc on this machine")
+@pytest.mark.parametrize("decided", [{}, {"MALLOC_MMAP_MAX_": "65536"}, {"DS_ACCELERATOR": "cuda"}])
+def test_a_program_starts_anew_with_jemalloc_as_the_same_process(decided, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(RESTART)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "LD_PRELOAD"))}
+    with subprocess.Popen([sys.executable, "-s", str(program), "two words", "--x"], cwd=Path(__file__).parents[1],
+                          env={**environment, "DS_ACCELERATOR": "cpu", **decided}, stdout=subprocess.PIPE,
+                          text=True) as process:
+        output, _ = process.communicate()
+    assert output.split(maxsplit=3) == [str(process.pid), str(not decided), "1", "two words --x\n"]

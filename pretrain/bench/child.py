@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.job import Job
+from pretrain.allocator import jemalloc_environment
+from pretrain.bench.job import OURS, Job
 from pretrain.process import free_port, package_environment
 
 _END_S = 10  # for a process to end by itself
@@ -34,6 +35,8 @@ def environment(job: Job, rank: int, port: int) -> dict[str, str]:
               "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false"}
     if job.device_kind == "cpu":
         values.update(OMP_NUM_THREADS=str(len(job.cores[rank])), CUDA_VISIBLE_DEVICES="")
+        if job.contender in OURS:  # as train.py does
+            values.update(jemalloc_environment(values))
     elif job.option("first_device"):
         visible = values.get("CUDA_VISIBLE_DEVICES", "").split(",") if values.get("CUDA_VISIBLE_DEVICES") else None
         first = job.option("first_device")

@@ -276,7 +276,8 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
             layout = layout_of_config(
                 file.values, world_size=cluster.world_size, seq_length=seq_length,
                 hidden_size=shape.hidden_size if shape else None, micro_batch_size=micro_batch_size,
-                gradient_accumulation_steps=gradient_accumulation_steps, device_kind=device_kind, name=Path(path).stem)
+                gradient_accumulation_steps=gradient_accumulation_steps, device_kind=device_kind, name=Path(path).stem,
+                num_parameters=shape.num_parameters() if shape else None)
         except ConfigError as error:
             impossible[f"{path}: {error}"] = 1
             continue

@@ -148,13 +148,14 @@ def layout_of_plan(plan: "Plan", *, device_kind: str, name: str = "") -> Layout:
 
 def layout_of_config(config: Mapping[str, Any], *, world_size: int, seq_length: int = 1024,
                      hidden_size: int | None = None, micro_batch_size: int | None = None,
-                     gradient_accumulation_steps: int | None = None, device_kind: str = "cuda",
-                     name: str = "") -> Layout:
+                     gradient_accumulation_steps: int | None = None, num_parameters: int | None = None,
+                     device_kind: str = "cuda", name: str = "") -> Layout:
     """The layout that a DeepSpeed JSON describes, whoever wrote it.
 
     Lenient: "auto" values are filled (batch sizes from the arguments, ZeRO's sizes from `hidden_size`, as transformers
-    documents them). `notes` says which keys were not understood, and what this project's check of keys would refuse
-    first; "not understood" are those that no DeepSpeed 0.19.8 has.
+    documents them; a reduce bucket never holds more than `num_parameters`). `notes` says which keys were not
+    understood, and what this project's check of keys would refuse first; "not understood" are those that no DeepSpeed
+    0.19.8 has.
 
     Raises:
         ConfigError: degrees that do not divide the ranks, values that are no layout.
@@ -175,6 +176,8 @@ def layout_of_config(config: Mapping[str, Any], *, world_size: int, seq_length: 
     layout = replace(layout, **_batch(get, layout, micro_batch_size, gradient_accumulation_steps))
     if layout.zero_stage < 2:
         layout = replace(layout, overlap_comm=False)  # as DeepSpeed does for a PipelineModule
+    if num_parameters is not None:
+        layout = replace(layout, reduce_bucket_size=min(layout.reduce_bucket_size, num_parameters))
     return replace(layout, notes=tuple(notes)).check()
 
 
