@@ -84,6 +84,8 @@ class RunArguments:
     compile_blocks: bool = _flag(False, "torch.compile each block: one graph for all of them; for cuda, where it fuses "
                                         "what lies between the matrix products")
     tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (cuda, fp32 runs): faster, 10 bits of mantissa")
+    plain_operators: bool = _flag(False, "attention and MLP by torch's own operators, to rule ours out: slower, and "
+                                         "more memory than is predicted")
     emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
     peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU (default: by name)")
     deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning, error")

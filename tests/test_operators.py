@@ -1,12 +1,14 @@
 """The model's own operators against torch's plain ones: values, gradients, and what they keep."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pretrain.model import cpu_attention, cpu_kernels, fused_loss
+from pretrain.model import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.activation import activate, activate_backward, activated_linear
 from pretrain.model.config import load_model_config
 from pretrain.model.cpu_attention import _CausalAttention, causal_attention
@@ -175,6 +177,29 @@ def test_mlp_keeps_its_inputs_alone():
     up, gate, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 3, 6), (2, 3, 6), (4, 6)))
     _, saved = saved_by(activated_linear, "silu", up, gate, weight, None)
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (up, gate, weight)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_plain_operators_are_torchs(name, tmp_path, monkeypatch):
+    """None of ours is reached; loss and gradients are those of ours but for bf16's rounding."""
+    config = load_model_config(write_config(tmp_path, SHAPES[name]))
+    tokens = torch.randint(0, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+    seen = []
+    for plain in (False, True):
+        module = as_module(dataclasses.replace(config, plain_operators=plain))
+        initialize_parameters(module, config, seed=1)
+        module.bfloat16()
+        if plain:
+            monkeypatch.setattr(cpu_attention, "_CausalAttention", None)
+            monkeypatch.setattr(activation, "_ActivatedLinear", None)
+            monkeypatch.setattr(cpu_kernels, "_library", None)
+        loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 32), 1 / 64))
+        loss.backward()
+        seen.append((loss, {key: parameter.grad for key, parameter in module.named_parameters()}))
+    (loss, gradients), (plain_loss, plain_gradients) = seen
+    assert plain_loss.item() == pytest.approx(loss.item(), rel=1e-3)
+    for key, gradient in gradients.items():
+        assert relative_error(gradient, plain_gradients[key]) < 0.05, key
 
 
 @pytest.mark.skipif(cpu_kernels._library() is None, reason="no C compiler")

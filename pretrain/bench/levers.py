@@ -22,14 +22,14 @@ LEVERS = (
           "Causal attention in blocks of 128 query rows, each two matrix products and a softmax; what lies above the "
           "diagonal is not computed; the backward pass computes the probabilities anew, so that q, k and v are all "
           "that is kept.",
-          "CPU, bf16, no attention dropout. Otherwise torch's scaled_dot_product_attention (on CUDA: its flash or "
-          "cuDNN kernel, whichever torch picks).",
+          "CPU, bf16, no attention dropout, no --plain_operators. Otherwise torch's scaled_dot_product_attention (on "
+          "CUDA: its flash or cuDNN kernel, whichever torch picks).",
           "CPU: forward and backward in half of torch's time at 512 positions, 0.8 of it at 2,048 (8 heads of 64, "
           "AVX512_BF16)."),
     Lever("the MLP's second half as one operator", "pretrain/model/activation.py",
           "down(activation(up)), with a gate or without, keeps its inputs alone and computes the activation anew in "
           "the backward pass.",
-          "Always.",
+          "Unless --plain_operators asks for torch's own.",
           "Memory on every device: a quarter of what a GPT-2 block keeps. It costs one more pass over the MLP's inner "
           "elements. CUDA: not measured."),
     Lever("GELU in C", "pretrain/model/cpu_kernels.c, cpu_kernels.py",

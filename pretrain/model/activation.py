@@ -19,6 +19,13 @@ def activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tens
     return out
 
 
+def plain_activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
+                           weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
+    """The same, of torch's own operators and under plain autograd."""
+    activated_BTF = _torchs_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
+    return F.linear(activated_BTF if gate_BTF is None else activated_BTF * up_BTF, weight_DF, bias_D)
+
+
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
@@ -52,11 +59,9 @@ class _ActivatedLinear(torch.autograd.Function):
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     """gelu, gelu_tanh or silu of each element."""
-    if name == "silu":
-        return F.silu(x)
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh(x)
-    return F.gelu(x, approximate=_approximation(name))
+    return _torchs_activation(name, x)
 
 
 def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +71,10 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
+
+
+def _torchs_activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate=_approximation(name))
 
 
 def _approximation(name: str) -> str:

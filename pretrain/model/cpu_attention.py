@@ -19,13 +19,16 @@ _SCORES_PER_THREAD = 2**20  # elements of P at a time: the batch is cut so that 
 
 
 def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor,
-                     dropout: float = 0.0) -> torch.Tensor:
+                     dropout: float = 0.0, plain: bool = False) -> torch.Tensor:
     """[B, H, T, E], by the fastest operator for where the tensors are; H a multiple of K (grouped queries).
 
     Kept for the backward pass: on CPUs in bf16 without dropout the three inputs alone, else what torch's keeps.
+
+    Args:
+        plain: torch's own operator, whatever is faster.
     """
-    on_cpu_in_bf16 = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16
-    if on_cpu_in_bf16 and dropout == 0.0 and not torch.compiler.is_compiling():  # its loops would make a huge graph
+    ours = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
+    if ours and not torch.compiler.is_compiling():  # its loops would make a huge graph
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE)
         return out
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
-from pretrain.model.activation import activated_linear
+from pretrain.model.activation import activated_linear, plain_activated_linear
 from pretrain.model.config import ModelConfig
 from pretrain.model.cpu_attention import causal_attention
 from pretrain.model.fused_loss import carry
@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, rope: Rope | None) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        self.dropout = config.attention_dropout
+        self.dropout, self.plain = config.attention_dropout, config.plain_operators
         self.rope = rope
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
@@ -82,19 +82,21 @@ class Attention(nn.Module):
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in heads)
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
-        y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0)
+        y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0,
+                                  plain=self.plain)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
 class ActivatedLinear(Linear):
     """A matrix behind an activation function."""
 
-    def __init__(self, activation: str, inner_size: int, hidden_size: int, *, bias: bool) -> None:
-        super().__init__(inner_size, hidden_size, bias=bias)
-        self.activation = activation
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation, self.plain = config.activation, config.plain_operators
 
     def forward(self, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None = None) -> torch.Tensor:
-        return activated_linear(self.activation, up_BTF, gate_BTF, self.weight, self.bias)
+        operator = plain_activated_linear if self.plain else activated_linear
+        return operator(self.activation, up_BTF, gate_BTF, self.weight, self.bias)
 
 
 class MLP(nn.Module):
@@ -105,7 +107,7 @@ class MLP(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
         self.up = Linear(hidden, inner, bias=bias)
-        self.down = ActivatedLinear(config.activation, inner, hidden, bias=bias)
+        self.down = ActivatedLinear(config)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         gate_BTF = None if self.gate is None else self.gate(x_BTD)

@@ -63,6 +63,8 @@ def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: 
             values = config(1, precision="bf16", stages=stages, accumulation=2 * stages)
             values["data_types"] = {"grad_accum_dtype": "fp32"}
             cases.append(case(name, "losses", values, flags(corpus)))
+        cases += [case(f"bf16_{name}_plain_operators", "losses", {**layouts[name], "bf16": {"enabled": True}},
+                       flags(corpus, plain_operators=True)) for name in ("zero2", "pipeline2_zero1")]
     return cases
 
 
