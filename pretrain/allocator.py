@@ -22,11 +22,13 @@ _LARGEST = 2**31 - 1
 
 
 def restart_with_jemalloc() -> None:
-    """Start this program anew with jemalloc in place of malloc, under the same process id; nothing where it trains on
-    a GPU, or where `jemalloc_environment` is empty. To be called first: it is over in a tenth of a second then.
+    """Start this program anew with jemalloc in place of malloc, under the same process id.
+
+    Nothing where it trains on a GPU, where `jemalloc_environment` is empty, or where the process was not started as
+    `python PROGRAM` (but as a fork of another, or with -m). To be called first: it is over in a tenth of a second then.
     """
     values = jemalloc_environment(os.environ) if wants_cpu() else {}
-    if values:
+    if values and sys.argv[0] in sys.orig_argv:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **values})
 
 

@@ -52,3 +52,15 @@ def test_a_program_starts_anew_with_jemalloc_as_the_same_process(decided, tmp_pa
                           text=True) as process:
         output, _ = process.communicate()
     assert output.split(maxsplit=3) == [str(process.pid), str(not decided), "1", "two words --x\n"]
+
+
+def test_a_program_within_another_process_is_not_started_anew(tmp_path):
+    """As forks of a server run programs: the command line is the server's."""
+    program = tmp_path / "program.py"
+    program.write_text(RESTART)
+    server = f"import os, runpy, sys; sys.argv = [os.environ['PROGRAM'], 'x']; runpy.run_path({str(program)!r})"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "LD_PRELOAD"))}
+    output = subprocess.run([sys.executable, "-c", server], cwd=Path(__file__).parents[1], check=True, text=True,
+                            env={**environment, "DS_ACCELERATOR": "cpu", "PROGRAM": str(program)},
+                            capture_output=True).stdout
+    assert output.split()[1:] == ["False", "0", "x"]
