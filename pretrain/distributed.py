@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from pretrain.device import Device
 from pretrain.errors import ConfigError
 
 DEFAULT_MASTER_PORT = "29500"
+_SECONDS_TO_TELL = 5.0
 _FAR_ADDRESS = "203.0.113.1"  # of a network for examples; only the route to it is asked for
 # (rank, world size, local rank, local world size) of each kind of launcher, in order of precedence
 _LAUNCHERS = {
@@ -221,10 +223,15 @@ def init_process_group(world: World) -> None:
 
 
 def print_error(world: World, error: Exception) -> None:
-    """The one line of a refused run, from each host: what is missing on one of them may be there on the others."""
-    if world.local_rank == 0:
-        host = f"{socket.gethostname()}: " if world.rank != 0 else ""
-        print(f"ds-pretrain: error: {host}{error}", file=sys.stderr, flush=True)
+    """The one line of a refused run, from each host: what is missing on one of them may be there on the others.
+
+    The other ranks wait, as launchers end all ranks when the first one has ended, and it may not have told yet.
+    """
+    if world.local_rank != 0:
+        time.sleep(_SECONDS_TO_TELL)
+        return
+    host = f"{socket.gethostname()}: " if world.rank != 0 else ""
+    print(f"ds-pretrain: error: {host}{error}", file=sys.stderr, flush=True)
 
 
 def running_environment() -> World:

@@ -41,7 +41,7 @@ from pretrain.model.flops import flops_per_token
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
-from pretrain.model.specs import as_module, layer_flops_per_token
+from pretrain.model.specs import as_module
 from tests.model_shapes import SHAPES, write_config
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes a device by data-parallel ranks, of 7.5B, 128B and 1T parameters at stages
@@ -217,13 +217,23 @@ def test_stages_are_cut_by_work() -> None:
     for name in preset_names():
         config = load_model_config(name)
         shape = shape_of(config)
-        work = [6 * layer_work(shape, layer, 1024) for layer in shape.layers()]
-        assert work == layer_flops_per_token(config, 1024)
-        assert sum(work) == flops_per_token(config, 1024)
+        assert 6 * sum(layer_work(shape, layer, 1024) for layer in shape.layers()) == flops_per_token(config, 1024)
     small = load_model_config("gpt2", "n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions=512")
     layout = Layout(pipeline_stages=2, world_size=2, seq_length=512)
     assert [sum(layer.kind == "block" for layer in stage_layers(shape_of(small), layout, stage))
             for stage in range(2)] == [5, 3]
+
+
+def test_every_stage_has_a_block_however_much_work_the_head_is() -> None:
+    for vocab_size in (256, 50_000, 1_000_000):
+        for layers in range(2, 14):
+            shape = shape_of(load_model_config("tiny", f"vocab_size={vocab_size},n_layer={layers},n_embd=64"))
+            for stages in range(2, layers + 1):
+                layout = Layout(pipeline_stages=stages, world_size=stages, seq_length=128)
+                blocks = [sum(layer.kind == "block" for layer in stage_layers(shape, layout, stage))
+                          for stage in range(stages)]
+                assert min(blocks) >= 1, (vocab_size, layers, stages, blocks)
+                assert max(blocks[:-1]) - min(blocks[:-1]) <= 1
 
 
 def test_presets_have_the_parameters_of_their_models() -> None:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from pretrain.errors import ConfigError
 from pretrain.memory.layout import Layout
 from pretrain.memory.shape import Layer, ModelShape, Tensor
+from pretrain.model.flops import head_to_cut_by
 
 # The classes of build_specs, which "type:REGEX" is compared with.
 _CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
@@ -122,7 +123,8 @@ def _bounds(shape: ModelShape, stages: int, partition_method: str, seq_length: i
     if stages == 1:
         return [0, len(layers)]
     if method == "flops":
-        bounds = partition_balanced(tuple(layer_work(shape, layer, seq_length) for layer in layers), stages)
+        *work, head = (layer_work(shape, layer, seq_length) for layer in layers)
+        bounds = partition_balanced((*work, head_to_cut_by(head, sum(work), shape.num_layers, stages)), stages)
     elif method == "uniform":
         bounds = partition_uniform(len(layers), stages)
     elif method == "parameters":

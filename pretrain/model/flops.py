@@ -20,3 +20,14 @@ def block_flops_per_token(config: ModelConfig, seq_length: int) -> float:
 def head_flops_per_token(config: ModelConfig) -> float:
     """Of flops_per_token, those of the output layer, tied or not."""
     return 6.0 * config.vocab_size * config.hidden_size
+
+
+def head_to_cut_by(head: int, blocks: int, num_layers: int, num_stages: int) -> int:
+    """The head's work as pipelines are cut by it: so little that the last stage gets a block too, as every stage must.
+
+    With the head as (L - p) / (p - 1) blocks, the p stages have equal shares when the last one has a single block.
+
+    Args:
+        blocks: work of all L blocks together, in the unit of `head`.
+    """
+    return min(head, blocks * max(num_layers - num_stages, 0) // (num_layers * (num_stages - 1)))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
-from pretrain.model.flops import block_flops_per_token, head_flops_per_token
+from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_to_cut_by
 from pretrain.model.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
@@ -75,11 +75,11 @@ class PipelineLM(PipelineModule):
 
     Args:
         config: of the model.
-        layer_flops: of each layer, to be cut by instead of the layers' parameters.
+        work: of each layer, to be cut by instead of the layers' parameters.
     """
 
-    def __init__(self, config: ModelConfig, layer_flops: list[int] | None, **settings: Any) -> None:
-        self._layer_flops = layer_flops
+    def __init__(self, config: ModelConfig, work: list[int] | None, **settings: Any) -> None:
+        self._work = work
         super().__init__(build_specs(config, ends_in_loss=True), activation_checkpoint_func=non_reentrant_checkpoint,
                          **settings)
 
@@ -92,8 +92,8 @@ class PipelineLM(PipelineModule):
         return _worth_recomputing(funcs)
 
     def _count_layer_params(self) -> list[int]:
-        if self._layer_flops is not None:
-            return self._layer_flops
+        if self._work is not None:
+            return self._work
         with torch.device("meta"):  # DeepSpeed builds the whole model, layer by layer, on every rank to count it
             return super()._count_layer_params()
 
@@ -112,11 +112,12 @@ def _prints_to_log() -> Iterator[None]:
         logger.info(line)
 
 
-def layer_flops_per_token(config: ModelConfig, seq_length: int) -> list[int]:
-    """Of each layer in `build_specs`; look-ups and norms count as nothing."""
-    specs = build_specs(config)
-    block = int(block_flops_per_token(config, seq_length))
-    return [block if spec.typename is Block else 0 for spec in specs[:-1]] + [int(head_flops_per_token(config))]
+def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
+    """FLOPs a token of each layer in `build_specs`, for cutting them into stages; look-ups and norms are nothing."""
+    block, head = int(block_flops_per_token(config, seq_length)), int(head_flops_per_token(config))
+    if num_stages > 1:
+        head = head_to_cut_by(head, block * config.num_layers, config.num_layers, num_stages)
+    return [block if spec.typename is Block else 0 for spec in build_specs(config)[:-1]] + [head]
 
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
@@ -131,7 +132,7 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
     """
     with _prints_to_log():
         by_flops = partition_method == "flops"  # DeepSpeed calls cutting by any weights "parameters"
-        module = PipelineLM(config, layer_flops_per_token(config, seq_length) if by_flops else None,
+        module = PipelineLM(config, _work_of_layers(config, seq_length, num_stages) if by_flops else None,
                             num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
     module.set_checkpoint_interval(activation_checkpoint_interval)
     module.loss_fn = module.loss_of_hidden
