@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from pretrain.arguments import RunArguments
 from pretrain.bench.job import Workshop
+from pretrain.bench.levers import LEVERS, explain
 from pretrain.bench.pipeline import highest_speedup
 from pretrain.bench.report import check_markers, markers, write_between_markers
 from pretrain.bench.settings import PRESETS, Settings, add_flags, settings_of
@@ -130,3 +133,15 @@ def test_everything_that_can_be_measured(tmp_path: Path) -> None:
     assert found["scaling"]["efficiency"]["1"] == 1
     assert set(found["offload"]["aio"]) >= {"block_size", "queue_depth", "intra_op_parallelism"}
     assert not list(tmp_path.iterdir())
+
+
+def test_levers_are_where_they_are_said_to_be() -> None:
+    """Files that a lever names exist, flags are train.py's."""
+    text = explain()
+    files = [path.as_posix() for folder in ("pretrain", "launch") for path in (ROOT / folder).rglob("*")]
+    for lever in LEVERS:
+        assert lever.name in text
+        for name in re.findall(r"[\w/]+\.(?:py|c|sh)\b", lever.home):
+            assert any(file.endswith(f"/{name}") for file in files), name
+        for flag in re.findall(r"--(\w+)", f"{lever.home} {lever.when}"):
+            assert flag in {*RunArguments.__dataclass_fields__, "what", "nvme_path"}, flag

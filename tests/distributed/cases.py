@@ -19,7 +19,7 @@ def config(stage: int, *, precision: str = "fp32", stages: int = 1, micro: int =
            lr: float = 1e-3, checkpoint_every: int = 0, **zero: Any) -> dict[str, Any]:
     """A DeepSpeed JSON of explicit values; `zero` goes into its zero_optimization block.
 
-    Its buckets are small: to fill the default ones of 5e8 elements takes longer than to train.
+    Its buckets are small, so that there are several of them.
     """
     if stage > 0:
         zero["reduce_bucket_size"] = 500_000
