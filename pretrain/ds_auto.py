@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.arguments import RunArguments
 from pretrain.ds_optimizers import SCHEDULERS, optimizer_params
 from pretrain.ds_read import DsFile, get_value
-from pretrain.ds_schema import TREE, Key, Tree
+from pretrain.ds_schema import DEFAULT_REDUCE_BUCKET_SIZE, TREE, Key, Tree
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.schedule import default_warmup_steps
@@ -24,7 +24,6 @@ DEFAULT_WEIGHT_DECAY = 0.1
 DEFAULT_GRADIENT_CLIPPING = 1.0
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_GRADIENT_ACCUMULATION_STEPS = 1
-DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # DeepSpeed's own
 DEFAULT_PRECISION = "bf16"
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 PRECISIONS = ("bf16", "fp16", "fp32")

@@ -18,6 +18,7 @@ from pretrain.ds_auto import (
 )
 from pretrain.ds_keys import check_keys
 from pretrain.ds_read import DsFile, get_value, read_ds_config
+from pretrain.ds_schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.schedule import run_steps
@@ -142,9 +143,10 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> tuple[str, int]:
     if len(given) == 2:
         raise ConfigError(file.where("pipeline.partition"), found='beside "partition_method"',
                           expected="one of the two")
-    method = own[given[0]] if given else "flops"
-    method = "flops" if method == "best" else method  # DeepSpeed's own word for the default
-    if method.lower() not in ("flops", "parameters", "uniform") and not _splits_blocks(method):
+    method = own[given[0]] if given else DEFAULT_PARTITION_METHOD
+    if method.lower() in PARTITION_METHODS:
+        method = PARTITION_METHODS[method.lower()]
+    elif not _splits_blocks(method):
         raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=
                           '"flops", "parameters", "uniform" or "type:block" (as many blocks on each stage)')
     interval = int(own.get("activation_checkpoint_interval", 0))

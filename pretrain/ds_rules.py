@@ -9,7 +9,7 @@ from ctypes.util import find_library
 from pretrain.arguments import RunArguments
 from pretrain.ds_config import DsSettings
 from pretrain.ds_optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
-from pretrain.ds_schema import ZERO
+from pretrain.ds_schema import DEFAULT_PARTITION_METHOD, ZERO
 from pretrain.errors import ConfigError
 
 _ZERO = "zero_optimization"
@@ -230,7 +230,7 @@ def notes(s: DsSettings) -> tuple[str, ...]:
     said = []
     if s.zero_stage < 2 and s.file.get(f"{_ZERO}.overlap_comm"):
         said.append(f"zero_optimization.overlap_comm has no effect at stage {s.zero_stage}: DeepSpeed turns it off")
-    if s.pipeline_stages == 1 and s.partition_method != "flops":
+    if s.pipeline_stages == 1 and s.partition_method != DEFAULT_PARTITION_METHOD:
         said.append("pipeline.partition_method has no effect with one stage")
     if s.zero("gather_16bit_weights_on_model_save"):
         said.append("stage3_gather_16bit_weights_on_model_save has no effect: save_16bit_model is not called")

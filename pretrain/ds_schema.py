@@ -6,6 +6,11 @@
 from dataclasses import dataclass
 from typing import Any, Union
 
+DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's own
+DEFAULT_PARTITION_METHOD = "flops"
+PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform",
+                     "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's own word for the default
+
 
 @dataclass(frozen=True)
 class Key:

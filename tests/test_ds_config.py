@@ -240,6 +240,12 @@ def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
     assert settings.partition_method == "type:Block"
 
 
+@pytest.mark.parametrize(("word", "method"), [("FLOPs", "flops"), ("Parameters", "parameters"), ("best", "flops")])
+def test_methods_that_cut_stages_are_known_in_any_case(tmp_path: Path, word: str, method: str) -> None:
+    settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
+    assert settings.partition_method == settings.get("pipeline.partition_method") == method
+
+
 def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
     settings = complete(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
     assert settings.get("csv_monitor.output_path") == "run/csv"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.ds_keys import check_keys
 from pretrain.ds_read import DsFile, get_value
-from pretrain.ds_schema import TREE
+from pretrain.ds_schema import DEFAULT_PARTITION_METHOD, DEFAULT_REDUCE_BUCKET_SIZE, PARTITION_METHODS, TREE
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Layout:
     world_size: int = 1  # ranks
     zero_stage: int = 0
     pipeline_stages: int = 1
-    partition_method: str = "flops"
+    partition_method: str = DEFAULT_PARTITION_METHOD
     tensor_parallel_size: int = 1  # ranks that share each matrix
     sequence_parallel_size: int = 1  # ranks that share each sequence (Ulysses)
     expert_parallel_size: int = 1  # ranks that share the experts
@@ -50,7 +50,7 @@ class Layout:
     offload_param_buffer_count: int = 5
     offload_param_buffer_size: int = 100_000_000
     offload_param_max_in_cpu: int = 1_000_000_000
-    reduce_bucket_size: int = 500_000_000
+    reduce_bucket_size: int = DEFAULT_REDUCE_BUCKET_SIZE
     allgather_bucket_size: int = 500_000_000
     prefetch_bucket_size: int = 50_000_000
     param_persistence_threshold: int = 100_000
@@ -268,9 +268,9 @@ def _pipeline(get: _Getter, notes: list[str]) -> dict[str, Any]:
     if get("activation_checkpointing") and not get("pipeline.activation_checkpoint_interval"):
         notes.append('"activation_checkpointing" says how, not whether, layers are recomputed; '
                      '"pipeline": {"activation_checkpoint_interval": 1} recomputes every block')
-    method = str(get("pipeline.partition_method", get("pipeline.partition", "flops")))
+    method = str(get("pipeline.partition_method", get("pipeline.partition", DEFAULT_PARTITION_METHOD)))
     return {"pipeline_stages": get.integer("pipeline.stages", 1),
-            "partition_method": "flops" if method == "best" else method,
+            "partition_method": PARTITION_METHODS.get(method.lower(), method),
             "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0)}
 
 
