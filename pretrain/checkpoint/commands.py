@@ -12,7 +12,7 @@ from pretrain.checkpoint.manifest import (
     read_manifest,
     step_of,
 )
-from pretrain.checkpoint.verify import Advance, damage
+from pretrain.checkpoint.verify import Advance, damage, unreadable
 from pretrain.errors import ConfigError
 
 
@@ -69,10 +69,13 @@ def _judge(folder: Path) -> Found:
 
 
 def verify(found: Found, advance: Advance | None = None) -> list[str]:
-    """What is wrong with it, every file read; [] if nothing is."""
+    """What is wrong with the checkpoint, every file read; [] if nothing is.
+
+    A file that has its hash must be readable too.
+    """
     if found.manifest is None:
         return [found.complaint]
-    return damage(found.folder, found.manifest, advance=advance)
+    return damage(found.folder, found.manifest, advance=advance) or unreadable(found.folder, found.manifest)
 
 
 def layout(manifest: Manifest) -> str:

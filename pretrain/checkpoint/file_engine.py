@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from pretrain.checkpoint.pickles import load_pickle
+from pretrain.checkpoint.pickles import load_pickle, without_enums
 
 
 class Writable(Protocol):
@@ -65,8 +65,8 @@ class FileEngine(CheckpointEngine):
 
 
 def save(value: Any, file: Writable) -> None:
-    """`torch.save`, whose type hints ask for more of a file than it uses."""
-    torch.save(value, file)  # type: ignore[arg-type]
+    """`torch.save` of what every supported Python reads back; its type hints ask for more of a file than it uses."""
+    torch.save(without_enums(value), file)  # type: ignore[arg-type]
 
 
 def _cause(error: BaseException) -> str:

@@ -1,7 +1,11 @@
-"""Reading pickles without running them: torch's weights-only unpickler and the few classes that DeepSpeed adds."""
+"""Checkpoint files without code: enum members are saved as plain values, pickles are read without running them.
+
+The reader is torch's weights-only unpickler and the few classes that DeepSpeed adds.
+"""
 
 import pickle
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,20 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from pretrain.errors import ConfigError
 
-# what a checkpoint of DeepSpeed 0.19.8 holds beside tensors and plain containers; none of them runs code when built
-_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+def without_enums(value: Any) -> Any:
+    """A copy of nested dicts, lists and tuples with int and str enum members replaced by their plain values.
+
+    Python 3.11.0 to 3.11.3 pickle a member as `getattr(cls, name)` (enum.py, Enum.__reduce_ex__), which torch's
+    weights-only reader rejects. DeepSpeed 0.19.8 saves ZeroStageEnum in each optimizer file, and compares it as an int.
+    """
+    if isinstance(value, Enum) and isinstance(value, (int, str)):
+        return value.value
+    if type(value) is dict:
+        return {key: without_enums(item) for key, item in value.items()}
+    if type(value) in (list, tuple):  # subclasses, such as torch.Size, hold no enums
+        return type(value)(without_enums(item) for item in value)
+    return value
 
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
@@ -26,14 +42,31 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise ConfigError(str(path), found=_culprit(str(error)), expected="tensors, numbers, texts and containers",
-                          remedy="the file was not written by this program: do not load it elsewhere") from None
+                          remedy="nothing in the file was run; a program that loads it without such a check may run"
+                                 " any code") from None
     except Exception as error:  # whatever the unpickler makes of damaged bytes
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(str(path), found=f"an unreadable file ({first_line})",
                           expected="a file that torch.save wrote", remedy="the checkpoint is damaged") from None
 
 
+def _zero_stage(*arguments: Any) -> ZeroStageEnum:
+    """`getattr` for the one call that Python 3.11.0 to 3.11.3 put into optimizer files: a member of ZeroStageEnum.
+
+    Raises UnpicklingError for every other call.
+    """
+    for member in ZeroStageEnum:
+        if arguments == (ZeroStageEnum, member.name):
+            return member
+    raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
+
+
+# what a checkpoint of DeepSpeed 0.19.8 holds beside tensors and plain containers; none of them runs code when built
+_ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
+                       (_zero_stage, "builtins.getattr")]
+
+
 def _culprit(message: str) -> str:
-    """The class that torch's unpickler refused, from its message."""
+    """The class that torch's unpickler rejected, from its message."""
     match = re.search(r"(?:GLOBAL|Global|global|class|Class|type) `?([\w.]+)`?", message)
-    return f"a pickle that needs {match.group(1)}" if match else f"a pickle that is refused ({message[:200]!r})"
+    return f"a pickle that needs {match.group(1)}" if match else f"a pickle that is rejected ({message[:200]!r})"

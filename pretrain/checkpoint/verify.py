@@ -1,4 +1,4 @@
-"""Whether a checkpoint still holds what was written: every file against its hash."""
+"""Whether a checkpoint still holds what was written (every file against its hash), and can be read."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pretrain.checkpoint.files import FileRecord, sha256_of
 from pretrain.checkpoint.manifest import Manifest, files_in
+from pretrain.checkpoint.pickle_scan import is_ordinary
+from pretrain.errors import ConfigError
 
 _THREADS = 4  # hashing runs outside Python's lock; more than this a disk seldom feeds
 
@@ -35,6 +37,23 @@ def foreign(folder: Path, manifest: Manifest) -> list[str]:
     """A line for each file that the manifest does not name: DeepSpeed looks for some of its files by pattern."""
     names = sorted(set(files_in(folder)) - manifest.files.keys())
     return [f"{folder / name}: found a foreign file; expected none" for name in names]
+
+
+def unreadable(folder: Path, manifest: Manifest) -> list[str]:
+    """A line for each file with pickled data that a resume, `convert` or `consolidate` would reject.
+
+    No tensors are read, and torch is imported only for a file with unusual classes.
+    """
+    complaints = []
+    for name in sorted(name for name in manifest.files if name.endswith(".pt")):
+        if not is_ordinary(folder / name):
+            from pretrain.checkpoint.pickles import load_pickle
+
+            try:
+                load_pickle(folder / name, mmap=True)
+            except ConfigError as error:
+                complaints.append(str(error))
+    return complaints
 
 
 def _finding(folder: Path, name: str, record: FileRecord) -> str | None:

@@ -24,8 +24,13 @@ class Poison:
 
 
 def poison(folder: Path, name: str, canary: Path) -> None:
+    put_into(folder, name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
+
+
+def put_into(folder: Path, name: str, value: Any) -> None:
+    """Replace a file of a checkpoint by the pickle of `value`, with a manifest that agrees."""
     manifest = read_manifest(folder)
-    torch.save({"module": Poison(str(canary)), "tensor": torch.zeros(3)}, folder / name)
+    torch.save(value, folder / name)
     record = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
     (folder / MANIFEST).write_text(replace(manifest, files={**manifest.files, name: record}).to_json())
 

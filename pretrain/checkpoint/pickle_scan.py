@@ -1,0 +1,48 @@
+"""Which classes and functions a file of `torch.save` needs, found without torch and without reading tensors."""
+
+import pickletools
+import struct
+import zipfile
+from pathlib import Path
+
+_STORAGES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
+# what checkpoints consist of; `pickles.load_pickle` admits each of these (and a few more)
+ORDINARY = frozenset({
+    "collections OrderedDict", "torch Size", "torch._utils _rebuild_tensor_v2",
+    *(f"torch {name}Storage" for name in _STORAGES),
+    "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler LossScaler",
+    "deepspeed.runtime.zero.config ZeroStageEnum", "deepspeed.utils.tensor_fragment fragment_address"})
+_OTHER_IMPORTS = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")  # opcodes; torch.save writes GLOBAL only
+
+
+def is_ordinary(path: Path) -> bool:
+    """Whether the file is a zip file of `torch.save` that needs nothing outside ORDINARY."""
+    try:
+        return pickle_globals(path) <= ORDINARY
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile):
+        return False
+
+
+def pickle_globals(path: Path) -> set[str]:
+    """"MODULE NAME" of each class and function that the file's pickle imports.
+
+    Raises OSError, ValueError, struct.error or BadZipFile for what is no such file.
+    """
+    found = set()
+    for opcode, argument, _ in pickletools.genops(_data_pkl(path)):
+        if opcode.name == "GLOBAL":
+            found.add(str(argument))
+        elif opcode.name in _OTHER_IMPORTS:
+            found.add(opcode.name)
+    return found
+
+
+def _data_pkl(path: Path) -> bytes:
+    """The archive's pickle, which is not compressed. ZipFile.read would compare a CRC-32, which our saves leave out."""
+    with open(path, "rb") as file:
+        with zipfile.ZipFile(file) as archive:
+            (entry,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+        file.seek(entry.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        file.seek(name_length + extra_length, 1)
+        return file.read(entry.file_size)
