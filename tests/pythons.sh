@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Tries the package with each Python of this machine: save, resume, generate, convert and consolidate with real engines
+# on 2 ranks, and each reads what the others saved. Prints a row for each Python; exit code 1 if one fails.
+#
+#   tests/pythons.sh [--two] [PYTHON...]
+#
+# Without names: the environment's own Python (VENV, default .venv), Debian's /usr/bin/python3, python3.1x on PATH and
+# pyenv's versions, one of each version. --two: the environment's own and one other, Debian's if it is another version.
+#
+# A Python of the environment's own minor version (3.11.2 beside 3.11.7) uses its packages and compiled operators. The
+# others get an environment of their own by launch/setup.sh, kept in PYTHONS (default ~/.cache/ds-pretrain/pythons):
+# about 5 GB each where pip finds no CPU build of torch. RUNS names the folder for runs and logs (default: a temporary
+# one, which is removed unless something fails).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+export VENV=${VENV:-$root/.venv}
+PYTHONS=${PYTHONS:-${XDG_CACHE_HOME:-$HOME/.cache}/ds-pretrain/pythons}
+say() { echo "[pythons] $*" >&2; }
+version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+two=
+[ "${1:-}" != --two ] || { two=1; shift; }
+[ -x "$VENV/bin/python" ] || { echo "tests/pythons.sh: $VENV has no Python. Remedy: launch/setup.sh" >&2; exit 2; }
+if [ $# -gt 0 ]; then
+    candidates=("$@")
+else
+    candidates=("$VENV/bin/python" /usr/bin/python3)
+    for minor in 10 11 12 13; do candidates+=("$(command -v "python3.$minor" || true)"); done
+    candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3)
+fi
+
+own=$(version_of "$VENV/bin/python")
+declare -A pythons=()
+versions=()
+for python in "${candidates[@]}"; do
+    version=$(version_of "$python") || { [ $# = 0 ] || { echo "tests/pythons.sh: cannot run $python" >&2; exit 2; }; continue; }
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || continue
+    [ -z "${pythons[$version]:-}" ] || continue
+    pythons[$version]=$python
+    versions+=("$version")
+done
+if [ -n "$two" ]; then
+    versions=("${versions[@]:0:2}")
+    [ ${#versions[@]} = 2 ] || { say "this machine has Python $own only: nothing to compare it with"; exit 0; }
+fi
+
+# Prints the Python of an environment for the interpreter $2 of version $1.
+environment() {
+    local folder=$PYTHONS/$1
+    if [ "$1" = "$own" ]; then
+        echo "$VENV/bin/python"
+    elif [ "${1%.*}" = "${own%.*}" ]; then
+        "$2" -m venv --without-pip --clear "$folder"
+        # The headers are named as well: torch compiles an operator again when the path to Python.h changes.
+        "$VENV/bin/python" - "$folder" <<'END'
+import sys, sysconfig
+paths = sysconfig.get_paths(), sys.argv[1] + "/lib/python%d.%d/site-packages/shared.pth" % sys.version_info[:2]
+with open(paths[1], "w") as file:
+    file.write("import site, sysconfig; site.addsitedir(%r); sysconfig._INSTALL_SCHEMES['posix_prefix']['include'] = %r\n"
+               % (paths[0]["purelib"], sysconfig.get_path("include", "posix_prefix")))
+END
+        echo "$folder/bin/python"
+    else
+        PYTHON=$2 VENV=$folder launch/setup.sh >&2 || return 1
+        echo "$folder/bin/python"
+    fi
+}
+
+arguments=()
+for version in "${versions[@]}"; do
+    say "environment for Python $version (${pythons[$version]})"
+    python=$(environment "$version" "${pythons[$version]}") || python=none
+    arguments+=("$version=$python")
+done
+exec "$VENV/bin/python" tests/pythons.py ${RUNS:+--runs "$RUNS"} "${arguments[@]}"
