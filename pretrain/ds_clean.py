@@ -66,11 +66,12 @@ def _clean(values: dict[str, Any], tree: Tree, prefix: str, idle: list[Idle]) ->
         elif dotted in REMOVED:
             idle.append((dotted, "off, and DeepSpeed no longer has it"))
         elif isinstance(key, Key):
-            if value == "auto" and not key.auto and takes_default(dotted):
-                idle.append((dotted, 'DeepSpeed\'s default, as "auto" is not filled here'))
-            elif key.ignored and not is_idle(value, key):
-                idle.append((dotted, key.ignored))
-            elif not key.refused and not key.ignored:
+            if key.ignored:
+                if not is_idle(value, key):
+                    idle.append((dotted, key.ignored))
+            elif value == "auto" and not key.auto and takes_default(dotted):
+                idle.append((dotted, 'DeepSpeed\'s default, since nothing fills "auto" here'))
+            elif not key.refused:
                 result[name] = _as_deepspeed_spells(value, key)
         elif isinstance(value, dict):
             inner = _params_tree(values, key or {}) if name == "params" else key
@@ -125,8 +126,11 @@ def _is_for_stage_3(name: str) -> bool:
 def idle_notes(idle: tuple[Idle, ...]) -> list[str]:
     """One line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect at ...`."""
     groups: dict[tuple[str, str], list[str]] = {}
+    blocks = {dotted for dotted, _ in idle}
     for dotted, reason in idle:
         parent, _, name = dotted.rpartition(".")
+        if parent in blocks:
+            continue
         groups.setdefault((parent, reason), []).append(name)
     lines = []
     for (parent, reason), names in groups.items():

@@ -58,9 +58,7 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
         if key is None and is_comment(name):
             continue
         if key is None:
-            remedy = suggest_key(name, tree) or "DeepSpeed 0.19.8 has no such key" + \
-                ("" if prefix else " and would ignore it; remove it")
-            raise ConfigError(file.where(dotted), found="an unknown key", expected=_known(tree, prefix), remedy=remedy)
+            raise _unknown(file, values, tree, prefix, name)
         if value == "auto" and takes_default(dotted):
             continue
         if isinstance(key, Key):
@@ -70,8 +68,19 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
             _check_tree(file, value, key, f"{dotted}.")
 
 
+def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
+    """The error of a key that is not in `tree`. Files of other programs have many: one line names them all."""
+    found, remedy = "an unknown key", suggest_key(name, tree)
+    if not remedy:
+        unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
+        if len(unknown) > 1:
+            found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
+        remedy = "DeepSpeed 0.19.8 does not know it" + ("" if prefix else " and would ignore it; remove it")
+    return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
+
+
 def _known(tree: Tree, prefix: str) -> str:
-    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"a key of {prefix.rstrip('.') or 'DeepSpeed'}"
+    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"keys of {prefix.rstrip('.') or 'DeepSpeed'}"
 
 
 def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:

@@ -103,15 +103,14 @@ class _Reader:
         self.at = word.end()
         return _WORDS[word[0]]
 
-    def _number(self, found: re.Match[str]) -> int | float:
+    def _number(self, found: re.Match[str]) -> Any:
         """Finite, and within 64 bits where it is an integer: what no library after this one stumbles over."""
-        value = float(found[0])
+        digits = found[0].lstrip("-")
+        if digits.isdigit() and (len(digits) > len(str(_LARGEST)) or int(digits) > _LARGEST):
+            raise self._error("an integer of at most 64 bits")
+        value = json.loads(found[0])
         if not math.isfinite(value):
             raise self._error("a finite number")
-        if found[0].lstrip("-").isdigit():
-            if len(found[0].lstrip("-")) > len(str(_LARGEST)) or abs(int(found[0])) > _LARGEST:
-                raise self._error("an integer of at most 64 bits")
-            value = int(found[0])
         self.at = found.end()
         return value
 

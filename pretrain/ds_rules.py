@@ -222,7 +222,10 @@ def notes(s: DsSettings) -> tuple[str, ...]:
         said.append("pipeline.partition_method: no effect with one stage")
     interval = s.file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= s.train_steps:
-        said.append("steps_per_print: DeepSpeed prints lines of its own next to the progress line")
+        if s.zero_stage < 2:  # PipelineEngine prints, whatever the log level
+            said.append("steps_per_print: DeepSpeed prints lines of its own next to the progress line")
+        elif s.args.deepspeed_log_level not in ("debug", "info") and not s.get("wall_clock_breakdown"):
+            said.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(said)
 
 

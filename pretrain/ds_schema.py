@@ -231,7 +231,7 @@ TREE: Tree = {
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
     "data_efficiency": _no(f"{_LOADER}; remove the block"),
     "autotuning": _no(f"the autotuner is {_NOT_YET}; remove the block"),
-    "compile": _no("use --compile_blocks, and remove the block", {"disable": True}),
+    "compile": _no("use --compile_blocks, and remove the block"),
     "hybrid_engine": _no("it generates text for RLHF and has no place in pretraining; remove the block"),
     "weight_quantization": _no("it acts on inference only; remove the block"),
     "tensor_parallel": _no(f'tensor parallelism is {_NOT_YET}; use "pipeline" stages or ZeRO-3'),

@@ -36,20 +36,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` is a misspelling of: a few letters off, or its parts in another order; "": none.
+    """The known word that `word` is a misspelling or a beginning of, or has the parts of in another order; "": none.
 
     Short words get one letter, since at two most of them resemble one another ("fp8", "fp16"). A word with digits and
     one without are different names ("gptj", "gpt2").
     """
     names = list(known)
-    best, least = "", 1 + min(3, 1 + len(word) // 8)
-    for name in names:
-        if any(map(str.isdigit, word)) != any(map(str.isdigit, name)) or abs(len(word) - len(name)) >= least:
-            continue
-        distance = _edit_distance(word.lower(), name.lower())
-        if distance < least:
-            best, least = name, distance
-    return best or next((name for name in names if _same_parts(word, name)), "")
+    most = min(3, 1 + len(word) // 8)
+    similar = [name for name in names if abs(len(word) - len(name)) <= most
+               and any(map(str.isdigit, word)) == any(map(str.isdigit, name))]
+    ranked = [(_edit_distance(word.lower(), name.lower()), word[:1] != name[:1], name) for name in similar]
+    distance, _, best = min(ranked, key=lambda row: row[:2], default=(most + 1, True, ""))
+    if distance <= most:
+        return best
+    return next((name for name in names if _same_parts(word, name) or len(word) >= 8 and name.startswith(word)), "")
 
 
 def _edit_distance(word: str, name: str) -> int:
