@@ -75,7 +75,7 @@ def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name
         unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
         if len(unknown) > 1:
             found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
-        remedy = "DeepSpeed 0.19.8 does not know it" + ("" if prefix else " and would ignore it; remove it")
+        remedy = "remove what DeepSpeed 0.19.8 " + ("does not know" if prefix else "would ignore")
     return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
 
 

@@ -49,7 +49,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     distance, _, best = min(ranked, key=lambda row: row[:2], default=(most + 1, True, ""))
     if distance <= most:
         return best
-    return next((name for name in names if _same_parts(word, name) or len(word) >= 8 and name.startswith(word)), "")
+    return next((name for name in names if _same_parts(word, name) or (len(word) >= 8 and name.startswith(word))), "")
 
 
 def _edit_distance(word: str, name: str) -> int:
