@@ -112,7 +112,7 @@ def drop_idle(config: dict[str, Any], stage: int) -> list[Idle]:
         for name in names if devices[block] == "cpu" else ():
             if zero[block].pop(name, None) not in (None, False, "auto"):
                 idle.append((f"zero_optimization.{block}.{name}", 'no effect with "device": "cpu"'))
-    if "nvme" not in devices.values() and config.pop("aio", None):
+    if "nvme" not in devices.values() and config.pop("aio", None) is not None:
         idle.append(("aio", 'no effect without "device": "nvme"'))
     if config.get("steps_per_print") in ("auto", math.inf):
         del config["steps_per_print"]
