@@ -24,6 +24,8 @@ import pretrain.loop  # noqa: F401
 from pretrain.device import detect_device
 from pretrain.distributed import prepare_deepspeed
 
+GRACE_S = 60.0  # in which the ranks beside one that failed can report too; most of them end at once
+
 
 def load_operators() -> None:
     """Map the compiled operators once; forks have them."""
@@ -83,7 +85,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         if pid in running:
             codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
             if code != 0:
-                deadline = min(deadline, time.monotonic() + 2)  # let the others report too
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         elif time.monotonic() > deadline:
             timeout = not any(codes)
             for pid in running:
