@@ -15,7 +15,7 @@ from tests.distributed.launch import ROOT
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
                           env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=900)
 
 
 def passes(*words: object) -> list[str]:

@@ -38,7 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         workers.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT))
     try:
-        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=900)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

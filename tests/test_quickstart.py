@@ -102,7 +102,7 @@ def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedP
     environ = {**os.environ, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "VENV": str(SCRIPTS.parent),
                "OMP_NUM_THREADS": "1"}
     return subprocess.run(["bash", "-c", command], cwd=ROOT if "setup.sh" in command else clone, env=environ,
-                          capture_output=True, text=True, timeout=600)
+                          capture_output=True, text=True, timeout=900)
 
 
 def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]) -> None:

@@ -29,20 +29,20 @@ def _flags(corpus: str, run: Path, *others: str, config: Path = CONFIG) -> list[
 def _environment() -> dict[str, str]:
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu"}
+            "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}  # another run may have torch's default
 
 
 def launch(ranks: int, flags: list[str]) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_accelerators RANKS pretrain/train.py FLAGS`"""
     command = ["deepspeed", "--quiet", "--num_accelerators", str(ranks), "--master_port", str(free_port()),
                str(ROOT / "pretrain" / "train.py"), *flags]
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=900)
 
 
 def alone(flags: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     """`python pretrain/train.py FLAGS`: a world of one, from a folder that is not the checkout."""
     return subprocess.run([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], cwd="/",
-                          env={**_environment(), **environ}, capture_output=True, text=True, timeout=300)
+                          env={**_environment(), **environ}, capture_output=True, text=True, timeout=900)
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: 
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "[]"
 
 

@@ -1,10 +1,6 @@
-"""Put a pickle that makes a file into a file of a checkpoint, and a manifest with the right hashes:
-
-    python -m tests.distributed.poison CHECKPOINT FILE CANARY
-"""
+"""A file of a checkpoint replaced by a pickle that makes a file, under a manifest with the right hashes."""
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +19,9 @@ class Poison:
         return os.system, (f"touch {self.canary}",)
 
 
-def poison(folder: Path, name: str, canary: Path) -> None:
+def poison(folder: Path, name: str, canary: str) -> None:
+    """Whoever unpickles the file makes the file `canary`."""
     manifest = read_manifest(folder)
-    torch.save({"module": Poison(str(canary)), "tensor": torch.zeros(3)}, folder / name)
+    torch.save({"module": Poison(canary), "tensor": torch.zeros(3)}, folder / name)
     record = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
     (folder / MANIFEST).write_text(replace(manifest, files={**manifest.files, name: record}).to_json())
-
-
-if __name__ == "__main__":
-    poison(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
