@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.manifest import MANIFEST, newest_whole
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import ROOT, free_port, train_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
            "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",
            "peak_memory_bytes", "eta_seconds"}
@@ -57,10 +58,9 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 def interrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
     """(run stopped after 3 of 6 steps and resumed, run done at once, what the resumed one printed)."""
     base = tmp_path_factory.mktemp("runs")
-    done = launch(2, _flags(corpus, base / "whole", "--train_steps", "6"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--exit_step", "3"))
-    assert first.returncode == 0, first.stdout + first.stderr
+    for run, *more in (("whole",), ("halves", "--exit_step", "3")):
+        done = train_ranks(2, _flags(corpus, base / run, "--train_steps", "6", *more), base)
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stdout + done[1].stdout
     second = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--resume", "required"))
     assert second.returncode == 0, second.stdout + second.stderr
     return base / "halves", base / "whole", second.stdout.splitlines()
@@ -98,10 +98,10 @@ def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> 
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 
-def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str) -> None:
-    again = launch(2, _flags(corpus, interrupted[0], "--train_steps", "6"))
-    assert again.returncode == 0
-    assert "is complete: 6 of 6 steps" in again.stdout
+def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
+    again = train_ranks(2, _flags(corpus, interrupted[0], "--train_steps", "6"), tmp_path)
+    assert [rank.returncode for rank in again] == [0, 0]
+    assert "is complete: 6 of 6 steps" in again[0].stdout
 
 
 def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -184,8 +184,8 @@ def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:
     words = _flags(corpus, tmp_path / "run", config=ROOT / "ds_configs" / "zero1_bf16.json")
     text = "".join(f"{key.removeprefix('--')}: {value}\n" for key, value in zip(words[::2], words[1::2], strict=True))
     (tmp_path / "run.yaml").write_text(text + "train_steps: 50\n")
-    done = alone(["--config", str(tmp_path / "run.yaml"), "--train-steps", "1"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    (done,) = train_ranks(1, ["--config", str(tmp_path / "run.yaml"), "--train-steps", "1"], tmp_path)
+    assert done.returncode == 0, done.stdout
     assert len(losses(tmp_path / "run")) == 1
     (tmp_path / "bad.yaml").write_text("train_stepz: 50\n")
     _refused(alone(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz", 'did you mean "train_steps"?')
