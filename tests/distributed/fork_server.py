@@ -18,6 +18,7 @@ from typing import Any
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
 import torch._inductor.compile_fx  # noqa: F401
+import transformers.hf_argparser  # noqa: F401 (a second)
 from deepspeed.accelerator import get_accelerator
 
 import pretrain.loop  # noqa: F401
