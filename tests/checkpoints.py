@@ -24,7 +24,7 @@ def real_run(layout: str, corpus: str, factory: pytest.TempPathFactory) -> Path:
         words = {**flags(corpus, steps=STEPS), "deepspeed_config": "ds.json", "save": "run",
                  "save_interval": 1, "eval_interval": 1}
         done = run_ranks([str(ROOT / "pretrain" / "train.py"), *(f"--{key}={word}" for key, word in words.items())], 2,
-                         cwd=folder, timeout=180)
+                         cwd=folder, timeout=900)
         assert all(process.returncode == 0 for process in done), [process.stdout[-3000:] for process in done]
         _made[layout] = folder / "run"
     return _made[layout]

@@ -1,4 +1,4 @@
-"""What several tests share: a small corpus, and whether this machine can do NVMe offload."""
+"""What several tests share: a small corpus; and how tests are shared out among processes."""
 
 from pathlib import Path
 
@@ -8,6 +8,17 @@ import pytest
 from pretrain.data.indexed import IndexedWriter
 
 VOCAB_SIZE = 256
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n N --dist loadgroup`: a file's tests stay together, as they share fixtures; the longest come first.
+
+    Files whose tests start ranks are one group (`xdist_group("ranks")`): they share the process that they fork from.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")

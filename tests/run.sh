@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
 # Set-up, ruff, mypy and the tests: tests/run.sh [pytest arguments]
+#
+# Without arguments: first the tests that mostly take one process, on every core (four at most), then those that start
+# several ranks, one after another. With arguments: one pytest, as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh --dev
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # threads of one test would wait for the cores of another
 ruff check .
 mypy
-exec pytest "$@"
+[ $# = 0 ] || exec pytest "$@"
+status=0 cores=$(nproc)
+pytest -n $((cores < 4 ? cores : 4)) --dist loadgroup --ignore tests/distributed --ignore tests/cluster || status=$?
+pytest tests/distributed tests/cluster || status=$?
+echo "tests: $((SECONDS / 60)) min $((SECONDS % 60)) s on $cores cores, set-up included"
+exit $status

@@ -11,7 +11,7 @@ from pretrain.errors import ConfigError
 
 def run(body: str) -> subprocess.CompletedProcess[str]:
     program = f"import sys\nfrom pretrain.cli import run_main\nfrom pretrain.errors import ConfigError\n{body}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize(("body", "code", "stderr"), [
@@ -29,7 +29,7 @@ def test_exit_codes(body: str, code: int, stderr: str) -> None:
 def test_a_reader_that_leaves_is_no_crash() -> None:
     body = "from pretrain.cli import run_main\ndef f():\n  for i in range(10**6): print(i)\nrun_main(f)"
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" | head -1; echo ${{PIPESTATUS[0]}}', body],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=900)
     assert (done.stdout, done.stderr) == ("0\n141\n", "")
 
 

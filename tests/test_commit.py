@@ -103,7 +103,7 @@ prune(checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set()
 def _killed_after(changes: int, checkpoints: Path) -> bool:
     """Save step 4 and prune in a process that is killed before its next change of the disk; False: it was done."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(checkpoints), str(changes)], capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                          text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 

@@ -79,7 +79,7 @@ def test_refuses(tmp_path: Path, sources: Path) -> None:
 
 def test_tool(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOL), str(tmp_path / "out"), "--megabytes", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (0, "")
     assert "MB of text" in done.stdout
     assert len(rows(tmp_path / "out" / "train.jsonl")) > len(rows(tmp_path / "out" / "valid.jsonl")) > 0

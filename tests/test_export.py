@@ -19,6 +19,7 @@ from pretrain.model.specs import as_module
 from tests.distributed.cases import case, config, flags
 from tests.distributed.layouts import SAVED, STEPS, Watch, fp16, plain, relative, run_layouts, staged
 
+pytestmark = pytest.mark.xdist_group("ranks")
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**plain(1, precision="bf16"), **FP32_SUMS}
 SOURCES = {"stage0": staged(0), "zero3": plain(3), "bf16": BF16, "fp16": fp16(staged(0))}
@@ -122,13 +123,13 @@ def test_an_index_that_misses_a_piece_is_named(work: Path, saved: dict[str, Any]
 
 
 def test_memory_is_bounded(corpus: str, work: Path) -> None:
-    """On a checkpoint of more than 1 GB: host memory beside what stays, in units of its largest file."""
-    wide = flags(corpus, hidden=1024, layers=5, steps=1, seq_length=8)
+    """On a checkpoint of 250 MB: host memory beside what stays, in units of its largest file."""
+    wide = flags(corpus, hidden=512, layers=5, steps=1, seq_length=8)
     name, values = "wide", config(1, micro=1, accumulation=1)
     folder = Path(run_layouts({name: (2, case(name, "train_and_save", values, wide, saved_step=1))},
                               work / "wide")[name]["folder"])
     sizes = [record.bytes for record in read_manifest(folder).files.values()]
-    assert sum(sizes) > 1e9
+    assert sum(sizes) > 2e8
     used: dict[str, int] = {}
     for what, action in (("convert", lambda: convert(folder, work / "wide-universal")),
                          ("consolidate", lambda: consolidate(folder, work / "wide-bf16", dtype="bf16"))):

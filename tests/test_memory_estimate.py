@@ -4,8 +4,6 @@ Against real engines of every layout: tests/distributed/test_memory_measure.py.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +40,7 @@ from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
 from pretrain.model.specs import as_module
+from tests.effort import CountCalls
 from tests.model_shapes import SHAPES, write_config
 
 # ZeRO (arXiv 1910.02054), table 1: gigabytes a device by data-parallel ranks, of 7.5B, 128B and 1T parameters at stages
@@ -372,22 +371,12 @@ def test_footprints_add_and_travel() -> None:
         Footprint({("weights", "device"): 1})
 
 
-def test_a_hundred_large_estimates_take_no_time_and_no_torch() -> None:
-    program = """
-import sys, time
-from pretrain.memory.estimate import estimate
-from pretrain.memory.layout import Layout
-from pretrain.memory.shape import read_shape
-start, shape = time.process_time(), read_shape("gpt3-175b")
-for stage in range(4):
-    for micro in range(1, 26):
-        estimate(shape, Layout(world_size=1024, zero_stage=stage, micro_batch_size=micro, pipeline_stages=8 >> 3 * (
-            stage > 1), gradient_accumulation_steps=16, seq_length=2048))
-print(time.process_time() - start, *({"torch", "transformers", "deepspeed", "numpy"} & set(sys.modules)))
-"""
-    seconds, *heavy = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True,
-                                     text=True).stdout.split()
-    assert not heavy
-    assert float(seconds) < 1  # 0.1 s on a quiet machine
-
-
+def test_an_estimate_takes_little_work() -> None:
+    shape = read_shape("gpt3-175b")
+    for stage in range(4):
+        for micro in (1, 25):
+            layout = Layout(world_size=1024, zero_stage=stage, micro_batch_size=micro,
+                            pipeline_stages=1 if stage > 1 else 8, gradient_accumulation_steps=16, seq_length=2048)
+            with CountCalls() as work:
+                estimate(shape, layout)
+            assert work.calls < 40_000, layout  # 14,000 at most when this was written: a few milliseconds

@@ -1,9 +1,5 @@
 """The same parameters, initial weights, loss and gradients in every layout: plain, ZeRO-3, 1 and 2 stages."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +9,10 @@ import torch
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module
+from tests.distributed.launch import run_ranks
 from tests.model_shapes import SHAPES, write_config
 
+pytestmark = pytest.mark.xdist_group("ranks")
 WORKER = Path(__file__).parent / "distributed" / "model_worker.py"
 LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
@@ -26,23 +24,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layouts")
     for name in LAID_OUT:
         write_config(folder / "shapes" / name, SHAPES[name])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    workers = []
-    for rank in range(2):
-        environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                       "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WORKER.parents[2])}
-        command = [sys.executable, str(WORKER), str(folder / "shapes"), str(folder)]
-        workers.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT))
-    try:
-        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(output[-3000:] for output in outputs)
+    done = run_ranks([str(WORKER), str(folder / "shapes"), str(folder)], 2, cwd=folder)
+    assert [rank.returncode for rank in done] == [0, 0], "\n".join(rank.stdout[-3000:] for rank in done)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -37,15 +37,15 @@ def _start(whose: str, lock: Path, then: str = "") -> "subprocess.Popen[str]":
 
 def test_a_killed_load_blocks_nobody(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    assert _start("ours", lock, "die").wait(timeout=60) == -signal.SIGKILL
+    assert _start("ours", lock, "die").wait(timeout=900) == -signal.SIGKILL
     assert lock.exists()
-    assert _start("ours", lock).communicate(timeout=60)[0] == "done\n"
+    assert _start("ours", lock).communicate(timeout=900)[0] == "done\n"
     assert not lock.exists()
 
 
 def test_plain_torch_waits_for_ever(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    assert _start("torch's", lock, "die").wait(timeout=60) == -signal.SIGKILL
+    assert _start("torch's", lock, "die").wait(timeout=900) == -signal.SIGKILL
     waiting = _start("torch's", lock)
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "waits\n"
@@ -62,5 +62,5 @@ def test_one_waits_for_the_other(tmp_path: Path) -> None:
     assert second.stdout is not None
     assert second.stdout.readline() == "waits\n"
     assert second.poll() is None
-    assert first.communicate(timeout=60)[0] == "done\n"
-    assert second.communicate(timeout=60)[0] == "done\n"
+    assert first.communicate(timeout=900)[0] == "done\n"
+    assert second.communicate(timeout=900)[0] == "done\n"

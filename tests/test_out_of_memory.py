@@ -34,7 +34,7 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
     # the limit counts addresses, of which a heap that never shrinks (pretrain/allocator.py) takes more than memory
     environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
-    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=600,
+    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=900,
                           check=False)
 
 

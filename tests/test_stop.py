@@ -17,7 +17,7 @@ from pretrain.resilience.stop import _end_with_siblings
 signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
 kept = _end_with_siblings()
 print("ready", flush=True)
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 600
 while time.monotonic() < deadline:
     time.sleep(0.05)
 '''
@@ -32,7 +32,7 @@ try:
     ranks[0].kill()
     ranks[0].wait()
     last.send_signal(signal.SIGTERM)
-    print(said, heard, alive, last.wait(timeout=10))
+    print(said, heard, alive, last.wait(timeout=900))
 finally:
     for rank in ranks:
         rank.kill()
@@ -40,7 +40,7 @@ finally:
 
 
 def test_sigterm_after_a_crash_is_no_request() -> None:
-    done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=900,
                           env={**os.environ, "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu",
                                "PYTHONPATH": str(ROOT)})
     assert done.stdout.strip() == f"['ready', 'ready'] heard True {128 + signal.SIGTERM}", done.stderr[-2000:]

@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,8 @@ def test_it_gives_up_without_progress_and_pauses_longer_each_time(tmp_path: Path
     assert code == 9
     assert "gave up after 2 restarts without a step beyond 0" in said
     starts, (summary,) = read_ledger(tmp_path)
-    pauses = [after["time"] - before["time"] for before, after in pairwise(starts)]
     assert [row["exit_code"] for row in starts] == [9, 9, 9]
-    assert pauses[0] >= 0.2
-    assert pauses[1] >= 0.4
+    assert re.findall(r"goes on from step 0, in (\S+) s", said) == ["0.2", "0.4"]
     assert summary["goodput"] == 0
     many = Settings([], tmp_path, backoff_s=10, backoff_max_s=60)
     assert [backoff(many, number) for number in (0, 1, 2, 3, 1000)] == [10, 20, 40, 60, 60]

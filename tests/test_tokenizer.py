@@ -174,7 +174,7 @@ def test_bad_tokenizers(tmp_path: Path, name: str, content: bytes | None, messag
 
 
 def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
 
 
 def test_tool_trains_quietly(tmp_path: Path) -> None:

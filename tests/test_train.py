@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.manifest import MANIFEST, newest_whole
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import ROOT, free_port, train_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
            "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",
            "peak_memory_bytes", "eta_seconds"}
@@ -29,20 +30,20 @@ def _flags(corpus: str, run: Path, *others: str, config: Path = CONFIG) -> list[
 def _environment() -> dict[str, str]:
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu"}
+            "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}  # another run may have torch's default
 
 
 def launch(ranks: int, flags: list[str]) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_accelerators RANKS pretrain/train.py FLAGS`"""
     command = ["deepspeed", "--quiet", "--num_accelerators", str(ranks), "--master_port", str(free_port()),
                str(ROOT / "pretrain" / "train.py"), *flags]
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=900)
 
 
 def alone(flags: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
     """`python pretrain/train.py FLAGS`: a world of one, from a folder that is not the checkout."""
     return subprocess.run([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], cwd="/",
-                          env={**_environment(), **environ}, capture_output=True, text=True, timeout=300)
+                          env={**_environment(), **environ}, capture_output=True, text=True, timeout=900)
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -57,10 +58,9 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 def interrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
     """(run stopped after 3 of 6 steps and resumed, run done at once, what the resumed one printed)."""
     base = tmp_path_factory.mktemp("runs")
-    done = launch(2, _flags(corpus, base / "whole", "--train_steps", "6"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--exit_step", "3"))
-    assert first.returncode == 0, first.stdout + first.stderr
+    for run, *more in (("whole",), ("halves", "--exit_step", "3")):
+        done = train_ranks(2, _flags(corpus, base / run, "--train_steps", "6", *more), base)
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stdout + done[1].stdout
     second = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--resume", "required"))
     assert second.returncode == 0, second.stdout + second.stderr
     return base / "halves", base / "whole", second.stdout.splitlines()
@@ -98,10 +98,10 @@ def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> 
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 
-def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str) -> None:
-    again = launch(2, _flags(corpus, interrupted[0], "--train_steps", "6"))
-    assert again.returncode == 0
-    assert "is complete: 6 of 6 steps" in again.stdout
+def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
+    again = train_ranks(2, _flags(corpus, interrupted[0], "--train_steps", "6"), tmp_path)
+    assert [rank.returncode for rank in again] == [0, 0]
+    assert "is complete: 6 of 6 steps" in again[0].stdout
 
 
 def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -149,7 +149,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: 
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "[]"
 
 
@@ -184,8 +184,8 @@ def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:
     words = _flags(corpus, tmp_path / "run", config=ROOT / "ds_configs" / "zero1_bf16.json")
     text = "".join(f"{key.removeprefix('--')}: {value}\n" for key, value in zip(words[::2], words[1::2], strict=True))
     (tmp_path / "run.yaml").write_text(text + "train_steps: 50\n")
-    done = alone(["--config", str(tmp_path / "run.yaml"), "--train-steps", "1"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    (done,) = train_ranks(1, ["--config", str(tmp_path / "run.yaml"), "--train-steps", "1"], tmp_path)
+    assert done.returncode == 0, done.stdout
     assert len(losses(tmp_path / "run")) == 1
     (tmp_path / "bad.yaml").write_text("train_stepz: 50\n")
     _refused(alone(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz", 'did you mean "train_steps"?')

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import LIMIT_S, ROOT, free_port
 
 SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("n1", "n2")
@@ -45,9 +45,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
 JobRequeue=1
-SlurmdTimeout=5
-MessageTimeout=3
-TCPTimeout=1
+SlurmdTimeout=30
 KillWait=20
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_n1} CPUs=1 RealMemory=500 State=UNKNOWN
@@ -67,14 +65,15 @@ class SlurmCluster:
 
     def run(self, *command: str) -> str:
         """What a command of SLURM prints."""
-        done = subprocess.run(command, env=self.environ, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environ, cwd=self.folder, capture_output=True, text=True,
+                              timeout=LIMIT_S)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *words: str, **environ: str) -> str:
         """`sbatch WORDS`; the job's number."""
         done = subprocess.run(["sbatch", "--parsable", *words], env={**self.environ, **environ}, cwd=self.folder,
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -93,9 +92,9 @@ class SlurmCluster:
         path = self.folder / f"pretrain-{job}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, job: str, *states: str, timeout_s: float = 240) -> None:
+    def wait_for(self, job: str, *states: str) -> None:
         """Fails with the job's log where it is in none of the states in time."""
-        wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}", timeout_s)
+        wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}")
 
     def start_node(self, name: str) -> None:
         # --mount-proc: in mounts of its own, too
@@ -109,11 +108,11 @@ class SlurmCluster:
         self.slurmds[name].wait()
 
 
-def wait_until(done: Callable[[], bool], describe: Callable[[], str], timeout_s: float) -> None:
+def wait_until(done: Callable[[], bool], describe: Callable[[], str]) -> None:
     """Fails with `describe()` where `done()` is not true in time."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + LIMIT_S
     while not done():
-        assert time.monotonic() < end, f"after {timeout_s} s: {describe()}"
+        assert time.monotonic() < end, f"after {LIMIT_S} s: {describe()}"
         time.sleep(0.1)
 
 
@@ -152,7 +151,7 @@ def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitS
     # --force: the folder is root's alone, and so are all processes that ask
     _daemon(["munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in files.items())],
             folder, environ, stack)
-    wait_until((folder / "munge.socket").exists, lambda: (folder / "daemons.log").read_text(), timeout_s=10)
+    wait_until((folder / "munge.socket").exists, lambda: (folder / "daemons.log").read_text())
 
 
 @contextlib.contextmanager
@@ -177,7 +176,7 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
         cluster = SlurmCluster(folder, environ, stack)
         for name in NODES:
             cluster.start_node(name)
-        wait_until(lambda: _idle(cluster) == 2, lambda: (folder / "daemons.log").read_text(), timeout_s=30)
+        wait_until(lambda: _idle(cluster) == 2, lambda: (folder / "daemons.log").read_text())
         yield cluster
 
 

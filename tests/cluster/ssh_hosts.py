@@ -6,8 +6,8 @@ them another file or folder, in that host's mount namespace alone.
 
 import contextlib
 import ctypes
-import itertools
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.launch import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
-_PAIRS = itertools.count()  # a process may have several pairs at a time
 PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "ip": "iproute2", "nsenter": "util-linux"}
 _SSHD = """
 PermitRootLogin yes
@@ -67,9 +68,9 @@ class Host:
                     found[int(word)] = command
         return {pid: command for pid, command in found.items() if command}  # zombies have none
 
-    def wait_until_empty(self, timeout_s: float = 5) -> None:
+    def wait_until_empty(self) -> None:
         """Fails with the list of what still runs."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + LIMIT_S
         while self.processes() and time.monotonic() < end:
             time.sleep(0.1)
         assert self.processes() == {}, f"left on {self.name}"
@@ -103,9 +104,9 @@ class Hosts:
         path.write_text("".join(f"{host.address} slots={slots}\n" for host in (self.a, self.b)))
         return path
 
-    def wait_until_empty(self, timeout_s: float = 5) -> None:
+    def wait_until_empty(self) -> None:
         for host in (self.a, self.b):
-            host.wait_until_empty(timeout_s)
+            host.wait_until_empty()
 
 
 def _need_packages() -> None:
@@ -170,6 +171,15 @@ def _bridge(pair: int) -> str:
     return f"dsbr{pair}"
 
 
+def _free_pair() -> int:
+    """A number whose bridge and network no other test run on this machine has."""
+    used = _run("ip", "-o", "addr") + _run("ip", "netns", "list")
+    while True:
+        pair = random.SystemRandom().randrange(500)
+        if f"{_network(pair)}." not in used and f"ds{pair}a" not in used:
+            return pair
+
+
 def _network(pair: int) -> str:
     """Of 198.18.0.0/15, which is for tests."""
     return f"198.{18 + pair // 250 % 2}.{pair % 250}"
@@ -181,7 +191,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("two hosts over ssh need root, for network namespaces")
     _need_packages()
-    pair = (os.getpid() + next(_PAIRS)) % 100000
+    pair = _free_pair()
     with contextlib.ExitStack() as stack:
         try:
             _run("ip", "link", "add", _bridge(pair), "type", "bridge")
@@ -195,16 +205,16 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             pytest.skip(f"this machine makes no network namespaces: {error.cmd}: {error.stderr.strip()}")
         scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]
         environ = {**os.environ, "PATH": os.pathsep.join([*scripts, _PATH]), "OMP_NUM_THREADS": "1",
-                   "DS_ACCELERATOR": "cpu"}
+                   "DS_ACCELERATOR": "cpu", "VENV": str(Path(sys.executable).parents[1])}
         for host in hosts:
             _wait_for_ssh(host, environ)
         yield Hosts(hosts[0], hosts[1], environ, folder)
 
 
 def _wait_for_ssh(host: Host, environ: dict[str, str]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + LIMIT_S
     while subprocess.run(["ssh", host.address, "true"], env=environ, capture_output=True).returncode != 0:
-        assert time.monotonic() < end, f"{host.name}: no ssh after 10 s"
+        assert time.monotonic() < end, f"{host.name}: no ssh after {LIMIT_S} s"
         time.sleep(0.2)
 
 

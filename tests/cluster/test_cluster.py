@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,13 @@ from pretrain.checkpoint.manifest import newest_whole
 from pretrain.cluster.ending import LOST
 from tests.cluster.mpi import mpi
 from tests.cluster.ssh_hosts import Host, Hosts
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import _flags, launch, losses, rows
 
 __all__ = ["mpi"]  # the fixture
 ZERO2 = ROOT / "ds_configs" / "zero2_bf16.json"
 PIPELINE = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 TRAIN = str(ROOT / "pretrain" / "train.py")
-REFUSED_WITHIN_S = 20
 
 
 def _command(hosts: Hosts, folder: Path, *words: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_two_hosts_train_as_one(hosts: Hosts, corpus: str, tmp_path: Path) -> No
     for config, command in commands.items():
         run, one = tmp_path / config.stem, tmp_path / f"{config.stem}-one"
         done = subprocess.run([*command, *_flags(corpus, run, "--train_steps", "3", config=config)], env=hosts.environ,
-                              cwd=tmp_path, capture_output=True, text=True, timeout=300)
+                              cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         hosts.wait_until_empty()
         alone = launch(2, _flags(corpus, one, "--train_steps", "3", config=config))
@@ -94,7 +94,7 @@ def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: 
         own = ["--launcher_args=-localhost " + hosts.a.address.rpartition(".")[0] + ".254"] * (launcher == "mpich")
         command = [*_command(hosts, tmp_path, "--launcher", launcher, *own), "--"]
         done = subprocess.run([*command, *_flags(corpus, run, "--train_steps", "3", config=ZERO2)], env=environ,
-                              cwd=tmp_path, capture_output=True, text=True, timeout=300)
+                              cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 data-parallel" in done.stdout
         hosts.wait_until_empty()
@@ -104,13 +104,11 @@ def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: 
 
 
 def _refused(hosts: Hosts, command: list[str], folder: Path) -> str:
-    start = time.monotonic()
-    done = subprocess.run(command, env=hosts.environ, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - start < REFUSED_WITHIN_S
+    done = subprocess.run(command, env=hosts.environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("ds-pretrain: error: ")
-    hosts.wait_until_empty(0)
+    hosts.wait_until_empty()
     return line
 
 
@@ -123,7 +121,7 @@ def test_unfit_hosts_are_named(hosts: Hosts, corpus: str, tmp_path: Path) -> Non
     assert f"found {nowhere}: no ssh to it" in line
     assert hosts.a.address not in line
 
-    (metadata,) = Path(ROOT, ".venv").glob("lib/python*/site-packages/transformers-*.dist-info/METADATA")
+    metadata = next(Path(str(file.locate())) for file in files("transformers") or () if file.name == "METADATA")
     other = tmp_path / "METADATA"
     other.write_text(re.sub(r"(?m)^Version: .*", "Version: 4.0.0", metadata.read_text(), count=1))
     empty = tmp_path / "empty"
@@ -147,7 +145,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     with _started(hosts, tmp_path, flags) as process:
         _wait_for_rows(run, 2, process)
         process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 75, output
         hosts.wait_until_empty()
     found = newest_whole(run / "checkpoints")
@@ -156,7 +154,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
         _wait_for_rows(run, len(rows(run)) + 2, process)
         os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice anything by itself
         os.kill(_rank(hosts.b), signal.SIGKILL)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 256 - signal.SIGKILL, output
         assert f"{hosts.b.address} (rank 1) failed with exit code 247" in output
         hosts.wait_until_empty()
@@ -169,7 +167,8 @@ def _launchers_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
     port, hostfile = free_port(), hosts.hostfile(folder / "hosts")
     command = [str(ROOT / "launch" / "cluster.sh"), "--hostfile", str(hostfile), "--no_ssh", "--master_addr",
                hosts.a.address, "--master_port", str(port), *words]
-    lines = [shlex.join(["cd", str(folder)]) + "; OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu exec "
+    lines = [shlex.join(["cd", str(folder)]) + "; OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu "
+             + shlex.join([f"VENV={hosts.environ['VENV']}"]) + " exec "
              + shlex.join([*command, "--node_rank", str(number), "--", *flags]) for number in range(2)]
     return [subprocess.Popen(["ssh", host.address, line], env=hosts.environ, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT) for host, line in zip((hosts.a, hosts.b), lines, strict=True)]
@@ -183,7 +182,7 @@ def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_p
     empty.mkdir()
     with hosts.b.bind(empty, Path(corpus).parent):
         both = _launchers_without_ssh(hosts, tmp_path, flags)
-        output = [launcher.communicate(timeout=60)[0] for launcher in both]
+        output = [launcher.communicate(timeout=LIMIT_S)[0] for launcher in both]
     assert [launcher.returncode for launcher in both] == [2, 2], output
     assert f"found {hosts.b.address}: no {corpus}.bin" in output[0]
     assert f"no {corpus}.bin" in output[1]
@@ -191,7 +190,7 @@ def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_p
     _wait_for_rows(run, 2, both[0])
     os.kill(_rank(hosts.a), signal.SIGSTOP)
     os.kill(_rank(hosts.b), signal.SIGKILL)
-    output = [launcher.communicate(timeout=60)[0] for launcher in both]
+    output = [launcher.communicate(timeout=LIMIT_S)[0] for launcher in both]
     assert [launcher.returncode for launcher in both] == [256 - signal.SIGKILL] * 2, output
     assert f"{hosts.b.address} (rank 1) failed with exit code 247" in output[0]
     hosts.wait_until_empty()
@@ -200,18 +199,16 @@ def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_p
 @pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
 def test_a_cut_cable_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     """Without help gloo waits for the process group's time-out on both sides; then each host ends by itself."""
-    run, timeout_s = tmp_path / "run", 60
+    run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
-    with _started(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": str(timeout_s // 60)}), tmp_path,
+    with _started(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,
                   flags, "--grace", "1") as process:
         _wait_for_rows(run, 2, process)
         hosts.b.set_link("down")
         try:
-            start = time.monotonic()
-            output = process.communicate(timeout=timeout_s + 10)[0]
+            output = process.communicate(timeout=LIMIT_S)[0]
             assert process.returncode == LOST, output
             assert f"{hosts.b.address} (rank 1) was lost" in output
-            hosts.a.wait_until_empty(0)
-            hosts.b.wait_until_empty(max(0, start + timeout_s + 10 - time.monotonic()))
+            hosts.wait_until_empty()
         finally:
             hosts.b.set_link("up")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.mpi import mpi
-from tests.distributed.launch import ROOT, free_port
+from tests.distributed.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import losses, rows
 
 __all__ = ["mpi"]  # the fixture
@@ -36,7 +36,7 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
     flags = ["--", "--deepspeed_config", str(ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"), "--model", "tiny",
              "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64", "--train_data", corpus, "--seq_length", "64",
              "--micro_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--split",
-             "80,20,0", "--eval_steps", "1", "--log_interval", "1", "--train_steps", "40", "--save", str(run)]
+             "80,20,0", "--eval_steps", "1", "--log_interval", "1", "--train_steps", "120", "--save", str(run)]
     script = str(ROOT / "launch" / "mpi.sh")
     first = subprocess.Popen([script, "-np", "2", "--oversubscribe", *flags], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, env={**environ, "MPIRUN": "mpirun.openmpi"})
@@ -44,16 +44,16 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
         while not (run / "metrics.jsonl").exists() and first.poll() is None:
             time.sleep(0.1)
         first.send_signal(signal.SIGUSR1)  # to mpirun, which hands it on
-        output, _ = first.communicate(timeout=240)
+        output, _ = first.communicate(timeout=LIMIT_S)
     finally:
         first.kill()
     assert first.returncode == 75, output
 
     second = subprocess.run([script, "-n", "2", *flags, "--resume", "required"], text=True, capture_output=True,
-                            env={**environ, "MPIRUN": "mpirun.mpich"}, timeout=240)
+                            env={**environ, "MPIRUN": "mpirun.mpich"}, timeout=LIMIT_S)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "2 pipeline stages" in second.stdout
-    assert [step for step, *_ in losses(run)] == list(range(1, 41))
+    assert [step for step, *_ in losses(run)] == list(range(1, 121))
     assert losses(run)[-1][1] < losses(run)[0][1] - 0.2
     stops = [row["reason"] for row in rows(run, "events.jsonl") if row["event"] == "stop"]
     assert stops == ["SIGUSR1", "finished"]
@@ -70,7 +70,7 @@ def test_what_the_launcher_does_not_say_comes_through_mpi(
         environ: dict[str, str], hidden: list[str], expected: list[str]) -> None:
     done = subprocess.run(
         ["mpirun.openmpi", "-np", "2", "--oversubscribe", "env", *(word for name in hidden for word in ("-u", name)),
-         sys.executable, "-c", _TELL], env=environ, text=True, capture_output=True, timeout=60)
+         sys.executable, "-c", _TELL], env=environ, text=True, capture_output=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     address = subprocess.run(["hostname", "-I"], text=True, capture_output=True).stdout.split()[0]
     assert sorted(done.stdout.splitlines()) == [line.replace("ADDRESS", address) for line in expected]

@@ -53,7 +53,7 @@ def wait_for_step(slurm: SlurmCluster, job: str, run: Path, step: int) -> None:
         assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)  # the last: requeued
         return (run / "metrics.jsonl").exists() and step <= max(losses(run), default=0)
 
-    wait_until(reached, lambda: slurm.log(job), timeout_s=240)
+    wait_until(reached, lambda: slurm.log(job))
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
     first = submit(slurm, config, run, "--save_interval", "0")
     wait_for_step(slurm, first, run, 2)
     slurm.run("scancel", "--signal=USR1", "--batch", first)  # as SLURM does before the time limit
-    wait_until(lambda: "back to the queue" in slurm.log(first), lambda: slurm.log(first), timeout_s=240)
+    wait_until(lambda: "back to the queue" in slurm.log(first), lambda: slurm.log(first))
     (signalled_at,) = saves(run)
 
     wait_for_step(slurm, first, run, signalled_at + 2)  # it has begun again by itself
     slurm.run("scancel", first)
     slurm.wait_for(first, "CANCELLED")
-    wait_until(lambda: len(saves(run)) == 2, lambda: slurm.log(first), timeout_s=20)
+    wait_until(lambda: len(saves(run)) == 2, lambda: slurm.log(first))
     cancelled_at = saves(run)[-1]
 
     second = submit(slurm, config, run, "--resume", "required")
@@ -108,7 +108,7 @@ def test_the_time_limit_sends_the_signal(slurm: SlurmCluster, config: str) -> No
     script.write_text(SBATCH.read_text().replace("USR1@120", "USR1@30"))
     job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=2", str(script), config, "--save", str(run),
                        "--train_steps", "100000", "--save_interval", "0")
-    wait_until(lambda: "back to the queue" in slurm.log(job), lambda: slurm.log(job), timeout_s=180)
+    wait_until(lambda: "back to the queue" in slurm.log(job), lambda: slurm.log(job))
     assert rows(run, "events.jsonl")[-1]["reason"] == "SIGUSR1"
     assert "exit code 75" in slurm.log(job)
     slurm.run("scancel", job)

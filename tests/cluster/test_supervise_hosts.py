@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from pretrain.resilience.hosts import ranks_on, reach_hosts, unhealthy
 from pretrain.resilience.ledger import read_ledger
 from tests.cluster.ssh_hosts import Host, Hosts, two_hosts
-from tests.distributed.launch import ROOT, free_port, run_forked
+from tests.distributed.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until
 
 STEPS = 30
@@ -64,10 +63,10 @@ def test_ranks_on_a_host_are_found_and_asked_and_ended(pair: Hosts, tmp_path: Pa
         assert ranks_on([address], "save", words, reach) == {address: [pid]}
         wait_until(lambda: (tmp_path / "saved").exists())
         assert ranks_on([address], "end", words, reach) == {address: [pid]}
-        assert rank.wait(10) != 0
+        assert rank.wait(LIMIT_S) != 0
     assert ranks_on([address], "list", words, reach) == {}
     command = "ip addr | grep -q netb || { echo no netb >&2; false; }"
-    assert unhealthy([pair.a.address, address], command, reach, 20) == {pair.a.address: "no netb"}
+    assert unhealthy([pair.a.address, address], command, reach, LIMIT_S) == {pair.a.address: "no netb"}
 
 
 def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
@@ -98,11 +97,9 @@ def test_it_waits_for_a_host_whose_network_is_cut(corpus: str, tmp_path: Path, p
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
         pair.b.set_link("down")
-        cut = time.monotonic()
-        wait_until(lambda: len(read_ledger(tmp_path / "run")[0]) >= 2, timeout=180)
-        print(f"{time.monotonic() - cut:.1f} s from the cut until it is noticed")
+        wait_until(lambda: len(read_ledger(tmp_path / "run")[0]) >= 2)
         pair.b.set_link("up")
-        code, _ = ended(supervisor, timeout=200)
+        code, _ = ended(supervisor)
     finally:
         pair.b.set_link("up")
         end_tree(supervisor)
@@ -125,7 +122,7 @@ def test_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> No
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
         lose(pair.b)
-        code, _ = ended(supervisor, timeout=200)
+        code, _ = ended(supervisor)
     finally:
         end_tree(supervisor)
         print((tmp_path / "log").read_text()[-8000:])

@@ -18,11 +18,14 @@ from typing import Any
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
 import torch._inductor.compile_fx  # noqa: F401
+import transformers.hf_argparser  # noqa: F401 (a second)
 from deepspeed.accelerator import get_accelerator
 
 import pretrain.loop  # noqa: F401
 from pretrain.device import detect_device
 from pretrain.distributed import prepare_deepspeed
+
+GRACE_S = 60.0  # in which the ranks beside one that failed can report too; most of them end at once
 
 
 def load_operators() -> None:
@@ -83,7 +86,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         if pid in running:
             codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
             if code != 0:
-                deadline = min(deadline, time.monotonic() + 2)  # let the others report too
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         elif time.monotonic() > deadline:
             timeout = not any(codes)
             for pid in running:

@@ -4,14 +4,33 @@ import atexit
 import functools
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.process import ROOT, free_port
+from pretrain.process import ROOT
 
-__all__ = ["ROOT", "free_port"]  # for those who start ranks
+__all__ = ["ROOT"]  # for those who start ranks
+LIMIT_S = 900.0  # ends a test that hangs; nothing else depends on it
+
+
+def free_port() -> int:
+    """TCP port on which nobody listens, below the range from which the kernel gives ports to outgoing connections.
+
+    A port of that range may be taken again before the rank that is to listen there has imported torch.
+    """
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(1024, max(first_of_kernel, 2048))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -32,9 +51,12 @@ def fork_server() -> subprocess.Popen[str]:
     return server
 
 
-def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = 600,
+def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = LIMIT_S,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND` on every rank to its end. When one fails the others are ended: they would wait for it."""
+    """Run `python COMMAND` on every rank to its end. When one fails the others are ended: they would wait for it.
+
+    `stdout` of each has both of its streams.
+    """
     port, server = free_port(), fork_server()
     environs = [{**rank_environment(rank, ranks, port), **(environ or {})} for rank in range(ranks)]
     request = {"command": command, "environs": environs, "cwd": str(cwd), "timeout": timeout}
@@ -47,6 +69,12 @@ def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = 600
         raise TimeoutError(f"{command} ran for more than {timeout} s\n" + _tails(cwd, ranks))
     return [subprocess.CompletedProcess(command, code, stdout=(cwd / f"rank{rank}.log").read_text())
             for rank, code in enumerate(answer["codes"])]
+
+
+def train_ranks(ranks: int, flags: list[str], cwd: Path,
+                **environ: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run `pretrain/train.py FLAGS` on every rank, with its output in `cwd`."""
+    return run_ranks([str(ROOT / "pretrain" / "train.py"), *flags], ranks, cwd=cwd, environ=environ)
 
 
 def _tails(folder: Path, ranks: int) -> str:

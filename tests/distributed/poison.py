@@ -1,10 +1,6 @@
-"""Put a pickle that makes a file into a file of a checkpoint, and a manifest with the right hashes:
-
-    python -m tests.distributed.poison CHECKPOINT FILE CANARY
-"""
+"""A file of a checkpoint replaced by a pickle that makes a file, under a manifest with the right hashes."""
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +19,9 @@ class Poison:
         return os.system, (f"touch {self.canary}",)
 
 
-def poison(folder: Path, name: str, canary: Path) -> None:
-    put_into(folder, name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
+def poison(folder: Path, name: str, canary: str) -> None:
+    """Whoever unpickles the file makes the file `canary`."""
+    put_into(folder, name, {"module": Poison(canary), "tensor": torch.zeros(3)})
 
 
 def put_into(folder: Path, name: str, value: Any) -> None:
@@ -33,7 +30,3 @@ def put_into(folder: Path, name: str, value: Any) -> None:
     torch.save(value, folder / name)
     record = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
     (folder / MANIFEST).write_text(replace(manifest, files={**manifest.files, name: record}).to_json())
-
-
-if __name__ == "__main__":
-    poison(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.distributed.launch import ROOT
+from tests.distributed.launch import LIMIT_S, ROOT
 
 
 def supervise(words: list[str], *, environ: dict[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
@@ -23,7 +23,7 @@ def supervise(words: list[str], *, environ: dict[str, str] | None = None, **sett
                             env=environ, text=True, start_new_session=True, **settings)
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
     """(exit code, what it said); it is killed where it does not end."""
     try:
         said = process.communicate(timeout=timeout)[1]
@@ -40,8 +40,8 @@ def end_tree(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    deadline = time.monotonic() + timeout
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -60,8 +60,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + LIMIT_S
     while len(rows(run)) < number:
         assert supervisor.poll() is None, "the supervisor has ended"
-        assert time.monotonic() < deadline, f"{len(rows(run))} of {number} steps in 150 s"
+        assert time.monotonic() < deadline, f"{len(rows(run))} of {number} steps in {LIMIT_S} s"
         time.sleep(0.05)

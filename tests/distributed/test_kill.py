@@ -58,8 +58,9 @@ def outcome(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         for how in ("sync", "async"):
             run = folder / f"{layout}_{how}"
             more = {"save_interval": 1, "keep_checkpoints": 3, **({"async_save": "true"} if how == "async" else {})}
-            cases.append({"name": run.name, "kind": "killed", "run": str(run), "async": how == "async", "window_s": 1.0,
-                          "kills": kills(len(cases), how), "flags": words(corpus, run, json_file, **more)})
+            cases.append({"name": run.name, "kind": "killed", "run": str(run), "async": how == "async", "window_s": 0.5,
+                          "steps": STEPS, "kills": kills(len(cases), how),
+                          "flags": words(corpus, run, json_file, **more)})
     return {"folder": folder, **run_forked(cases, folder)}
 
 

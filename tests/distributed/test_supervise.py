@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pretrain.resilience.ledger import read_ledger
-from tests.distributed.launch import ROOT, free_port, run_forked
+from tests.distributed.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
 
 pytestmark = pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"),
@@ -62,11 +62,11 @@ def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
                     victim = chance.choice(ranks(supervisor))
                     victims.append(victim.cmdline()[3])
                     victim.kill()
-                    victim.wait(10)
+                    victim.wait(LIMIT_S)
                 if kills:
                     wait_for_rows(supervisor, run, len(rows(run)) + 2)
                     supervisor.send_signal(signal.SIGUSR1)
-                codes.append(ended(supervisor, timeout=200)[0])
+                codes.append(ended(supervisor)[0])
                 walls.append(time.monotonic() - begin)
             finally:
                 end_tree(supervisor)
@@ -105,8 +105,8 @@ def test_the_ledger_tells_what_happened(killed: dict[str, Any]) -> None:
     assert starts[-1]["kept_step"] == STEPS
     times = {row["step"]: row["step_time_ms"] / 1e3 for row in rows(killed["run"])}  # the last time of each step
     split = starts[-1]["first_step"]
-    for row, wall, steps in zip(summaries, killed["walls"], (range(1, split + 1), range(split + 1, STEPS + 1)),
-                                strict=True):
+    halves = (starts[:-1], range(1, split + 1)), (starts[-1:], range(split + 1, STEPS + 1))
+    for row, wall, (own_starts, steps) in zip(summaries, killed["walls"], halves, strict=True):
         assert row["productive_seconds"] == pytest.approx(sum(times[step] for step in steps), abs=1e-2)
         assert row["goodput"] == pytest.approx(row["productive_seconds"] / row["wall_seconds"], abs=1e-3)
-        assert wall * 0.9 - 3 < row["wall_seconds"] <= wall
+        assert sum(start["wall_seconds"] for start in own_starts) <= row["wall_seconds"] <= wall

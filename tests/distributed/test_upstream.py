@@ -19,7 +19,7 @@ from pretrain.device import Device
 from pretrain.distributed import World, world_from_environment
 from pretrain.errors import ConfigError
 from pretrain.upstream import correct_bias_by_the_step_alone
-from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.launch import ROOT, free_port, run_ranks
 
 Results = dict[str, Any]
 
@@ -328,11 +328,11 @@ def test_bf16_stage_0_pipeline_checkpoint_can_be_read_back(results: Results) -> 
 
 def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
     def left_by(code: str) -> int:
-        """How many files one launch of two ranks adds to /dev/shm."""
-        before = set(Path("/dev/shm").glob("deepspeed_*"))
-        done = run_ranks(["-c", code], 2, cwd=tmp_path)
+        """How many files one launch of two ranks leaves in /dev/shm."""
+        port = str(free_port())
+        done = run_ranks(["-c", code], 2, cwd=tmp_path, environ={"MASTER_PORT": port})
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
-        left = set(Path("/dev/shm").glob("deepspeed_*")) - before
+        left = list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
         for segment in left:
             segment.unlink()
         return len(left)
