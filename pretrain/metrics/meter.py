@@ -39,6 +39,23 @@ def hours(seconds: float) -> str:
     return f"{whole}:{rest // 60:02}:{rest % 60:02}"
 
 
+def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int | None) -> str:
+    """A row of metrics.jsonl for people. Where the terminal has `columns`, the last parts are left out until it fits.
+
+    Those are the least important ones; the status line has the speed and the ETA too.
+    """
+    parts = [f"step {row['step']:>7}/{train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
+             f"grad norm {row['grad_norm']:.3f}"]
+    if fp16:
+        parts.append(f"scale {row['loss_scale']:g} (skipped {row['skipped_steps']})")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else f"{row['tflops_per_device']:.2f} TFLOP/s")
+    parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {hours(row['eta_seconds'])}"]
+    while columns is not None and len("  ".join(parts)) > columns and len(parts) > 2:
+        parts.pop()
+    return "  ".join(parts)
+
+
 class Meter:
     """Times the steps between two logged ones and reports on rank 0: a line for each logged step and each evaluation.
 
@@ -84,7 +101,8 @@ class Meter:
             # DeepSpeed 0.19 writes the loss for its PipelineEngine only
             self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
         self.losses["loss"], self._step_seconds = row["loss"], row["step_time_ms"] / 1e3
-        self.screen.line(self._line(row, self.screen.columns))
+        self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.precision == "fp16",
+                                  columns=self.screen.columns))
         self._show_progress(step)
 
     def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> float:
@@ -123,19 +141,3 @@ class Meter:
             "memory_bytes": now_bytes, "peak_memory_bytes": peak_bytes,
             "eta_seconds": (self.plan.train_steps - step) * step_seconds,
         }
-
-    def _line(self, row: dict[str, Any], columns: int | None) -> str:
-        """The row for people. Where the terminal has `columns`, the least important parts are left out until it fits.
-
-        Those are the last ones here; the status line has the speed and the ETA too.
-        """
-        parts = [f"step {row['step']:>7}/{self.plan.train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
-                 f"grad norm {row['grad_norm']:.3f}"]
-        if self.plan.precision == "fp16":
-            parts.append(f"scale {row['loss_scale']:g} (skipped {row['skipped_steps']})")
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else f"{row['tflops_per_device']:.2f} TFLOP/s")
-        parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {hours(row['eta_seconds'])}"]
-        while columns is not None and len("  ".join(parts)) > columns and len(parts) > 2:
-            parts.pop()
-        return "  ".join(parts)

@@ -84,8 +84,17 @@ class Screen:
         return text[:(self.columns or 80) - 1]
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        """What cannot be printed is no reason to stop training.
+
+        `... | tee log` loses its reader by the Ctrl-C that asks for a save; a log may be on a full disk.
+        """
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # nor of an error at the end
+        except OSError:
+            pass
 
     def __enter__(self) -> "Screen":
         return self
