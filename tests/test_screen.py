@@ -142,8 +142,8 @@ def test_a_run_in_a_terminal_and_ctrl_c(corpus: str, tmp_path: Path) -> None:
             pressed = True
             os.write(terminal, b"\x03")
 
-    flags = _flags(corpus, Path("run"), "--train_steps", "5000", "--log_interval", "4", "--async_save", "--save_interval",
-                   "8", config=ROOT / "ds_configs" / "zero1_bf16.json")
+    flags = _flags(corpus, Path("run"), "--train_steps", "5000", "--log_interval", "4", "--save_interval", "8",
+                   "--async_save", config=ROOT / "ds_configs" / "zero1_bf16.json")
     code, written = in_terminal([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], press_ctrl_c,
                                 cwd=tmp_path)
     lines = shown(written)
