@@ -14,82 +14,106 @@ from typing import Any, NoReturn
 import yaml
 
 from pretrain.errors import ConfigError, did_you_mean
+from pretrain.flag_help import help_text
 
 
-def _flag(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help.replace("%", "%%"), **metadata})
+def _flag(default: Any, help: str, *, unset: str = "none", **words: str) -> Any:
+    """A field with argparse's words for it. Its help ends with the default; `unset`: what it means to leave it out."""
+    if default is None or default == "":
+        shown = unset
+    else:
+        shown = "off" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
+    shown = shown if "required" in shown else f"default: {shown}"
+    return field(default=default, metadata={"help": f"{help} ({shown})".replace("%", "%%"), **words})
 
 
 @dataclass(frozen=True)
 class RunArguments:
     """Everything about a run that neither the DeepSpeed JSON nor the model's config.json says."""
 
-    # what to train, and how
-    deepspeed_config: str = _flag("", "DeepSpeed JSON file (comments and \"auto\" values allowed)")
-    model: str = _flag("", "preset name, transformers config.json, or a folder that holds one")
-    model_overrides: str | None = _flag(None, "changes to the config.json, in its own words: n_layer=4,vocab_size=8000")
-    save: str = _flag("", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl")
+    # model and run folder
+    deepspeed_config: str = _flag("", "DeepSpeed JSON file; comments and \"auto\" values are allowed", metavar="FILE",
+                                  unset="required")
+    model: str = _flag("", "preset such as gpt2, a transformers config.json, or a folder that holds one",
+                       metavar="NAME", unset="required")
+    model_overrides: str | None = _flag(None, "changes to the config.json, under its own keys: "
+                                              "n_layer=4,vocab_size=8000", metavar="CHANGES")
+    save: str = _flag("", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl", metavar="RUN",
+                      unset="required")
 
     # data
-    train_data: str = _flag("", "prefix of the .bin/.idx pair to train on")
-    valid_data: str | None = _flag(None, "prefix of a separate validation pair (otherwise --split cuts one off)")
-    test_data: str | None = _flag(None, "prefix of a separate test pair, evaluated once at the end")
-    split: str = _flag("969,30,1", "shares of train, valid, test documents of --train_data where no own pair is given")
-    tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json")
-    seq_length: int = _flag(1024, "tokens a sample")
-    eod_mask_loss: bool = _flag(False, "give the prediction after an end-of-document token no loss")
+    train_data: str = _flag("", "prefix of the .bin/.idx pair to train on", metavar="PREFIX", unset="required")
+    valid_data: str | None = _flag(None, "prefix of a separate validation pair", metavar="PREFIX",
+                                   unset="a part of --train_data, as --split says")
+    test_data: str | None = _flag(None, "prefix of a separate test pair, evaluated once at the end", metavar="PREFIX",
+                                  unset="a part of --train_data, as --split says")
+    split: str = _flag("969,30,1", "proportions of train, valid and test documents in --train_data",
+                       metavar="TRAIN,VALID,TEST")
+    tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
+                                        "checked against data and model, and used by tools/generate.py", metavar="PATH")
+    seq_length: int = _flag(1024, "tokens in a sample")
+    eod_mask_loss: bool = _flag(False, "ignore the prediction that follows an end-of-document token in the loss")
 
     # length and schedule
-    train_steps: int | None = _flag(None, "optimizer steps of the whole run")
-    train_tokens: int | None = _flag(None, "tokens of the whole run, instead of --train_steps")
-    lr_schedule: str = _flag("cosine", "cosine, linear, constant or wsd (warm-up, stable, decay)")
-    lr_warmup_steps: int | None = _flag(None, "steps from 0 to the peak rate (default: 1% of the run)")
-    lr_decay_steps: int | None = _flag(None, "step at which the lowest rate is reached (default: the run's last)")
-    lr_wsd_steps: int | None = _flag(None, "steps of wsd's final decay (default: 20% of the run)")
-    min_lr_ratio: float = _flag(0.1, "lowest rate as a share of the peak rate")
-    seed: int = _flag(1234, "of initial weights, data order and dropout")
+    train_steps: int | None = _flag(None, "optimizer steps of the whole run", unset="or --train_tokens: required")
+    train_tokens: int | None = _flag(None, "tokens of the whole run", unset="or --train_steps: required")
+    lr_schedule: str = _flag("cosine", "learning-rate schedule: cosine, linear, constant or wsd (warm-up, stable, "
+                                       "decay)", metavar="NAME")
+    lr_warmup_steps: int | None = _flag(None, "steps from 0 to the peak rate", unset="1% of the run")
+    lr_decay_steps: int | None = _flag(None, "step at which the lowest rate is reached", unset="the run's last")
+    lr_wsd_steps: int | None = _flag(None, "steps of the final decay of wsd", unset="20% of the run")
+    min_lr_ratio: float = _flag(0.1, "lowest learning rate, as a fraction of the peak rate")
+    seed: int = _flag(1234, "seed of initial weights, data order and dropout")
 
-    # intervals, in steps
-    log_interval: int = _flag(10, "steps between two rows of metrics.jsonl")
+    # evaluation and logging
+    log_interval: int = _flag(10, "steps between two logged steps: a line of output and a row of metrics.jsonl")
     eval_interval: int = _flag(1000, "steps between two evaluations; 0: only at the end")
-    eval_steps: int = _flag(10, "global batches an evaluation")
-    save_interval: int = _flag(1000, "steps between two checkpoints; 0: only at the end")
-    resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required; never")
-    exit_step: int | None = _flag(None, "save and stop after this step, short of the run's end")
+    eval_steps: int = _flag(10, "global batches in an evaluation")
+    deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning or error",
+                                     metavar="LEVEL")
 
     # checkpoints
-    async_save: bool = _flag(False, "copy a checkpoint to host memory and write it while training goes on")
-    save_busy: str = _flag("wait", "when the --async_save before is still being written: wait, or skip the new one")
-    save_timeout: float = _flag(1800, "seconds until a background save counts as failed")
-    keep_checkpoints: int = _flag(0, "newest checkpoints to keep, at least 2; 0: keep all")
-    keep_every: int = _flag(0, "with --keep_checkpoints: keep those of every so many steps too; 0: none")
-    keep_best: int = _flag(0, "with --keep_checkpoints: keep those of lowest validation loss too; 0: none")
-    checkpoint_mirror: str | None = _flag(None, "folder or fsspec URL (s3://...) that gets a copy of each checkpoint, "
-                                                "and gives one back where --save has none as new")
+    save_interval: int = _flag(1000, "steps between two checkpoints; 0: only at the end")
+    resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: "
+                                "only into a run folder without checkpoints", metavar="auto|required|never")
+    exit_step: int | None = _flag(None, "save and stop after this step, before the run's end")
+    async_save: bool = _flag(False, "copy a checkpoint to host memory and write it while training continues")
+    save_busy: str = _flag("wait", "while the previous --async_save is still being written: wait, or skip the new one",
+                           metavar="wait|skip")
+    save_timeout: float = _flag(1800, "seconds after which a background save counts as failed")
+    keep_checkpoints: int = _flag(0, "number of newest checkpoints to keep, at least 2; 0: keep all")
+    keep_every: int = _flag(0, "with --keep_checkpoints: also keep those of every N-th step; 0: none")
+    keep_best: int = _flag(0, "with --keep_checkpoints: also keep the N of lowest validation loss; 0: none")
+    checkpoint_mirror: str | None = _flag(None, "folder or fsspec URL (s3://...) that receives a copy of each "
+                                                "checkpoint; a start takes one from there if --save has none as new",
+                                          metavar="URL")
 
-    # fills "auto" in the DeepSpeed JSON
-    micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu: samples")
-    gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps")
-    global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together")
-    learning_rate: float | None = _flag(None, "optimizer.params.lr: the peak rate")
-    weight_decay: float | None = _flag(None, "optimizer.params.weight_decay (matrices only)")
-    adam_beta1: float | None = _flag(None, "optimizer.params.betas[0]")
-    adam_beta2: float | None = _flag(None, "optimizer.params.betas[1]")
-    adam_epsilon: float | None = _flag(None, "optimizer.params.eps")
-    gradient_clipping: float | None = _flag(None, "gradient_clipping: largest global norm")
-    precision: str | None = _flag(None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32")
-    nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk (or DS_PRETRAIN_NVME_PATH)")
+    # values for "auto" in the DeepSpeed JSON; the defaults are those of ds_auto.py
+    micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu, samples", unset="1")
+    gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps", unset="1")
+    global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together",
+                                          unset="follows from the two above")
+    learning_rate: float | None = _flag(None, "optimizer.params.lr, the peak rate", unset="0.0003")
+    weight_decay: float | None = _flag(None, "optimizer.params.weight_decay, applied to matrices only", unset="0.1")
+    adam_beta1: float | None = _flag(None, "optimizer.params.betas[0]", unset="0.9")
+    adam_beta2: float | None = _flag(None, "optimizer.params.betas[1]", unset="0.95")
+    adam_epsilon: float | None = _flag(None, "optimizer.params.eps", unset="1e-08")
+    gradient_clipping: float | None = _flag(None, "gradient_clipping, the largest global norm", unset="1.0")
+    precision: str | None = _flag(None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32", unset="bf16",
+                                  metavar="NAME")
+    nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk", metavar="FOLDER",
+                                  unset="the variable DS_PRETRAIN_NVME_PATH")
 
-    # machine
-    compile_blocks: bool = _flag(False, "torch.compile each block: one graph for all of them; for cuda, where it fuses "
-                                        "what lies between the matrix products")
-    tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (cuda, fp32 runs): faster, 10 bits of mantissa")
-    plain_operators: bool = _flag(False, "attention and MLP by torch's own operators, to rule ours out: slower, and "
-                                         "more memory than is predicted")
+    # speed and debugging
+    compile_blocks: bool = _flag(False, "torch.compile each block; for cuda, where it fuses what lies between the "
+                                        "matrix products")
+    tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
+    plain_operators: bool = _flag(False, "disable the custom kernels for attention and MLP: slower, and more memory "
+                                         "than is predicted")
     emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
-    peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU (default: by name)")
-    deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning, error")
-    local_rank: int = _flag(-1, "set by DeepSpeed's launcher; not for users")
+    peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU",
+                                      unset="known from the GPU's name")
+    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # DeepSpeed's launcher sets it
 
 
 def _parser() -> Any:
@@ -100,8 +124,10 @@ def _parser() -> Any:
         def error(self, message: str) -> NoReturn:
             raise ConfigError("command line", found=message, expected="the flags that --help lists")
 
-    return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py",
-                  description="Pretrain a GPT-style model. --config FILE.yaml holds the same keys; flags win.")
+        def format_help(self) -> str:
+            return help_text(RunArguments)
+
+    return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
 
 
 def _flags_from_yaml(path: str, names: list[str]) -> list[str]:

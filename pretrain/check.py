@@ -25,6 +25,7 @@ SAVE_BUSY_WORDS = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCANNED_TOKENS = 16 * 2**20  # at either end of a data file without a sidecar; more would take seconds
 _CHUNK_TOKENS = 2**20
+_PADDING = 256  # rows of the vocabulary without a token that get no note
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     datasets = open_datasets(args)
     eod_token = _check_data(args, datasets, tokenizer, model)
     return plan_of(settings, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
-                   more_notes=(*_epoch_notes(settings, datasets["train"]),
+                   more_notes=(*_vocabulary_notes(tokenizer, model),
+                               *_epoch_notes(settings, datasets["train"]),
                                *_evaluation_notes(args, datasets, settings.global_batch_size),
                                *_speed_notes(args, model, settings, device)))
 
@@ -258,6 +260,16 @@ def _largest_token(dataset: SampleDataset) -> int:
         raise ConfigError(f"{indexed.prefix}.bin", found=f"token {min(low for low, _ in ranges)}",
                           expected="no token below 0", remedy="write it again with tools/prepare_data.py")
     return max(high for _, high in ranges)
+
+
+def _vocabulary_notes(tokenizer: Tokenizer | None, model: ModelConfig) -> tuple[str, ...]:
+    """A vocabulary padded to a multiple of 64 or 128 is usual; a far larger one costs memory and time for nothing."""
+    unused = model.vocab_size - tokenizer.vocab_size if tokenizer is not None else 0
+    if tokenizer is None or unused <= max(_PADDING, tokenizer.vocab_size // 10):
+        return ()
+    fitting = -(-tokenizer.vocab_size // 64) * 64
+    return (f"the tokenizer has {tokenizer.vocab_size:,} tokens and the model's vocabulary {model.vocab_size:,}, of "
+            f"which {unused:,} are never used: --model_overrides vocab_size={fitting} makes it fit",)
 
 
 def _epoch_notes(settings: DsSettings, train: SampleDataset) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest
+from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.checkpoint.reader import Reader
+from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
+from pretrain.cli import say
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.metrics.rows import read_starts
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf import to_transformers
 
@@ -38,27 +39,13 @@ class TrainedModel:
     unused_tokens: list[int]  # rows of the vocabulary that the tokenizer has no token for
 
 
-def load_trained_model(run: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
-    """The newest whole checkpoint of a run folder, or that of `step`. Raises ConfigError."""
-    tokenizer = tokenizer or read_starts(run)[-1]["flags"]["tokenizer"]
-    if tokenizer is None:
-        raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
-    folder, manifest = _checkpoint(run / "checkpoints", step)
+def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
+    """A checkpoint's folder, or of a run folder the newest whole checkpoint or that of `step`. Raises ConfigError."""
+    folder, manifest = chosen_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_tokenizer(tokenizer or tokenizer_of(path))
     return TrainedModel(folder, _transformers_model(folder, config), loaded, config.max_positions,
                         list(range(loaded.vocab_size, config.vocab_size)))
-
-
-def _checkpoint(checkpoints: Path, step: int | None) -> tuple[Path, Manifest]:
-    if step is not None:
-        folder = checkpoints / f"global_step{step}"
-        return folder, read_manifest(folder)
-    newest = newest_whole(checkpoints)
-    if newest is None:
-        raise ConfigError(str(checkpoints), found="no checkpoint", expected="at least one",
-                          remedy="train first, or name the run folder that --save gave")
-    return newest[:2]
 
 
 def _transformers_model(folder: Path, config: ModelConfig) -> Any:
@@ -71,13 +58,16 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 
 
 def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
-    """The prompt and what follows it, until the end-of-document token or max_new_tokens."""
+    """The prompt and what follows it, until the end-of-document token, max_new_tokens or the model's last position."""
     tokens = trained.tokenizer.encode(prompt)
     if not tokens and trained.tokenizer.eod_token is not None:
         tokens = [trained.tokenizer.eod_token]  # documents follow it
     room = trained.max_positions - len(tokens)
     if not tokens or room < 1:
         raise ConfigError("--prompt", found=f"{len(tokens)} tokens", expected=f"1 to {trained.max_positions - 1}")
+    if room < sampling.max_new_tokens:
+        say(f"note: --max_new_tokens {sampling.max_new_tokens} is cut to {room}: the model has {trained.max_positions} "
+            f"positions, and the prompt takes {len(tokens)}")
     torch.manual_seed(sampling.seed)
     choice: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:

@@ -33,31 +33,50 @@ from pretrain.exit_codes import FINISHED, STOPPED
 from pretrain.memory.advice import MemoryWatch
 from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
+from pretrain.metrics.screen import Screen
 from pretrain.ranks import gather
 from pretrain.resilience.stop import Stop
 
 
 def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
-    args = plan.args
-    last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
-    with deepspeed_output(args.deepspeed_log_level):
+    last_step = min(plan.train_steps, plan.args.exit_step or plan.train_steps)
+    with deepspeed_output(plan.args.deepspeed_log_level):
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
     if resume is not None and resume.manifest.step >= last_step:
         return _is_complete(plan, resume, last_step)
-    with deepspeed_output(args.deepspeed_log_level):
+    with deepspeed_output(plan.args.deepspeed_log_level):
         engine = build_engine(plan)
         first_step, consumed_samples = _restore(engine, plan, resume)
-    folder = RunFolder(Path(args.save), active=world.rank == 0)
-    meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
-    saver = Saver(plan, folder)
-    stop = Stop(engine.device)
-    loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
-    _announce(plan, world, resume, meter, folder)
-    meter.restart(first_step)
+    with Screen(active=world.rank == 0) as screen:
+        folder = RunFolder(Path(plan.args.save), active=world.rank == 0)
+        meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
+        saver = Saver(plan, folder, screen)
+        stop = Stop(engine.device, report=screen.line)
+        loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
+        _announce(plan, world, resume, screen, folder)
+        step, stopped_by = _run_steps(plan, engine, loaders, meter, saver, stop, watch, first_step=first_step,
+                                      last_step=last_step, consumed_samples=consumed_samples)
+        for loader in loaders.values():
+            loader.close()
+        saver.close(wait_for_copies=not stopped_by)
+        stop.close()
+        folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
+        screen.line(_ending(plan, step, stopped_by, meter.losses))
+    dist.barrier()
+    if world.local_rank == 0:
+        remove_swap_files(plan)
+    dist.destroy_process_group()
+    return STOPPED if step < last_step else FINISHED
 
+
+def _run_steps(plan: Plan, engine: DeepSpeedEngine, loaders: dict[str, Loader], meter: Meter, saver: Saver, stop: Stop,
+               watch: MemoryWatch, *, first_step: int, last_step: int, consumed_samples: int) -> tuple[int, str]:
+    """The step loop, with the evaluation on test data at the run's end. Returns (last step, signal that stopped it)."""
+    args = plan.args
     step, stopped_by = first_step, ""
+    meter.restart(first_step)
     for step in range(first_step + 1, last_step + 1):
         eval_loss = None
         micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
@@ -65,10 +84,10 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
         loss = train_batch(engine, micro_batches)
         consumed_samples += plan.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
-        watch.report(step - first_step, meter.say)
+        watch.report(step - first_step, meter.screen.line)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
-            eval_loss = meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps),
-                                       consumed_samples)
+            eval_loss = _evaluate_split(engine, loaders, meter, "valid", args.eval_steps, step, consumed_samples)
+        saver.hear()
         stopped_by = stop.requested()
         if _due(step, args.save_interval, last_step) or stopped_by:
             saver.save(engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
@@ -76,19 +95,16 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
             meter.restart(step)
         if stopped_by:
             break
-
     if step == plan.train_steps and "test" in loaders:
-        meter.log_eval(step, "test", evaluate(engine, loaders["test"], args.eval_steps), consumed_samples)
-    for loader in loaders.values():
-        loader.close()
-    saver.close(wait_for_copies=not stopped_by)
-    stop.close()
-    folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
-    dist.barrier()
-    if world.local_rank == 0:
-        remove_swap_files(plan)
-    dist.destroy_process_group()
-    return STOPPED if step < last_step else FINISHED
+        _evaluate_split(engine, loaders, meter, "test", args.eval_steps, step, consumed_samples)
+    return step, stopped_by
+
+
+def _evaluate_split(engine: DeepSpeedEngine, loaders: dict[str, Loader], meter: Meter, name: str, eval_steps: int,
+                    step: int, consumed_samples: int) -> float:
+    """Evaluate on the split `name` and report it. Returns the loss."""
+    meter.screen.status(f"step {step}/{meter.plan.train_steps}  evaluating on {name} data")
+    return meter.log_eval(step, name, evaluate(engine, loaders[name], eval_steps), consumed_samples)
 
 
 def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
@@ -125,20 +141,20 @@ def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Load
                   pin_memory=engine.device.type == "cuda")
 
 
-def _announce(plan: Plan, world: World, resume: Resume | None, meter: Meter, folder: RunFolder) -> None:
+def _announce(plan: Plan, world: World, resume: Resume | None, screen: Screen, folder: RunFolder) -> None:
     hosts = gather(gethostname())
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)
-    meter.say(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan)}; global batch "
-              f"{plan.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan)}; global batch "
+                f"{plan.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for note in plan.notes:
-        meter.say(f"note: {note}")
+        screen.line(f"note: {note}")
     for warning in resume.warnings if resume else []:
-        meter.say(f"warning: {warning}")
+        screen.line(f"warning: {warning}")
         folder.event("verify", step=resume.manifest.step if resume else 0, reason=warning)
     if resume is not None:
-        meter.say(f"resumed from {resume.folder}")
+        screen.line(f"resumed from {resume.folder}")
         folder.event("resume", step=resume.manifest.step, path=str(resume.folder))
 
 
@@ -150,3 +166,13 @@ def _layout(plan: Plan) -> str:
     parts += [f"{what} on {place}" for what, place in
               (("optimizer", plan.offload_optimizer), ("parameters", plan.offload_param)) if place != "none"]
     return ", ".join(parts)
+
+
+def _ending(plan: Plan, step: int, stopped_by: str, losses: dict[str, float]) -> str:
+    """The run's last line: how far it came, and where it is or how to continue it."""
+    if stopped_by and step < plan.train_steps:
+        return f"stopped by {stopped_by}: saved global_step{step}; the same command continues"
+    if step < plan.train_steps:
+        return f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}"
+    last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    return f"finished {step} steps in {plan.args.save}: {last}"

@@ -3,6 +3,7 @@
     deepspeed pretrain/train.py --deepspeed_config ds_configs/zero2_bf16.json --model gpt2 --train_data data/corpus ...
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
 from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
-from pretrain.exit_codes import CRASHED, REFUSED
+from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 refused, 75 stopped by a signal.
+    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 refused, 75 stopped by a signal, 130
+    interrupted before it trained, or by a second Ctrl-C.
 
     Whatever can be refused is, before torch is imported or a process joins.
     """
@@ -36,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     except SaveError as error:
         print_error(world, error)
         return CRASHED
+    except KeyboardInterrupt:
+        if world.rank == 0:
+            print("ds-pretrain: interrupted, and nothing was saved", file=sys.stderr, flush=True)
+        return INTERRUPTED
 
 
 def run(args: RunArguments, world: World) -> int:
@@ -59,4 +65,7 @@ def run(args: RunArguments, world: World) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        os._exit(code)  # an orderly end would wait for collectives in which the other ranks no longer take part
+    sys.exit(code)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -94,7 +95,11 @@ def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> 
     *_, printed = interrupted
     steps = [line for line in printed if line.startswith("step ")]
     assert len(steps) == 4, printed  # steps 4, 5, 6 and the evaluation
-    assert len(printed) <= 8, printed
+    assert len(printed) <= 10, printed
+    saved = [line for line in printed if line.startswith("saved ")]
+    assert len(saved) == 1
+    assert re.search(r"/checkpoints/global_step6 \([\d.]+ MB, [\d.]+ s\)$", saved[0])
+    assert printed[-1].startswith("finished 6 steps in ")
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.checkpoint.commands import Found, checkpoints_of, find, find_one, is_checkpoint, layout, verify
+from pretrain.checkpoint.commands import Found, checkpoints_of, find, find_one, is_checkpoint, layout, verify, written
 from pretrain.checkpoint.retention import prune
 from pretrain.cli import Parser, run_main
 from pretrain.data.progress import Progress
@@ -76,6 +76,7 @@ def _convert(args: argparse.Namespace) -> int:
     from pretrain.checkpoint.export import convert
 
     convert(source.folder, args.out)
+    print(written(args.out))
     return 0
 
 
@@ -86,6 +87,7 @@ def _consolidate(args: argparse.Namespace) -> int:
     from pretrain.checkpoint.export import consolidate
 
     consolidate(source.folder, args.out, dtype=args.dtype)
+    print(written(args.out))
     return 0
 
 

@@ -26,6 +26,7 @@ from pretrain.engine import (
 )
 from pretrain.memory.advice import MemoryWatch
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.screen import Screen
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 
@@ -112,8 +113,8 @@ def checkpoint(job: Job, rounds: Rounds) -> NoReturn:
     engine = _engine(plan)
     loader = loader_of(plan)
     folders = {kind: RunFolder(Path(f"{plan.args.save}-{kind}"), active=True) for kind in (False, True)}
-    savers = {kind: Saver(dataclasses.replace(plan, args=dataclasses.replace(plan.args, async_save=kind)), folder)
-              for kind, folder in folders.items()}
+    savers = {kind: Saver(dataclasses.replace(plan, args=dataclasses.replace(plan.args, async_save=kind)), folder,
+                           Screen(active=False)) for kind, folder in folders.items()}
     step = 0
 
     def one_step() -> float:

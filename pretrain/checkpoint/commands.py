@@ -25,6 +25,11 @@ class Found:
     complaint: str = ""
 
     @property
+    def step(self) -> int:
+        """As the manifest says, or the folder's name."""
+        return self.manifest.step if self.manifest else step_of(self.folder)
+
+    @property
     def num_bytes(self) -> int:
         """Of the files that its manifest names."""
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
@@ -48,13 +53,21 @@ def find(path: Path) -> list[Found]:
     return [_judge(folder) for folder in folders]
 
 
-def find_one(path: Path) -> Found:
-    """`path` itself, or the newest whole checkpoint of a run. Raises ConfigError where there is none."""
+def find_one(path: Path, *, step: int | None = None) -> Found:
+    """`path` itself, or of a run the newest whole checkpoint or that of `step`. Raises ConfigError if there is none."""
     if is_checkpoint(path):
-        return Found(path, read_manifest(path))
+        found = Found(path, read_manifest(path))
+        if step is not None and found.step != step:
+            raise ConfigError("--step", found=f"{step}, and {path}", expected="one of the two",
+                              remedy="name the run folder, or leave --step out")
+        return found
+    if step is not None:
+        folder = checkpoints_of(path) / f"global_step{step}"
+        return Found(folder, read_manifest(folder))
     newest = newest_whole(checkpoints_of(path))
     if newest is None:
-        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
+        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's",
+                          remedy="name what --save named, or a global_stepN folder")
     return Found(newest[0], newest[1])
 
 
@@ -86,3 +99,9 @@ def layout(manifest: Manifest) -> str:
     parts += [f"{what} on {place}" for what, place in
               (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)) if place != "none"]
     return ", ".join(parts)
+
+
+def written(out: Path) -> str:
+    """One line: where an export is, and how large."""
+    sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
+    return f"wrote {out}: {len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB"

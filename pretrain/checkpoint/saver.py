@@ -1,6 +1,7 @@
 """When and how the loop's checkpoints are written: at once or in the background, and what comes after each."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,18 +15,19 @@ from pretrain.checkpoint.writer import After, Job, Snapshotted
 from pretrain.checkpoint.writer_locks import has_ended
 from pretrain.errors import SaveError
 from pretrain.metrics.run_folder import RunFolder, versions
+from pretrain.metrics.screen import Screen
 from pretrain.ranks import from_rank_0, gather, wait_until_all
 
 
 class Saver:
     """Saves as the flags ask. A save that fails is told, and training goes on; only the last one may not fail.
 
-    All methods are collective.
+    All methods but `hear` are collective.
     """
 
-    def __init__(self, plan: Plan, folder: RunFolder) -> None:
+    def __init__(self, plan: Plan, folder: RunFolder, screen: Screen) -> None:
         args = plan.args
-        self._plan, self._folder = plan, folder
+        self._plan, self._folder, self._screen = plan, folder, screen
         self._checkpoints = folder.path.absolute() / "checkpoints"
         self._after = After(keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
                             keep_best=args.keep_best, mirror=args.checkpoint_mirror)
@@ -40,6 +42,7 @@ class Saver:
              last: bool) -> None:
         """Save, or begin to. Training waits for the copy in host memory, or for the disk."""
         start = time.perf_counter()
+        self._screen.status(f"step {step}  saving a checkpoint")
         self._hear_all()
         cursor: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples, "versions": versions(),
                                   "eval_loss": eval_loss}
@@ -55,7 +58,7 @@ class Saver:
 
     def _write(self, engine: DeepSpeedEngine, cursor: dict[str, Any], start: float) -> None:
         saved, save_id, sizes = save_checkpoint(engine, self._plan, self._checkpoints, **cursor)
-        self._tell({"event": "save", "step": cursor["step"], "path": str(saved),
+        self._tell({"event": "save", "step": cursor["step"], "path": str(saved), "bytes": sum(sizes.values()),
                     "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
             self._writer.start_again()
@@ -92,20 +95,21 @@ class Saver:
         return True
 
     def _is_saving(self) -> bool:
-        self._hear()
+        self.hear()
         return self._writer is not None and self._writer.saving
 
     def _is_idle(self) -> bool:
-        self._hear()
+        self.hear()
         return self._writer is None or self._writer.idle
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
+        """Report what this rank's background writer has done since the last call; it costs next to nothing."""
         for reply in self._writer.replies() if self._writer is not None else []:
             self._tell(reply)
 
     def _hear_all(self) -> None:
         """Let rank 0 print what other ranks' writers complained of: the first complaint, as the others are like it."""
-        self._hear()
+        self.hear()
         complaints = [(rank, replies[0]) for rank, replies in enumerate(gather(self._unheard)) if replies]
         self._unheard = []
         if complaints and dist.get_rank() == 0:
@@ -125,7 +129,16 @@ class Saver:
         if kind in ("save", "save_failed"):
             self._failure = reason
         if reason:
-            print(f"warning: {kind.replace('_', ' ')} at step {step}: {reason}", flush=True)
+            self._screen.line(f"warning: {kind.replace('_', ' ')} at step {step}: {reason}")
+        elif kind == "save":
+            self._screen.line(self._saved(Path(reply["path"]), reply.get("bytes"), reply.get("seconds")))
+
+    def _saved(self, path: Path, num_bytes: int | None, seconds: float | None) -> str:
+        """One line; a writer that ended before it could reply has left no figures."""
+        line = f"saved {self._folder.path / 'checkpoints' / path.name}"
+        if num_bytes is None or seconds is None:
+            return line
+        return f"{line} ({num_bytes / 1e6:,.1f} MB, {seconds:.1f} s{' in the background' * self._plan.args.async_save})"
 
     def close(self, *, wait_for_copies: bool) -> None:
         """Wait for what is being saved and, if asked, mirrored; otherwise the writers end that by themselves.

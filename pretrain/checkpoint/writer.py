@@ -104,6 +104,7 @@ def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
     error = snapshot.error
+    committed: Manifest | None = None
     try:
         if error is None:
             write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor))
@@ -113,13 +114,15 @@ def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
         give_up(job, error)
     elif snapshot.manifest is not None:
         try:
-            commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
-                   has_ended=partial(_has_ended, job))
+            committed = commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
+                               has_ended=partial(_has_ended, job))
         except SaveError as failure:
             error = str(failure)
     if error is not None:
         return {"event": "save_failed", "step": job.step, "reason": error}
-    return {"event": "save", "step": job.step, "path": job.final, "seconds": round(time.perf_counter() - start, 3)}
+    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None  # rank 0 knows
+    return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
+            "seconds": round(time.perf_counter() - start, 3)}
 
 
 def _write_files(snapshot: Snapshotted, descriptor: int) -> dict[str, FileRecord]:

@@ -56,12 +56,12 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
 
 def _parser() -> Parser:
     """All modes share their flags; `check_flags` refuses what has no effect."""
-    usage = f"tools/compare_zero.py [{' | '.join(MODES)}] --model NAME --world_size N [flags]"
+    usage = f"tools/compare_zero.py [{'|'.join(MODES)}]\n           --model NAME --world_size N [flags]"
     parser = Parser(usage=usage, formatter_class=argparse.RawDescriptionHelpFormatter, description=(
-        "Compare ways to run a model on given GPUs: memory by what it is for, step time, whether it fits.\n"
-        "estimate (the default): closed forms, any number of ranks, in a second or two.\n"
-        "simulate: real DeepSpeed engines, one rank of N at a time, in this machine's memory.\n"
-        "measure: real runs of the --configs on this machine, a few steps each."))
+        "Compare ways to run a model on given GPUs: memory, step time, whether it fits.\n"
+        "estimate: (the default) closed forms, any number of ranks, in a second or two\n"
+        "simulate: real DeepSpeed engines, one rank of N at a time, in this host's memory\n"
+        "measure:  real runs of the --configs on this machine, a few steps each"))
     count = _number(1, 1e8, whole=True)
     group = parser.add_argument_group("the model")
     group.add_argument("--model", help="preset name, transformers config.json, or a folder that holds one")

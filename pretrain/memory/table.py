@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from pretrain.memory.search import Largest
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.traffic import LINKS, total_bytes
 
-_WIDE = 200  # characters, where the output is no terminal
+_WIDE = 2000  # characters: no row is cut or folded
 # columns of the device's memory: title -> roles
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
                   "activ": ("activations", "logits"), "other": ("buffers", "margin")}
@@ -44,8 +45,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def cells(row: Row, subject: Subject, unit: str) -> list[str]:
-    """One line of the table."""
+def cells(row: Row, subject: Subject, unit: str) -> dict[str, str]:
+    """One line of the table: the content of each column by its title."""
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     ranks = subject.cluster.gpus_per_node
     device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
@@ -53,9 +54,12 @@ def cells(row: Row, subject: Subject, unit: str) -> list[str]:
         f"{in_unit(row.deepspeed.device_bytes, unit)} / {in_unit(row.deepspeed.host_bytes, unit)}"
     speed = ["", "", "", ""] if time is None else [
         _seconds(time.total_seconds), f"{time.mfu:.0%}", f"{time.bubble_share:.0%}", f"{time.communication_share:.0%}"]
-    return [row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
-            in_unit(peak.total(place="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
-            in_unit(peak.total(place="nvme") * ranks, unit), *speed, said, verdict(row)]
+    titles = ("layout", "micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble",
+              "comm.", "DeepSpeed", "verdict")
+    texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
+             in_unit(peak.total(place="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
+             in_unit(peak.total(place="nvme") * ranks, unit), *speed, said, verdict(row))
+    return dict(zip(titles, texts, strict=True))
 
 
 def verdict(row: Row) -> str:
@@ -65,32 +69,61 @@ def verdict(row: Row) -> str:
     return f"fits; not run here: {row.refusal}" if row.refusal else "fits"
 
 
+def short_verdict(row: Row) -> str:
+    """In a word or two: what is too small, or whether this project runs it."""
+    if row.misfit:
+        return "too large"
+    return "not run here" if row.refusal else "fits"
+
+
 def print_report(report: Report, unit: str, console: Console | None = None) -> None:
     """The table, what does not fit greyed, and the lines below it."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDE)
+    console = console or wide_console()
+    rows = [cells(row, report.subject, unit) for row in report.rows]
+    titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
+    left_out = [title for title in rows[0] if title not in titles]
+    if left_out:
+        for line, row in zip(rows, report.rows, strict=True):
+            line["verdict"] = short_verdict(row)
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    right = ["micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble", "comm.",
-             "DeepSpeed"]
-    table.add_column("layout", no_wrap=True)
-    for title in right:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    for row in report.rows:
+    for title in titles:
+        justify: Any = "left" if title in ("layout", "verdict") else "right"
+        table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
+    for line, row in zip(rows, report.rows, strict=True):
         style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
             "yellow" if row.refusal else ""
-        table.add_row(*cells(row, report.subject, unit), style=style)
+        table.add_row(*(line[title] for title in titles), style=style)
     console.print(table)
-    for line in report.lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if left_out:
+        print_lines(["", f"not shown at {console.width} columns: {', '.join(left_out)} (a wider terminal, a pipe and "
+                         "--csv have them)"], console)
+    print_lines(report.lines, console)
+
+
+def wide_console() -> Console:
+    """The terminal's width; a pipe or a file has none that a row could be cut to."""
+    return Console() if sys.stdout.isatty() else Console(width=_WIDE)
+
+
+def print_lines(lines: list[str], console: Console) -> None:
+    """Sentences, wrapped between words by a terminal's width only."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...]) -> list[str]:
+    """The titles that fit `width` together: the last ones that are not in `keep` go first."""
+    titles = list(rows[0])
+    needed = {title: max(len(title), *(len(row[title]) for row in rows)) + 1 for title in titles}
+    for title in reversed(rows[0]):
+        if sum(needed[title] for title in titles) > width and title not in keep:
+            titles.remove(title)
+    return titles
 
 
 def print_largest(found: list[Largest], lines: list[str], console: Console | None = None) -> None:
     """What `--find` found, one line a layout, the largest first."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDE)
+    console = console or wide_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("layout")
     table.add_column({"max_model": "parameters", "max_seq": "tokens", "max_micro_batch": "samples"}[found[0].kind],
@@ -101,8 +134,7 @@ def print_largest(found: list[Largest], lines: list[str], console: Console | Non
         table.add_row(one.candidate.name, f"{one.value:,}", one.detail + ended,
                       style="" if one.value else "bright_black")
     console.print(table)
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(lines, console)
 
 
 def row_json(row: Row) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import psutil
@@ -19,10 +20,12 @@ class Stop:
     """From now on a signal to any rank lets all ranks stop after the same step.
 
     No step waits for it: each begins an all-reduce of what this rank has heard, and the next one reads the outcome.
+    `report` gets one line as soon as this rank knows of the signal.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
         self._heard = 0
+        self._report, self._reported = report, False
         self._said = torch.zeros(1, dtype=torch.int32, device=device)
         self._read = self._said if device.type == "cpu" else torch.zeros(1, dtype=torch.int32).pin_memory()
         self._copied = None if device.type == "cpu" else get_accelerator().Event()
@@ -32,8 +35,16 @@ class Stop:
             signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard = number
+        self._heard = self._heard or number  # DeepSpeed's launcher sends SIGTERM after the terminal's SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
+        with contextlib.suppress(RuntimeError):  # the signal came while a line was being printed: `requested` says it
+            self._report_once(number)
+
+    def _report_once(self, number: int) -> None:
+        if not self._reported:
+            self._report(f"{signal.Signals(number).name}: saving after the next step, then stopping "
+                         "(Ctrl-C now: without saving)")
+            self._reported = True
 
     def _say(self) -> None:
         self._said.fill_(self._heard)
@@ -50,7 +61,10 @@ class Stop:
         """
         number = self._answer()
         self._say()
-        return signal.Signals(number).name if number else ""
+        if not number:
+            return ""
+        self._report_once(number)
+        return signal.Signals(number).name
 
     def _answer(self) -> int:
         if self._copied is not None:

@@ -1,0 +1,30 @@
+"""Which checkpoint a tool reads, and with which tokenizer: found without importing torch."""
+
+from pathlib import Path
+
+from pretrain.checkpoint.commands import find_one
+from pretrain.checkpoint.manifest import Manifest
+from pretrain.errors import ConfigError
+from pretrain.metrics.rows import read_starts
+
+
+def chosen_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
+    """A checkpoint's folder, or of a run folder the newest whole checkpoint or that of `step`. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(str(path), found="no such folder", expected="a run folder, or a global_stepN folder")
+    found = find_one(path, step=step)
+    assert found.manifest is not None
+    return found.folder, found.manifest
+
+
+def tokenizer_of(path: Path) -> str:
+    """The tokenizer of the run that this run folder or checkpoint belongs to. Raises ConfigError if none is known."""
+    runs = (path, *path.absolute().parents[:2])  # RUN, RUN/checkpoints and RUN/checkpoints/global_stepN
+    run = next((folder for folder in runs if (folder / "run.json").is_file()), None)
+    if run is None:
+        raise ConfigError("--tokenizer", found=f"nothing, and no run.json above {path} that names it",
+                          expected="the data's tokenizer")
+    tokenizer = read_starts(run)[-1]["flags"]["tokenizer"]
+    if tokenizer is None:
+        raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
+    return str(tokenizer)

@@ -1,0 +1,104 @@
+"""What a run prints: lines that stay and, in a terminal, a status line below them that is rewritten in place."""
+
+import contextlib
+import os
+import sys
+import textwrap
+import time
+from types import TracebackType
+from typing import TextIO
+
+_SECONDS_BETWEEN = 0.2  # of two status lines
+_CLEAR_LINE = "\r\033[K"
+_SMALLEST = 20  # columns; what says that it has fewer says nonsense
+
+
+def terminal_columns(stream: TextIO) -> int | None:
+    """Width of the terminal that `stream` writes to; None where it is no terminal, or one that does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        columns = os.get_terminal_size(stream.fileno()).columns
+        return columns if columns >= _SMALLEST else None
+    return None
+
+
+def is_watched(stream: TextIO) -> bool:
+    """Whether a person looks at `stream` as it is written: this process is in the foreground of its own terminal.
+
+    A terminal is not enough. Open MPI gives each rank one of its own, whatever becomes of the output; it controls no
+    session, and to ask for its foreground group is an error (4.1.4, tests/cluster/test_mpi.py). A job that the shell
+    runs in the background must not rewrite the line in which the next command is typed.
+    """
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    try:
+        return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+class Screen:
+    """A context manager. Prints to stdout if it is `active`; a status line is shown only to somebody who watches."""
+
+    def __init__(self, *, active: bool = True) -> None:
+        self._active, self._stream = active, sys.stdout
+        self._may_be_watched = active and self._stream.isatty()  # a file or a pipe costs nothing more
+        self._status, self._shown_at = "", 0.0
+
+    @property
+    def columns(self) -> int | None:
+        """How many characters a line has room for; None: any number."""
+        return terminal_columns(self._stream) if self._may_be_watched else None
+
+    def line(self, text: str) -> None:
+        """Print a line that stays, above the status line."""
+        if not self._active:
+            return
+        if self.columns is not None and len(text) > self.columns:
+            text = textwrap.fill(text, self.columns, subsequent_indent="  ", break_long_words=False,
+                                 break_on_hyphens=False)
+        if self._status and is_watched(self._stream):
+            self._write(f"{_CLEAR_LINE}{text}\n{self._cut(self._status)}")
+        else:
+            self._status = ""
+            self._write(f"{text}\n")
+
+    def wants_status(self) -> bool:
+        """Whether it is time for another status line."""
+        return (self._may_be_watched and time.monotonic() - self._shown_at >= _SECONDS_BETWEEN
+                and is_watched(self._stream))
+
+    def status(self, text: str) -> None:
+        """Show what the run is doing, in place of the status line before."""
+        if self._may_be_watched and is_watched(self._stream):
+            self._shown_at, self._status = time.monotonic(), text
+            self._write(_CLEAR_LINE + self._cut(text))
+
+    def clear(self) -> None:
+        """Take the status line away."""
+        if self._status and is_watched(self._stream):
+            self._write(_CLEAR_LINE)
+        self._status = ""
+
+    def _cut(self, text: str) -> str:
+        """A status line that wraps could not be rewritten."""
+        return text[:(self.columns or 80) - 1]
+
+    def _write(self, text: str) -> None:
+        """What cannot be printed is no reason to stop training.
+
+        `... | tee log` loses its reader by the Ctrl-C that asks for a save; a log may be on a full disk.
+        """
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # nor of an error at the end
+        except OSError:
+            pass
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.clear()
