@@ -16,9 +16,10 @@ from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
-from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
+from pretrain.distributed import ALONE, World, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, REFUSED
+from pretrain.refusal import print_error
 
 
 def main(argv: list[str] | None = None) -> int:
