@@ -21,6 +21,7 @@ import cpuinfo
 from pretrain.cluster.probe import interface_towards
 from pretrain.device import Device
 from pretrain.errors import ConfigError
+from pretrain.imports import silence_renamed_collectives
 from pretrain.process import free_port
 
 DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
@@ -177,6 +178,7 @@ def prepare_deepspeed(device: Device) -> None:
     put this environment's `ninja` first: another one would compile all operators anew, in every run; and let it ask
     for the CPU's features once: it does for each operator, a second each.
     """
+    silence_renamed_collectives()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)

@@ -35,6 +35,7 @@ from pretrain.metrics.meter import Meter
 from pretrain.metrics.run_folder import RunFolder, run_record
 from pretrain.ranks import gather
 from pretrain.resilience.stop import Stop
+from pretrain.status import clear_status, status
 
 
 def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
@@ -42,13 +43,17 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     args = plan.args
     last_step = min(plan.train_steps, args.exit_step or plan.train_steps)
     with deepspeed_output(args.deepspeed_log_level):
+        status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
+    clear_status()
     if resume is not None and resume.manifest.step >= last_step:
         return _is_complete(plan, resume, last_step)
     with deepspeed_output(args.deepspeed_log_level):
+        status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         engine = build_engine(plan)
         first_step, consumed_samples = _restore(engine, plan, resume)
+    clear_status()
     folder = RunFolder(Path(args.save), active=world.rank == 0)
     meter = Meter(plan, engine, folder, rank=world.rank, first_step=first_step)
     saver = Saver(plan, folder)
