@@ -32,12 +32,14 @@ from pretrain.cluster.launcher import chosen_hosts, launch_on_hosts
 from pretrain.device import Device, detect_device, nvidia_smi
 from pretrain.distributed import world_from_environment
 from pretrain.errors import ConfigError
+from pretrain.exit_codes import FINISHED, GUARD, REFUSED, STOPPED
 from pretrain.process import ROOT, free_port, port_is_free
 from pretrain.resilience.processes import ask_to_save, descendants, end_descendants
 
 _LOCAL = "localhost"
 _FOR_HOSTS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_ssh", "node_rank", "force_multi",
               "venv_script")
+_REPORTED = (FINISHED, REFUSED, STOPPED, GUARD)  # the ranks have said why
 _POLL_S, _TERM_S = 0.5, 5.0
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -86,7 +88,12 @@ def _launch_here(flags: argparse.Namespace, train: Sequence[str]) -> int:
     say(f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    return run_launcher(_command(flags, slots, port, train), launcher_environment(variables))
+    code = run_launcher(_command(flags, slots, port, train), launcher_environment(variables))
+    if code not in _REPORTED:
+        number = 256 - code if code > 224 else 0  # sys.exit(-9) of the launcher, where a rank was killed
+        how = signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
+        say(f"a rank ended with {how}")
+    return code
 
 
 def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
@@ -140,7 +147,7 @@ def _command(flags: argparse.Namespace, slots: Sequence[int | str], port: int, t
     """DeepSpeed's launcher of one host, which `deepspeed` would start once it has imported torch by itself."""
     world = base64.urlsafe_b64encode(json.dumps({_LOCAL: slots}).encode()).decode()
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}",
-               "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level}"]
+               "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level or 'critical'}"]
     command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
     for name in ("bind_core_list", "enable_each_rank_log"):
         command += [f"--{name}={getattr(flags, name)}"] if getattr(flags, name) else []

@@ -40,14 +40,16 @@ def print_error(world: World, error: Exception) -> None:
 
 
 def _print_after_launcher(line: str) -> bool:
-    """Let `line` follow what DeepSpeed's launcher logs about a rank that failed. False: it did not start this process.
+    """Let `line` follow what DeepSpeed's launcher logs about a rank that failed.
 
     The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
     end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
+    False, and nothing done, where another launcher started this process, or where this one logs nothing.
     """
     launcher = psutil.Process().parent()
     try:
-        if launcher is None or _DEEPSPEED_LAUNCHER not in launcher.cmdline():
+        words = launcher.cmdline() if launcher is not None else []
+        if launcher is None or _DEEPSPEED_LAUNCHER not in words or "--log_level=critical" in words:
             return False
         descriptor = os.pidfd_open(launcher.pid)
         subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],

@@ -37,7 +37,8 @@ def command_line(program: str) -> Parser:
     passed = parser.add_argument_group("passed on to `deepspeed`")
     for flag in ("--venv_script", "--enable_each_rank_log", "--bind_core_list"):
         passed.add_argument(flag)
-    passed.add_argument("--log_level", default="warning", help="of the launcher (default: %(default)s)")
+    passed.add_argument("--log_level", choices=("debug", "info", "warning", "error", "critical"),
+                        help="of DeepSpeed's launcher (default: critical on one host, warning on several)")
     passed.add_argument("--quiet", "-q", dest="log_level", action="store_const", const="error")
     passed.add_argument("--bind_cores_to_rank", action="store_true")
     return parser

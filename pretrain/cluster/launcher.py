@@ -152,7 +152,7 @@ def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfi
     """The words of plain `deepspeed`, for hosts that have been checked."""
     command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh_check",
                "--master_addr", master_addr, "--master_port", str(flags.master_port),
-               "--launcher", flags.launcher, "--log_level", flags.log_level]
+               "--launcher", flags.launcher, "--log_level", flags.log_level or "warning"]
     command += ["--no_ssh", "--node_rank", str(flags.node_rank)] if flags.no_ssh else ["--force_multi"]
     launcher_args = flags.launcher_args
     if flags.launcher == "pdsh":
