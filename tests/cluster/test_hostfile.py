@@ -48,7 +48,8 @@ def test_bad_hostfiles_are_refused(text: str, words: list[str], tmp_path: Path) 
 
 def test_missing_hostfile_and_wrong_flags_are_refused(tmp_path: Path) -> None:
     for words, found in ((["--hostfile", str(tmp_path / "none"), "--"], "No such file"),
-                         (["--hostfile", "x"], "No such file"), (["--hostfle", "x", "--"], "did you mean"), (["--"], "no --hostfile")):
+                         (["--hostfile", "x"], "No such file"), (["--hostfle", "x", "--"], "did you mean"),
+                         (["--"], "no --hostfile")):
         with pytest.raises(ConfigError, match=found):
             main(words)
 
