@@ -173,6 +173,7 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
             if asked and number != signal.SIGINT:
                 continue
             if asked or not ask_to_save(descendants()):
+                say(f"{signal.Signals(number).name}: " + ("ended without a save" if asked else "ended before training"))
                 end_descendants(grace_s=_TERM_S)
                 return 128 + number
             asked = True

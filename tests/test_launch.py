@@ -53,7 +53,7 @@ def test_no_flag_means_two_things() -> None:
     (["--num_gpuz", "2"], "--num_gpuz: found an unknown flag"),
     (["--seq_length", "0"], "--seq_length: found 0"),
     (["--num_gpus", "3", "--global_batch_size", "4"], "train_batch_size: found 4 != 2 x 2 x 3"),
-    (["--master_port", "99999"], "--master_port: found '99999'"),
+    (["--master_port", "99999"], "--master_port: found 99999"),
 ])
 def test_what_is_wrong_is_named(words: list[str], found: str, corpus: str, tmp_path: Path,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
