@@ -32,14 +32,12 @@ from pretrain.cluster.launcher import chosen_hosts, launch_on_hosts
 from pretrain.device import Device, detect_device, nvidia_smi
 from pretrain.distributed import world_from_environment
 from pretrain.errors import ConfigError
-from pretrain.exit_codes import FINISHED, GUARD, REFUSED, STOPPED
 from pretrain.process import ROOT, free_port, port_is_free
 from pretrain.resilience.processes import ask_to_save, descendants, end_descendants
 
 _LOCAL = "localhost"
 _FOR_HOSTS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_ssh", "node_rank", "force_multi",
-              "venv_script")
-_REPORTED = (FINISHED, REFUSED, STOPPED, GUARD)  # the ranks have said why
+              "venv_script", "meet", "grace")
 _POLL_S, _TERM_S = 0.5, 5.0
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -88,12 +86,7 @@ def _launch_here(flags: argparse.Namespace, train: Sequence[str]) -> int:
     say(f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    code = run_launcher(_command(flags, slots, port, train), launcher_environment(variables))
-    if code not in _REPORTED:
-        number = 256 - code if code > 224 else 0  # sys.exit(-9) of the launcher, where a rank was killed
-        how = signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
-        say(f"a rank ended with {how}")
-    return code
+    return run_launcher(_command(flags, slots, port, train), launcher_environment(variables))
 
 
 def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
@@ -165,8 +158,7 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
         launcher = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = launcher.wait(_POLL_S)
-                return code if code >= 0 else 128 - code
+                return _reported(launcher.wait(_POLL_S))
             if not signals:
                 continue
             number = signals.pop(0)
@@ -177,6 +169,14 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
                 end_descendants(grace_s=_TERM_S)
                 return 128 + number
             asked = True
+
+
+def _reported(code: int) -> int:
+    """The launcher's exit code as a shell would show it. A rank that was killed could not say so itself."""
+    number = -code if code < 0 else 256 - code if code > 224 else 0  # sys.exit(-9) of a rank's -9
+    if number in set(signal.Signals):
+        say(f"{'DeepSpeed launcher' if code < 0 else 'a rank'} ended by {signal.Signals(number).name}")
+    return code if code >= 0 else 128 - code
 
 
 def _end_with_parent() -> None:

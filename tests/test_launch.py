@@ -166,6 +166,12 @@ def test_a_signal_lets_ranks_save_or_ends_them_before_they_can(
     assert process.wait(60) == code
 
 
+def test_a_killed_rank_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", _STARTER, "import sys\nsys.exit(-9)"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert (done.returncode, done.stderr) == (247, "ds-pretrain: a rank ended by SIGKILL\n")
+
+
 def test_a_killed_command_leaves_no_ranks(tmp_path: Path, started: "Callable[..., subprocess.Popen[str]]") -> None:
     process = started(_ENDED, str(tmp_path / "ended"))
     process.kill()
