@@ -9,6 +9,7 @@ import time
 import psutil
 
 from pretrain.distributed import World
+from pretrain.status import clear_status
 
 _SECONDS_TO_REPORT = 5.0
 _DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
@@ -35,6 +36,7 @@ def print_error(world: World, error: Exception) -> None:
             return
         host = f"rank {world.rank} on {host}"
     line = f"ds-pretrain: error: {host}{error}"
+    clear_status()
     if not _print_after_launcher(line):
         print(line, file=sys.stderr, flush=True)
 
