@@ -63,6 +63,6 @@ Done in $((SECONDS - start)) s. Everything lies in $run:
 Next:
   python tools/generate.py $run --prompt 'class Parser:'
   python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
-  deepspeed --num_accelerators $ranks pretrain/train.py --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
+  ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
 (Each with $VENV/bin first in PATH: source $VENV/bin/activate)
 END

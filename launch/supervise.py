@@ -7,7 +7,7 @@ from dataclasses import fields
 from pretrain.cli import Parser, run_main
 from pretrain.errors import ConfigError
 from pretrain.resilience.hosts import reach_hosts
-from pretrain.resilience.launch_command import hostfile_of, run_folder, ssh_port
+from pretrain.resilience.launch_command import hostfile_of, run_folder, ssh_port, with_separator
 from pretrain.resilience.supervisor import Settings, supervise
 
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
@@ -40,7 +40,7 @@ def main() -> int:
         default = _DEFAULTS[name]
         shown = "" if "default" in text else f" (default: {default:g})"
         parser.add_argument(f"--{name}", type=kind, default=default, help=(text + shown).replace("%", "%%"))
-    args, command = parser.parse_args(words[:end]), words[end + 1:]
+    args, command = parser.parse_args(words[:end]), with_separator(words[end + 1:])
     if not command:
         raise ConfigError("command line", found="no command", expected="launch/supervise.py [flags] -- COMMAND...")
     for name, lowest in (("max_restarts", 0), ("min_hosts", 1), ("backoff_s", 0), ("backoff_max_s", 0), ("grace_s", 0),

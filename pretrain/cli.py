@@ -27,6 +27,11 @@ class Parser(argparse.ArgumentParser):
         declared = {option.replace("-", "_"): option for option in self._option_string_actions}
         return declared.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
 
+    def takes_value(self, word: str) -> bool | None:
+        """Whether the flag `word` is followed by a value; None for a word that is no flag of this parser."""
+        action = self._option_string_actions.get(self._as_declared(word).partition("=")[0])
+        return None if action is None else action.nargs != 0 and "=" not in word
+
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         remedy = did_you_mean(unknown[0].split("=")[0], self._option_string_actions) if unknown else ""

@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ import cpuinfo
 from pretrain.cluster.probe import interface_towards
 from pretrain.device import Device
 from pretrain.errors import ConfigError
+from pretrain.imports import silence_renamed_collectives
+from pretrain.process import free_port
 
-DEFAULT_MASTER_PORT = "29500"
-_SECONDS_TO_TELL = 5.0
+DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
 _FAR_ADDRESS = "203.0.113.1"  # of a network for examples; only the route to it is asked for
 # (rank, world size, local rank, local world size) of each kind of launcher, in order of precedence
 _LAUNCHERS = {
@@ -150,6 +150,8 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
     environ.setdefault("LOCAL_SIZE", environ["LOCAL_WORLD_SIZE"])
+    if world.launcher == "none":
+        environ.setdefault("MASTER_PORT", str(free_port()))  # nobody else needs to know it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
     if "MASTER_ADDR" not in environ:
         if world.launcher == "slurm" and world.size > 1:
@@ -176,6 +178,7 @@ def prepare_deepspeed(device: Device) -> None:
     put this environment's `ninja` first: another one would compile all operators anew, in every run; and let it ask
     for the CPU's features once: it does for each operator, a second each.
     """
+    silence_renamed_collectives()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)
@@ -192,6 +195,23 @@ def _one_timeout_for_all_groups() -> None:
 
     distributed_c10d.default_pg_timeout = default_pg_timeout
     distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
+
+
+def taken_port(world: World) -> ConfigError:
+    """Error for a MASTER_PORT that another program listens on, with the remedy of the launcher in use."""
+    remedy = "MASTER_PORT=N before its command"
+    if world.launcher == "none":
+        remedy = "unset MASTER_PORT: one process takes a free port by itself"
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        remedy = "torchrun --master_port N"
+    elif "CROSS_RANK" in os.environ:  # of deepspeed/launcher/launch.py
+        remedy = "deepspeed --master_port N, or ds-pretrain, which chooses a free one"
+    elif world.launcher in ("openmpi", "pmi", "mpi"):
+        remedy = "MASTER_PORT=N before mpirun (Open MPI: mpirun -x MASTER_PORT=N)"
+    elif world.launcher == "slurm":
+        remedy = "MASTER_PORT=N before srun"
+    return ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
+                       expected="a free port on rank 0's host", remedy=remedy)
 
 
 def init_process_group(world: World) -> None:
@@ -211,8 +231,7 @@ def init_process_group(world: World) -> None:
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
-                          expected="a free port on rank 0's host", remedy="deepspeed --master_port N") from None
+        raise taken_port(world) from None
     if get_accelerator().device_name() == "cpu":
         remove_shared_memory_names(world.rank)
     else:
@@ -220,18 +239,6 @@ def init_process_group(world: World) -> None:
     formed = torch.distributed.get_world_size()
     if formed != world.size:
         raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")
-
-
-def print_error(world: World, error: Exception) -> None:
-    """The one line of a refused run, from each host: what is missing on one of them may be there on the others.
-
-    The other ranks wait, as launchers end all ranks when the first one has ended, and it may not have told yet.
-    """
-    if world.local_rank != 0:
-        time.sleep(_SECONDS_TO_TELL)
-        return
-    host = f"{socket.gethostname()}: " if world.rank != 0 else ""
-    print(f"ds-pretrain: error: {host}{error}", file=sys.stderr, flush=True)
 
 
 def running_environment() -> World:

@@ -36,19 +36,24 @@ from pretrain.metrics.run_folder import RunFolder, run_record
 from pretrain.metrics.screen import Screen
 from pretrain.ranks import gather
 from pretrain.resilience.stop import Stop
+from pretrain.status import clear_status, status
 
 
 def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
     last_step = min(plan.train_steps, plan.args.exit_step or plan.train_steps)
     with deepspeed_output(plan.args.deepspeed_log_level):
+        status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
+    clear_status()
     if resume is not None and resume.manifest.step >= last_step:
         return _is_complete(plan, resume, last_step)
     with deepspeed_output(plan.args.deepspeed_log_level):
+        status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         engine = build_engine(plan)
         first_step, consumed_samples = _restore(engine, plan, resume)
+    clear_status()
     with Screen(active=world.rank == 0) as screen:
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0)
         meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)

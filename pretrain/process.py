@@ -1,10 +1,15 @@
 """This process's memory, and what the ones that it starts need."""
 
+import errno
 import os
+import random
 import socket
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Linux hands out 32768 and above to outgoing connections: a port from there may be taken again within seconds.
+_CHOSEN_PORTS = range(20000, 29500)
+_TRIES = 100
 
 
 def resident_bytes() -> tuple[int, int]:
@@ -15,8 +20,29 @@ def resident_bytes() -> tuple[int, int]:
     return now, highest
 
 
+def port_is_free(port: int) -> bool:
+    """Whether a server of this host can listen on a TCP port: on every address, as torch's TCPStore does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+        return True
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A TCP port that nobody listens on, at random: programs that start at the same moment get different ones."""
+    generator = random.SystemRandom()  # a program's own seed must not make two runs choose the same port
+    tries = (generator.choice(_CHOSEN_PORTS) for _ in range(_TRIES))
+    return next((port for port in tries if port_is_free(port)), 0) or _any_port()
+
+
+def _any_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -19,10 +19,11 @@ from pretrain.checkpoint.resume import checkpoints_of, choose_resume
 from pretrain.checkpoint.space import checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.device import detect_device
-from pretrain.distributed import World, print_error
+from pretrain.distributed import World
 from pretrain.errors import ConfigError
 from pretrain.exit_codes import NEVER_AGAIN, REFUSED, STOPPED
 from pretrain.metrics.rows import read_metrics, read_rows
+from pretrain.refusal import print_error
 
 RECORD = "slurm.jsonl"
 STARTS_WITHOUT_PROGRESS = 3

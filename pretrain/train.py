@@ -17,9 +17,12 @@ from pretrain.arguments import RunArguments, parse_arguments
 from pretrain.check import check_run
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
-from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
+from pretrain.distributed import ALONE, World, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
+from pretrain.imports import import_muon_without_compiler, leave_out_dynamo
+from pretrain.refusal import print_error
+from pretrain.status import status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +52,11 @@ def run(args: RunArguments, world: World) -> int:
     device = detect_device()
     plan = check_run(args, world_size=world.size, device=device)
     choose_resume(plan)  # to refuse early; what is there may change meanwhile: the ranks agree on it later
+    status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
+    import_muon_without_compiler()
+    if not (args.compile_blocks or plan.ds_config.get("compile")):
+        leave_out_dynamo()
     from pretrain.loop import train  # imports torch and deepspeed
     from pretrain.memory.advice import MemoryWatch, print_advice
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pretrain.distributed import World, export_world, world_from_environment
+from pretrain.distributed import ALONE, World, export_world, taken_port, world_from_environment
 from pretrain.errors import ConfigError
 
 ENVIRONMENTS = {
@@ -49,3 +49,22 @@ def test_several_hosts_need_an_address() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         export_world(world_from_environment(environ), environ)
+
+
+def test_one_process_takes_a_free_port_and_others_are_told_where_to_choose_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[str, str] = {}
+    export_world(ALONE, first)
+    assert first["MASTER_PORT"] != "29500"
+    given = {"MASTER_PORT": "1234"}
+    export_world(ALONE, given)
+    assert given["MASTER_PORT"] == "1234"
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    for launcher, variable, remedy in (
+            ("none", "X", "unset MASTER_PORT"), ("torch", "CROSS_RANK", "deepspeed --master_port N"),
+            ("torch", "TORCHELASTIC_RUN_ID", "torchrun --master_port N"), ("openmpi", "X", "mpirun -x MASTER_PORT=N"),
+            ("slurm", "X", "before srun"), ("torch", "X", "MASTER_PORT=N")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, "0")
+            error = str(taken_port(World(rank=0, size=2, local_rank=0, local_size=2, launcher=launcher)))
+        assert error.startswith("MASTER_PORT: found 1234, which another program listens on")
+        assert remedy in error

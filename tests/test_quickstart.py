@@ -129,4 +129,4 @@ def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]
     for command in following[:2]:  # the third trains for minutes more; its form is that of the run itself
         done = _run(f"source .venv/bin/activate; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    assert following[2].startswith("deepspeed ")
+    assert following[2].startswith("ds-pretrain ")

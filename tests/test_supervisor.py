@@ -199,6 +199,10 @@ def test_what_a_command_says_about_its_run(tmp_path: Path) -> None:
     assert launch.run_setting([*cluster, "--train-steps=8"], "train_steps") == "8"
     assert launch.hostfile_of(cluster, None) == Path("h")
     assert launch.ssh_port(cluster) == "7"
+    own = launch.with_separator(["ds-pretrain", "--save=a", "--num_gpus", "2", "-H", "h", "--config", "run.yaml"])
+    assert own == ["ds-pretrain", "--num_gpus", "2", "-H", "h", "--", "--save=a", "--config", "run.yaml"]
+    assert (launch.hostfile_of(own, None), launch.identity(own)) == (Path("h"), ["--save=a", "--config", "run.yaml"])
+    assert launch.with_separator(["deepspeed", "x.py"]) == ["deepspeed", "x.py"]
     srun = ["srun", "-n2", "--", "python", "pretrain/train.py", "--save", "x", "--hostfile", "no"]
     assert launch.identity(srun) == ["--save", "x", "--hostfile", "no"]
     assert launch.hostfile_of(srun, None) is None

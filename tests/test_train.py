@@ -158,11 +158,16 @@ def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: 
     assert done.stdout.strip() == "[]"
 
 
-def test_a_refusal_leaves_no_process_behind(corpus: str, tmp_path: Path) -> None:
-    done = launch(2, _flags(corpus, tmp_path / "refused", "--train_steps", "0"))
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("ds-pretrain: error: ")]
-    assert lines == ["ds-pretrain: error: --train_steps: found 0; expected at least 1."]
+def test_a_refusal_is_the_last_line_and_leaves_no_process_behind(corpus: str, tmp_path: Path) -> None:
+    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()),
+               str(ROOT / "pretrain" / "train.py"), *_flags(corpus, tmp_path / "refused", "--train_steps", "0")]
+    done = subprocess.run(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=300)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2, done.stdout
+    assert "exits with return code = 2" in done.stdout  # DeepSpeed's launcher has its say, but not the last
+    assert lines[-1] == "ds-pretrain: error: --train_steps: found 0; expected at least 1."
+    assert sum("ds-pretrain: error: " in line for line in lines) == 1
     commands = [_content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(str(tmp_path / "refused").encode() in command for command in commands)
 

@@ -19,8 +19,9 @@ from pretrain.arguments import parse_arguments
 from pretrain.cli import Parser, run_main
 from pretrain.cluster.health.settings import Settings
 from pretrain.device import detect_device
-from pretrain.distributed import ALONE, prepare_deepspeed, print_error, running_environment
+from pretrain.distributed import ALONE, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError
+from pretrain.refusal import print_error
 
 _MIB = 2**20
 

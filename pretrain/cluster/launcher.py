@@ -10,85 +10,75 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrain.arguments import parse_arguments
-from pretrain.cli import Parser, run_main
+from pretrain.arguments import RunArguments, parse_arguments
+from pretrain.check import check_run
+from pretrain.checkpoint.resume import choose_resume
+from pretrain.cli import run_main
 from pretrain.cluster.ending import Job, run_job
 from pretrain.cluster.environment import launcher_environment, own_variables, run_variables, write_environment
+from pretrain.cluster.flags import LAUNCHERS, command_line, split_words
 from pretrain.cluster.hostfile import choose_hosts, read_hostfile
 from pretrain.cluster.meeting import PORT_OFFSET, join
 from pretrain.cluster.preflight import ROOT, Facts, Question, examine_hosts, question_of
 from pretrain.cluster.remote import by_srun, by_ssh, here, ssh_options
+from pretrain.device import Device, cpu_device, detect_device
 from pretrain.distributed import DEFAULT_MASTER_PORT
 from pretrain.errors import ConfigError
+from pretrain.exit_codes import REFUSED
 
-_COMMANDS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}  # what DeepSpeed looks for
 _PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}  # Debian's
 _PLAIN = re.compile(r"[\w@%+=:,./-]+")
-
-
-def command_line() -> Parser:
-    """The flags before `--`: those of `deepspeed` with the same meaning, and two of our own."""
-    parser = Parser(prog="launch/cluster.sh", usage="%(prog)s --hostfile HOSTS [flags] -- FLAGS OF pretrain/train.py",
-                    description="Train on several hosts, which share this checkout, the data and the run folder.")
-    add = parser.add_argument
-    add("--hostfile", "-H", required=True, help="a line `NAME slots=RANKS` for each host; rank 0 is on the first")
-    add("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: only these of the hostfile")
-    add("--exclude", "-e", default="", help="HOST[:SLOT,SLOT][@HOST...]: all but these")
-    add("--num_nodes", type=int, default=-1, help="the first so many hosts")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="the first so many slots of each host")
-    add("--master_addr", default="", help="address of the first host (default: on the interface to the others)")
-    add("--master_port", type=int, default=int(DEFAULT_MASTER_PORT), help="a free port there (default: %(default)s)")
-    add("--launcher", choices=sorted(_COMMANDS), default="pdsh", help="what starts the ranks (default: %(default)s)")
-    add("--launcher_args", default="", help="more flags for it, as one word")
-    add("--ssh_port", type=int, help="of every host")
-    add("--no_ssh", action="store_true", help="run this command on every host, each with its --node_rank; they meet "
-                                              "at --master_addr, port --master_port + 1")
-    add("--node_rank", type=int, default=-1, help="with --no_ssh: this host's place in the hostfile, from 0")
-    add("--meet", type=float, default=60, help="with --no_ssh: seconds for the other hosts' launchers to come "
-                                               "(default: %(default)s)")
-    add("--grace", type=float, default=30, help="seconds from a host's failure until the others are ended "
-                                                "(default: %(default)s)")
-    add("--check_only", action="store_true", help="check the hosts, and start nothing")
-    passed = parser.add_argument_group("handed to `deepspeed` as they are")
-    for flag in ("--venv_script", "--enable_each_rank_log", "--bind_core_list"):
-        passed.add_argument(flag)
-    passed.add_argument("--log_level", default="warning", help="of the launcher (default: %(default)s)")
-    passed.add_argument("--bind_cores_to_rank", action="store_true")
-    return parser
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(launcher's flags, train.py's flags): those before and after `--`. Raises ConfigError where there is none."""
-    if "--" not in words:
-        if {"-h", "--help"} & set(words):
-            return list(words), []
-        raise ConfigError("command line", found="no --", expected="the flags of pretrain/train.py after --")
-    middle = words.index("--")
-    train = list(words[middle + 1:])
-    return list(words[:middle]), train[1:] if train and train[0].endswith("train.py") else train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the run's exit code. Raises ConfigError."""
     words, train = split_words(sys.argv[1:] if argv is None else argv)
-    flags = command_line().parse_args(words)
-    slots = choose_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude,
-                         num_nodes=flags.num_nodes, num_slots=flags.num_gpus)
+    flags = command_line("launch/cluster.sh").parse_args(words)
+    if not flags.hostfile:
+        raise ConfigError("command line", found="no --hostfile", expected="--hostfile HOSTS, a line `NAME slots=RANKS` "
+                          "for each host", remedy="ds-pretrain starts a run on this host alone")
+    return launch_on_hosts(flags, train)
+
+
+def chosen_hosts(flags: argparse.Namespace) -> dict[str, list[int]]:
+    """Host -> the slots that take part. Raises ConfigError."""
+    return choose_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude,
+                        num_nodes=flags.num_nodes, num_slots=flags.num_gpus)
+
+
+def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
+    """Check the hosts and the run, and start the run on all of them. Returns its exit code. Raises ConfigError."""
+    slots = chosen_hosts(flags)
     _check_launcher(flags, slots)
-    args = parse_arguments(train)
+    flags.master_port = flags.master_port or int(DEFAULT_MASTER_PORT)
+    args = parse_arguments(list(train))
     folder = Path.cwd()
     own = own_variables(os.environ, [Path.home(), folder])
     reach = by_srun if flags.launcher == "slurm" else by_ssh(flags.ssh_port)
     ranks = {host: len(numbers) for host, numbers in slots.items()}
     question = question_of(args, train, folder)
     if flags.no_ssh:
-        return _start_here(flags, train, slots, own, question)
+        return _start_here(flags, train, slots, own, question, args)
     facts = examine_hosts(reach, ranks, question)
+    _check_run(args, facts, ranks)
     print("\n".join(_table(facts, ranks)), flush=True)
     if flags.check_only:
         return 0
     job = Job(secrets.token_hex(8), ranks, list(slots), reach, flags.grace)
     return _start(flags, train, facts, slots, own, job, folder / args.save)
+
+
+def _check_run(args: RunArguments, facts: Mapping[str, Facts], ranks: Mapping[str, int]) -> None:
+    """Reject on this host what each rank would reject after DeepSpeed's launcher has started. Raises ConfigError."""
+    choose_resume(check_run(args, world_size=sum(ranks.values()), device=_device_of(facts)))
+
+
+def _device_of(facts: Mapping[str, Facts]) -> Device:
+    """The device of the hosts, which this one may lack; what only they know counts as there."""
+    if not any(found.gpus for found in facts.values()):
+        return cpu_device()
+    here = detect_device()
+    return here if here.kind == "cuda" else Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 
 
 def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -> None:
@@ -97,8 +87,8 @@ def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -
         if not flags.master_addr:
             raise ConfigError("--no_ssh", found="no --master_addr", expected="the address of the first host")
         return
-    if shutil.which(_COMMANDS[launcher]) is None:
-        raise ConfigError(f"--launcher {launcher}", found=f"no {_COMMANDS[launcher]} on this host", expected="it",
+    if shutil.which(LAUNCHERS[launcher]) is None:
+        raise ConfigError(f"--launcher {launcher}", found=f"no {LAUNCHERS[launcher]} on this host", expected="it",
                           remedy=f"sudo apt-get install {_PACKAGES[launcher]}")
     if launcher != "pdsh" and any(numbers != list(range(len(numbers))) for numbers in slots.values()):
         raise ConfigError(f"--launcher {launcher}", found="chosen slots of a host", expected="whole hosts",
@@ -134,7 +124,7 @@ def _start(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, 
 
 
 def _start_here(flags: argparse.Namespace, train: Sequence[str], slots: Mapping[str, list[int]],
-                own: Mapping[str, str], question: Question) -> int:
+                own: Mapping[str, str], question: Question, args: RunArguments) -> int:
     """--no_ssh: this host's ranks alone, in step with the launchers of the others."""
     ranks, hosts = {host: len(numbers) for host, numbers in slots.items()}, tuple(slots)
     met = join(hosts, flags.node_rank, flags.master_addr, flags.master_port + PORT_OFFSET, flags.meet)
@@ -142,8 +132,10 @@ def _start_here(flags: argparse.Namespace, train: Sequence[str], slots: Mapping[
     host = hosts[flags.node_rank]
     if flags.node_rank == 0:
         print("\n".join(_table(facts, ranks)), flush=True)
-    code = 0
+    code = REFUSED
     try:
+        _check_run(args, facts, ranks)
+        code = 0
         if not flags.check_only:
             job = Job(name, ranks, [host], here, flags.grace)
             environ = launcher_environment(run_variables({host: facts[host]}, ranks, own, name))
@@ -160,7 +152,7 @@ def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfi
     """The words of plain `deepspeed`, for hosts that have been checked."""
     command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh_check",
                "--master_addr", master_addr, "--master_port", str(flags.master_port),
-               "--launcher", flags.launcher, "--log_level", flags.log_level]
+               "--launcher", flags.launcher, "--log_level", flags.log_level or "warning"]
     command += ["--no_ssh", "--node_rank", str(flags.node_rank)] if flags.no_ssh else ["--force_multi"]
     launcher_args = flags.launcher_args
     if flags.launcher == "pdsh":

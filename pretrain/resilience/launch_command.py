@@ -1,7 +1,8 @@
 """What a launch command says about its run: flags, run folder, hostfile; and the same command for other hosts.
 
 A launch command is any that starts pretrain/train.py: `deepspeed [launcher flags] pretrain/train.py FLAGS`,
-`launch/cluster.sh [launcher flags] -- FLAGS`, `srun ... python pretrain/train.py FLAGS`.
+`ds-pretrain [launcher flags] FLAGS`, `launch/cluster.sh [launcher flags] -- FLAGS`, `srun ... python pretrain/train.py
+FLAGS`.
 """
 
 import socket
@@ -11,11 +12,22 @@ from typing import Any
 
 import yaml
 
+from pretrain.cluster.flags import split_words
 from pretrain.cluster.hostfile import choose_hosts, read_hostfile
 from pretrain.errors import ConfigError
 
-_TAKE_HOSTFILE = ("deepspeed", "cluster.sh", "mpirun", "mpiexec")
+_OWN = ("ds-pretrain", "cluster.sh")  # need no word between the launcher's flags and those of train.py
+_TAKE_HOSTFILE = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")
 _FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
+
+
+def with_separator(command: Sequence[str]) -> list[str]:
+    """The same command, with `--` before the flags of train.py where it may be left out."""
+    at = next((at for at, word in enumerate(command) if Path(word).name in _OWN), None)
+    if at is None:
+        return list(command)
+    launcher, train = split_words(command[at + 1:])
+    return [*command[:at + 1], *launcher, "--", *train]
 
 
 def _split(command: Sequence[str]) -> int:

@@ -135,6 +135,8 @@ def test_unfit_hosts_are_named(hosts: Hosts, corpus: str, tmp_path: Path) -> Non
     assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
     assert f"{hosts.b.address}: --save is no such folder there" in line
     assert hosts.a.address not in line
+    line = _refused(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
+    assert line == "ds-pretrain: error: --seq_length: found 0; expected at least 1."  # before any rank starts
     assert not (tmp_path / "runs" / "one").exists()
 
 

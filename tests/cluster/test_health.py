@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -255,6 +256,20 @@ def test_a_host_without_a_cable(switch: Switch, tmp_path: Path) -> None:
     assert _bad(first) == ["rank 1: rank 1 of 2 said nothing for 7 s (start); ranks came from h0"]
     assert second.stdout.startswith(f"ds-pretrain: error: h1: no connection with rank 0 at 10.0.0.1:{switch.port}")
     assert len(second.stdout.splitlines()) == 1
+
+
+def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, str(ROOT / "tools" / "check_cluster.py"), *SMALL, "--save", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": port})
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith(f"ds-pretrain: error: MASTER_PORT: found {port}, which another program listens on")
+    assert "unset MASTER_PORT" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_bad_flags_are_refused() -> None:

@@ -38,8 +38,9 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
              "--micro_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--split",
              "80,20,0", "--eval_steps", "1", "--log_interval", "1", "--train_steps", "120", "--save", str(run)]
     script = str(ROOT / "launch" / "mpi.sh")
+    own = {name: value for name, value in environ.items() if not name.startswith("OMPI_ALLOW")}  # the script's part
     first = subprocess.Popen([script, "-np", "2", "--oversubscribe", *flags], text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, env={**environ, "MPIRUN": "mpirun.openmpi"})
+                             stderr=subprocess.STDOUT, env={**own, "MPIRUN": "mpirun.openmpi"})
     try:
         while not (run / "metrics.jsonl").exists() and first.poll() is None:
             time.sleep(0.1)
@@ -48,6 +49,7 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
     finally:
         first.kill()
     assert first.returncode == 75, output
+    assert ("running as root: Open MPI gets its --allow-run-as-root" in output) == (os.geteuid() == 0)
 
     second = subprocess.run([script, "-n", "2", *flags, "--resume", "required"], text=True, capture_output=True,
                             env={**environ, "MPIRUN": "mpirun.mpich"}, timeout=LIMIT_S)
@@ -74,6 +76,13 @@ def test_what_the_launcher_does_not_say_comes_through_mpi(
     assert done.returncode == 0, done.stderr
     address = subprocess.run(["hostname", "-I"], text=True, capture_output=True).stdout.split()[0]
     assert sorted(done.stdout.splitlines()) == [line.replace("ADDRESS", address) for line in expected]
+
+
+def test_a_wrong_run_is_refused_before_mpirun_starts(environ: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run([ROOT / "launch" / "mpi.sh", "-np", "2", "--", "--save", str(tmp_path), "--seq_length", "0"],
+                          env=environ, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "ds-pretrain: error: --seq_length: found 0; expected at least 1.\n"
 
 
 def test_a_command_line_without_flags_for_the_run_is_refused() -> None:

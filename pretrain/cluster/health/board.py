@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from pretrain.cluster.listening import listens
-from pretrain.distributed import World
+from pretrain.distributed import World, taken_port
+from pretrain.process import port_is_free
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -94,10 +95,15 @@ class Board:
 
 
 def join(world: World, timeout_s: float) -> Board:
-    """The store at MASTER_ADDR:MASTER_PORT, which the process group will use too. Raises ConnectionError."""
+    """The store at MASTER_ADDR:MASTER_PORT, which the process group will use too.
+
+    Raises ConnectionError, and ConfigError for a port that another program listens on.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     start_s = START_SHARE * timeout_s
     holds_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
+    if holds_store and not port_is_free(port):
+        raise taken_port(world)
     try:
         if not holds_store and not listens(address, port, start_s):
             raise OSError("nobody listens")

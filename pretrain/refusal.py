@@ -1,0 +1,62 @@
+"""The one line of a rejected run: printed once on each host, and last."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+
+from pretrain.distributed import World
+from pretrain.status import clear_status
+
+_SECONDS_TO_REPORT = 5.0
+_DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
+# Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
+_PRINT_AFTER = """
+import os, select, sys
+ended = select.poll()
+ended.register(int(sys.argv[1]), select.POLLIN)
+ended.poll(60_000)
+os.write(2, os.fsencode(sys.argv[2] + "\\n"))
+"""
+
+
+def print_error(world: World, error: Exception) -> None:
+    """Print why the run is rejected, from each host: what is missing on one of them may be there on the others.
+
+    The other ranks of a host wait, as launchers end all ranks when the first one has ended. One that is not ended
+    meanwhile has found what its host's first rank has not, and prints it.
+    """
+    host = f"{socket.gethostname()}: " if world.rank != 0 else ""
+    if world.local_rank != 0:
+        time.sleep(_SECONDS_TO_REPORT)
+        if world.launcher == "slurm":  # srun ends nobody by itself: each rank would print
+            return
+        host = f"rank {world.rank} on {host}"
+    line = f"ds-pretrain: error: {host}{error}"
+    clear_status()
+    if not _print_after_launcher(line):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _print_after_launcher(line: str) -> bool:
+    """Let `line` follow what DeepSpeed's launcher logs about a rank that failed.
+
+    The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
+    end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
+    False, and nothing done, where another launcher started this process, or where this one logs nothing.
+    """
+    launcher = psutil.Process().parent()
+    try:
+        words = launcher.cmdline() if launcher is not None else []
+        if launcher is None or _DEEPSPEED_LAUNCHER not in words or "--log_level=critical" in words:
+            return False
+        descriptor = os.pidfd_open(launcher.pid)
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],
+                         pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                         start_new_session=True)
+    except (psutil.Error, OSError, AttributeError):  # no such system call: an old kernel, or not Linux
+        return False
+    return True

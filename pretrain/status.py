@@ -1,0 +1,28 @@
+"""What a starting run is doing, on rank 0, until its first line of output: it takes half a minute where disks are cold.
+
+On a terminal one line is rewritten; elsewhere each is a line of its own. It goes to stderr, the run's output to stdout.
+"""
+
+import os
+import sys
+
+_ERASE = "\r\033[K"
+
+
+def _rewrites() -> bool:
+    """Open MPI gives its ranks a terminal of their own, whatever the output goes to."""
+    return sys.stderr.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
+
+
+def status(text: str) -> None:
+    """Say what begins now. `clear_status` must follow before anything else is printed; a traceback replaces it."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{_ERASE}{text} ...\r" if _rewrites() else f"ds-pretrain: {text}\n")
+        sys.stderr.flush()
+
+
+def clear_status() -> None:
+    """Make room for lines that stay."""
+    if os.environ.get("RANK", "0") == "0" and _rewrites():
+        sys.stderr.write(_ERASE)
+        sys.stderr.flush()
