@@ -62,10 +62,11 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
         eval_loss = None
         micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
         lr = learning_rate(engine)
+        watch.before_step(step - first_step - 1, engine)
         loss = train_batch(engine, micro_batches)
         consumed_samples += plan.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
-        watch.report(step - first_step, meter.say)
+        watch.after_step(step - first_step, meter.say)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
             eval_loss = meter.log_eval(step, "valid", evaluate(engine, loaders["valid"], args.eval_steps),
                                        consumed_samples)

@@ -19,6 +19,7 @@ from pretrain.device import detect_device
 from pretrain.distributed import ALONE, World, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, REFUSED
+from pretrain.process import end_process
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,4 +60,4 @@ def run(args: RunArguments, world: World) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
