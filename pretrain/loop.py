@@ -86,10 +86,11 @@ def _run_steps(plan: Plan, engine: DeepSpeedEngine, loaders: dict[str, Loader], 
         eval_loss = None
         micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
         lr = learning_rate(engine)
+        watch.before_step(step - first_step - 1, engine)
         loss = train_batch(engine, micro_batches)
         consumed_samples += plan.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
-        watch.report(step - first_step, meter.screen.line)
+        watch.after_step(step - first_step, meter.screen.line)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
             eval_loss = _evaluate_split(engine, loaders, meter, "valid", args.eval_steps, step, consumed_samples)
         saver.hear()

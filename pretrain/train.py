@@ -21,6 +21,7 @@ from pretrain.distributed import ALONE, World, prepare_deepspeed, running_enviro
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
 from pretrain.imports import import_muon_without_compiler, leave_out_dynamo
+from pretrain.process import end_process
 from pretrain.refusal import print_error
 from pretrain.status import status
 
@@ -75,4 +76,4 @@ if __name__ == "__main__":
     code = main()
     if code == INTERRUPTED:
         os._exit(code)  # an orderly end would wait for collectives in which the other ranks no longer take part
-    sys.exit(code)
+    end_process(code)

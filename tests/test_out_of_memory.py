@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from pretrain.distributed import World
-from pretrain.memory.advice import alternatives, differences, is_out_of_memory, print_advice
+from pretrain.memory.advice import alternatives, differences, print_advice
 from pretrain.memory.compare import Subject
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.layout import Layout
+from pretrain.memory.out_of_memory import is_out_of_memory
 from pretrain.memory.shape import shape_of
 from pretrain.model.config import load_model_config
 from tests.distributed.launch import ROOT

@@ -1,16 +1,12 @@
 """Real runs of DeepSpeed JSONs on this machine, a few steps each, and what every rank held and needed.
 
-    deepspeed --num_accelerators N --module pretrain.memory.measure_rank JOB.json
-
-The engine, the model and the step are those of training; tokens are random, as memory does not depend on them.
+Each rank is a process of its own, `python -m pretrain.memory.measure_rank JOB.json`, started without a launcher, so
+that its exit code and its output are known (run_ranks.py). The engine, the model and the step are those of training;
+tokens are random, as memory does not depend on them.
 """
 
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +15,12 @@ from typing import Any
 from pretrain.arguments import RunArguments
 from pretrain.check import check_settings
 from pretrain.device import detect_device
-from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
-from pretrain.process import ROOT, free_port, package_environment
+from pretrain.memory.out_of_memory import kernel_oom_kills
+from pretrain.memory.run_ranks import FailedRank, failure, run_ranks
 
 _TRACKED_STEPS = 2
+_PORTS = 3  # that are tried
 
 
 @dataclass(frozen=True)
@@ -83,45 +80,21 @@ def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: f
         steps: those that are timed, beside two whose memory is tracked.
 
     Raises:
-        ConfigError: refused, as `train.py` would refuse it, or ended otherwise than well.
+        ConfigError: rejected, as `train.py` would reject it, or a rank failed.
     """
     name = Path(args.deepspeed_config).stem
     check_settings(args, world_size=world_size, device=detect_device())
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder, "job.json")
-        job.write_text(json.dumps({"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}))
-        command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(world_size),
-                   "--master_port", str(free_port()), "--module", "pretrain.memory.measure_rank", str(job)]
-        code, output = _run(command, package_environment(), timeout_s)
-        result = job.with_suffix(".result.json")
-        if code != 0 or not result.is_file():
-            raise _failure(name, code, output, sorted(Path(folder).glob("job.error.*")))
-        return measurement(name, json.loads(result.read_text()))
-
-
-def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> tuple[int, str]:
-    """(exit code, output); the whole process group is ended when the time is over (code 124)."""
-    with subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          start_new_session=True, cwd=ROOT) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-            return process.returncode, output
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                return 124, process.communicate()[0]
-            raise
-
-
-def _failure(name: str, code: int, output: str, errors: list[Path]) -> ConfigError:
-    """The reason that a rank gave, or the last line of the output."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reasons = [path.read_text().strip() for path in errors]
-    if reasons and ": found " in reasons[0]:
-        return ConfigError.of_line(reasons[0])
-    if code == 124:
-        return ConfigError(f"measure {name}", found="a run that did not end in time", expected="a few steps")
-    killed = next((line for line in lines if "-9" in line and "exit" in line.lower()), "")
-    reason = reasons[0] if reasons else killed or (lines[-1] if lines else f"exit code {code}")
-    return ConfigError(f"measure {name}", found=f"a run that failed: {reason[:300]}", expected="a few steps",
-                       remedy="with fewer layers or a smaller micro-batch it may fit" if "memory" in reason else "")
+    job = {"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}
+    for attempt in range(1, _PORTS + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "job.json").write_text(json.dumps(job))
+            kills = kernel_oom_kills()
+            failed = run_ranks(Path(folder), world_size, timeout_s)
+            if not failed:
+                return measurement(name, json.loads(Path(folder, "job.result.json").read_text()))
+            culprit = min(failed, key=FailedRank.severity)
+            if culprit.port_was_taken and attempt < _PORTS:
+                continue
+            kills_now = kernel_oom_kills()
+            raise failure(name, culprit, None if kills is None or kills_now is None else kills_now - kills)
+    raise AssertionError("unreachable")

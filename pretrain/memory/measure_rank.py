@@ -1,4 +1,4 @@
-"""One rank of a measured run: `python -m pretrain.memory.measure_rank JOB.json`, under a launcher.
+"""One rank of a measured run: `python -m pretrain.memory.measure_rank JOB.json`; pretrain/memory/measure.py starts it.
 
 The job: {"args": RunArguments, "tracked_steps", "timed_steps"}. Rank 0 writes JOB.result.json; a rank that fails writes
 JOB.error.RANK with one line, and exits with 1.
@@ -16,7 +16,7 @@ from pretrain.check import Plan
 from pretrain.device import detect_device
 from pretrain.distributed import World, init_process_group, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError
-from pretrain.process import resident_bytes
+from pretrain.process import end_process, resident_bytes
 
 
 def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
@@ -79,4 +79,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(next(word for word in sys.argv[1:] if not word.startswith("--")))))
+    end_process(main(Path(sys.argv[1])))
