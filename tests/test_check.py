@@ -33,6 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, largest, meta in (
         ("corpus", 500, {"vocab_size": 512, "max_token": 499, "eod_token": 0, "tokenizer_sha256": "ab" * 32}),
         ("foreign", 500, None),
+        ("few", 300, None),
         ("big", 500, {"vocab_size": 60000, "max_token": 59999}),
         ("big_foreign", 60000, None),
     ):
@@ -169,6 +170,16 @@ def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, d
     args = RunArguments(deepspeed_config=path, model="tiny", train_data=str(world / "corpus"), seq_length=64,
                         train_steps=50, save=str(world / "run"))
     return check_run(dataclasses.replace(args, **flags), world_size=world_size, device=device)
+
+
+@pytest.mark.parametrize(("vocab_size", "fits"), [(300, True), (512, True), (8192, False)])
+def test_a_vocabulary_far_larger_than_the_tokenizers_gets_a_note(world: Path, vocab_size: int, fits: bool) -> None:
+    """512 is what padding to a multiple of 128, with some room, makes of the tokenizer's 300 tokens."""
+    plan = plan_of(world, {}, tokenizer=str(world / "tokenizer.json"), train_data=str(world / "few"),
+                   model_overrides=f"vocab_size={vocab_size}")
+    said = [note for note in plan.notes if "tokenizer" in note]
+    assert len(said) == (0 if fits else 1)
+    assert fits or "--model_overrides vocab_size=320" in said[0]
 
 
 def test_the_plan_of_a_pipeline(world: Path) -> None:

@@ -1,6 +1,8 @@
 """tools/checkpoint.py, as a user types it, on real checkpoints of two ranks."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
+from pretrain.errors import ConfigError
 from tests.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.distributed.launch import ROOT, run_ranks
 
@@ -71,6 +75,24 @@ def test_list_and_verify(run: Path) -> None:
     _fails(1, f"{len(content) - 1} bytes", "verify", checkpoints / "global_step3")
 
 
+def test_one_resolver_for_all_tools(run: Path) -> None:
+    """tools/generate.py takes what tools/checkpoint.py takes: a run folder or one checkpoint."""
+    checkpoints = run / "checkpoints"
+    (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
+    for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
+                              (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
+        folder, manifest = chosen_checkpoint(path, step)
+        assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
+        assert tokenizer_of(path) == "data/tokenizer"
+    for wrong, step, said in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
+                              (run / "none", None, "no such folder")):
+        with pytest.raises(ConfigError, match=said):
+            chosen_checkpoint(wrong, step)
+    (run / "run.json").unlink()
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        tokenizer_of(checkpoints / "global_step2")
+
+
 def test_prune(run: Path) -> None:
     assert passes("prune", run, "--keep_checkpoints", 3) == ["0 removed, 3 kept"]
     (run / "checkpoints" / "global_step3" / "foreign").touch()
@@ -101,8 +123,10 @@ def test_convert_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
     assert "exp_avg" in other.stdout
     converted = in_a_fork(tmp_path, "convert", run, tmp_path / "universal")
     assert converted.returncode == 0, converted.stdout
+    assert re.fullmatch(rf"wrote {tmp_path}/universal: \d+ files, [\d.]+ MB", converted.stdout.splitlines()[-1])
     assert list((tmp_path / "universal").rglob("exp_avg.pt"))
-    passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # as a process of its own
+    consolidated = passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # as a process of its own
+    assert re.fullmatch(rf"wrote {tmp_path}/weights: 3 files, [\d.]+ MB", consolidated[-1])
     assert list((tmp_path / "weights").glob("*.safetensors"))
     damaged = checkpoints / "global_step3" / "rng_state_rank_00000.pt"
     damaged.write_bytes(bytes(damaged.stat().st_size))

@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import Axes, combine
-from pretrain.memory.command import main
+from pretrain.memory.command import combinations_of, main, make_report, subject_of
 from pretrain.memory.compare import Subject, misfit
 from pretrain.memory.cost import checkpoint_bytes, run_cost
 from pretrain.memory.ds_estimators import _estimator
 from pretrain.memory.estimate import estimate
 from pretrain.memory.hardware import GIB, GPUS, make_cluster
 from pretrain.memory.layout import Layout
+from pretrain.memory.options import parse_flags
 from pretrain.memory.search import bisect, find_largest, scaled_shape
 from pretrain.memory.shape import read_shape, shape_of
+from pretrain.memory.sizes import in_unit
 from pretrain.memory.steptime import model_flops_per_token
+from pretrain.memory.table import print_report
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token
 from tests.distributed.launch import ROOT, train_ranks
@@ -95,6 +99,40 @@ def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str
     assert f"recommended: {best['name']}" in text
     assert f"{found['cost']['gpu_hours']:,.0f} GPU-hours" in text
     assert page.count('opacity="0.3"') == sum(not row["fits"] for row in rows)
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200, 240])
+def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str], columns: int) -> None:
+    flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
+    subject = subject_of(flags)
+    report = make_report(flags, subject, combinations_of(flags, subject, "cuda"))
+    print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert "…" not in "".join(lines)
+    titles = lines[0].split()
+    assert {"layout", "GiB", "step", "verdict"} <= set(titles)
+    assert ("DeepSpeed" in titles) == (columns >= 200)
+    assert ("GiB of 37.4 GiB" in "".join(lines)) == (columns > 200)
+    rows = {line.split()[0]: line for line in lines[1:] if line.startswith(("zero", "pipeline"))}
+    for row in report.rows:
+        line = rows[row.candidate.name]
+        assert in_unit(row.estimate.peak.total(place="device"), "GiB") in line.split()
+        assert ("fits" in line) == row.fits
+        assert ("too large" in line) == (not row.fits)
+    left_out = any(line.startswith(f"not shown at {columns} columns: ") for line in lines)
+    assert left_out == (columns <= 200)
+
+
+def test_labels_of_the_drawing_have_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, "--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40", "--plot", str(tmp_path / "plot.html"))
+    page = (tmp_path / "plot.html").read_text()
+    labels = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="end">([^<]+)</text>', page)
+    assert max(len(label) for _, label in labels) > 50
+    assert all(int(x) >= 7.25 * len(label) for x, label in labels)  # 12 px monospaced: 7.22 px a character
+    (width,) = re.findall(r'<svg width="(\d+)"', page)
+    starts = re.findall(r'<text x="([\d.]+)" y="\d+"(?: text-anchor="start")?>([^<]+)</text>', page)
+    assert all(float(x) + 7.25 * len(text) <= int(width) for x, text in starts)
 
 
 def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

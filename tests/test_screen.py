@@ -82,8 +82,10 @@ def shown(written: str) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def test_a_terminal_keeps_rows_above_one_status_line() -> None:
-    code, written = in_terminal([sys.executable, "-c", PROGRAM])
+@pytest.mark.parametrize("launcher", ["", "setsid --wait"])
+def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
+    """Ranks of ds-pretrain and of launch/supervise.py are in a session of their own, as setsid makes one."""
+    code, written = in_terminal([*launcher.split(), sys.executable, "-c", PROGRAM])
     assert code == 0, written
     assert shown(written) == SHOWN
     statuses = re.findall(r"\033\[K(step [^\r\n]*)", written)
@@ -91,11 +93,13 @@ def test_a_terminal_keeps_rows_above_one_status_line() -> None:
     assert {len(status) for status in statuses} == {79}
 
 
-@pytest.mark.parametrize("kind", ["pipe", "a launcher's terminal", "a dumb terminal"])
+@pytest.mark.parametrize("kind", ["pipe", "a launcher's terminal", "a dumb terminal", "in the background"])
 def test_no_control_characters_where_nobody_watches(kind: str) -> None:
     """Open MPI gives each rank a terminal that is not the one its session belongs to; see test_mpi.py."""
-    if kind == "a dumb terminal":
-        code, written = in_terminal(["env", "TERM=dumb", sys.executable, "-c", PROGRAM], columns=200)
+    if kind in ("a dumb terminal", "in the background"):
+        command = ["env", "TERM=dumb", sys.executable, "-c", PROGRAM] if kind == "a dumb terminal" else \
+            ["bash", "-c", 'exec 2>/dev/null; set -m; "$0" -c "$1" & wait', sys.executable, PROGRAM]
+        code, written = in_terminal(command, columns=200)
         assert code == 0, written
     else:
         ours, theirs = pty.openpty() if kind != "pipe" else os.pipe()

@@ -5,6 +5,7 @@ Exit codes: 0 all is well; 1 something is damaged or differs; 2 bad input.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,7 @@ def _parser() -> Parser:
 
 
 def main() -> int:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no command needs a GPU; DeepSpeed warns where it has to guess
     args = _parser().parse_args()
     return int(args.does(args))
 

@@ -1,5 +1,6 @@
 """Stacked bars of each layout's memory, the device's capacity as a line: a .png by matplotlib, a .html by itself."""
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import ROLES
 from pretrain.memory.hardware import GIB
+from pretrain.memory.sizes import in_unit
 from pretrain.memory.table import Report, verdict
 
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
                    strict=True))
-_BAR, _GAP, _LABELS, _WIDTH, _TOP = 18, 8, 330, 640, 70  # pixels
+_BAR, _GAP, _WIDTH, _TOP = 18, 8, 640, 70  # pixels
+_CHARACTER = 7.3  # pixels of one in the labels: 12 px of a monospaced font
 _FADED = 0.3  # opacity of what does not fit
 
 
@@ -77,25 +80,30 @@ def html(report: Report) -> str:
     """A page with one drawing and no other files; sizes and verdicts show under the pointer."""
     rows = bars(report)
     capacity, budget = _limits(report)
-    scale = _WIDTH / _right_end(rows, capacity)
+    scale, left = _WIDTH / _right_end(rows, capacity), label_width(rows)
     height = _TOP + len(rows) * (_BAR + _GAP) + 30
-    drawn = [_legend(), *(_bar(bar, number, scale) for number, bar in enumerate(rows))]
+    drawn = [_legend(), *(_bar(bar, number, scale, left) for number, bar in enumerate(rows))]
     for gib, dash, word in ((capacity, "", "device"), (budget, "4 3", "less the margin")):
-        x = _LABELS + gib * scale
+        x = left + gib * scale
         side = "start" if not dash else "end"
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 12}" y2="{height - 24}" stroke="black" '
                      f'stroke-dasharray="{dash}"/><text x="{x:.1f}" y="{_TOP - 16 if dash else height - 8}" '
                      f'text-anchor="{side}">{word} {gib:.4g}</text>')
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{escape(_title(report))}</title>
-<style>body {{ font: 14px sans-serif; margin: 2em }} text {{ font: 12px sans-serif }}</style>
+<style>body {{ font: 14px sans-serif; margin: 2em }} text {{ font: 12px monospace }}</style>
 <h1>{escape(_title(report))}</h1>
-<svg width="{_LABELS + _WIDTH + 90}" height="{height}" role="img">
+<svg width="{left + _WIDTH + 90}" height="{height}" role="img">
 {chr(10).join(drawn)}
 </svg>
 {"".join(f"<p>{escape(line)}</p>" for line in report.lines)}
 </html>
 """
+
+
+def label_width(rows: list[Bar]) -> int:
+    """Pixels left of the bars: room for the longest name."""
+    return math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16
 
 
 def _legend() -> str:
@@ -107,18 +115,18 @@ def _legend() -> str:
     return "".join(items)
 
 
-def _bar(bar: Bar, number: int, scale: float) -> str:
-    y, x = _TOP + number * (_BAR + _GAP), float(_LABELS)
+def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
+    y, x = _TOP + number * (_BAR + _GAP), float(left)
     drawn = []
     for role, gib in bar.parts:
-        width = min(gib * scale, _LABELS + _WIDTH - x)
+        width = min(gib * scale, left + _WIDTH - x)
         if width > 0:
             drawn.append(f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" fill="{COLOURS[role]}">'
                          f"<title>{escape(role.replace('_', ' '))}: {gib:.2f} GiB</title></rect>")
             x += width
     return f'<g opacity="{1 if bar.fits else _FADED}"><title>{escape(bar.comment)}</title>' \
-           f'<text x="{_LABELS - 8}" y="{y + 13}" text-anchor="end">{escape(bar.name)}</text>{"".join(drawn)}' \
-           f'<text x="{x + 5:.1f}" y="{y + 13}">{bar.total:.1f}</text></g>'
+           f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.name)}</text>{"".join(drawn)}' \
+           f'<text x="{x + 5:.1f}" y="{y + 13}">{in_unit(bar.total * GIB, "GiB")}</text></g>'
 
 
 def _figure(report: Report) -> Any:

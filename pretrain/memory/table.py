@@ -80,11 +80,13 @@ def print_report(report: Report, unit: str, console: Console | None = None) -> N
     """The table, what does not fit greyed, and the lines below it."""
     console = console or wide_console()
     rows = [cells(row, report.subject, unit) for row in report.rows]
-    titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
-    left_out = [title for title in rows[0] if title not in titles]
-    if left_out:
+    left_out = []
+    if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
         for line, row in zip(rows, report.rows, strict=True):
             line["verdict"] = short_verdict(row)
+        left_out = ["the verdict's reasons"]
+    titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
+    left_out = [title for title in rows[0] if title not in titles] + left_out
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for title in titles:
         justify: Any = "left" if title in ("layout", "verdict") else "right"

@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -22,18 +23,30 @@ def terminal_columns(stream: TextIO) -> int | None:
 
 
 def is_watched(stream: TextIO) -> bool:
-    """Whether a person looks at `stream` as it is written: this process is in the foreground of its own terminal.
+    """Whether a person looks at `stream` as it is written: a terminal, and this run is in its foreground.
 
-    A terminal is not enough. Open MPI gives each rank one of its own, whatever becomes of the output; it controls no
-    session, and to ask for its foreground group is an error (4.1.4, tests/cluster/test_mpi.py). A job that the shell
-    runs in the background must not rewrite the line in which the next command is typed.
+    A terminal is not enough: Open MPI gives each rank one of its own, whatever becomes of the output (4.1.4). And a job
+    that the shell runs in the background must not rewrite the line in which the next command is typed.
     """
-    if os.environ.get("TERM", "dumb") == "dumb":
-        return False
     try:
-        return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+        return os.environ.get("TERM", "dumb") != "dumb" and stream.isatty() and _is_foreground(stream.fileno())
     except (OSError, ValueError):
         return False
+
+
+def _is_foreground(descriptor: int) -> bool:
+    """Whether this process, or the nearest one above it that has this controlling terminal, is in its foreground.
+
+    ds-pretrain and launch/supervise.py start their launcher in a session of its own, which has no terminal.
+    """
+    terminal, pid = os.fstat(descriptor).st_rdev, os.getpid()
+    while pid > 0:
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        parent, group, _, controlling, foreground = map(int, values[1:6])  # see proc(5)
+        if os.makedev(controlling >> 8 & 0xFFF, controlling & 0xFF | controlling >> 12 & 0xFFF00) == terminal:
+            return group == foreground
+        pid = parent
+    return False
 
 
 class Screen:
