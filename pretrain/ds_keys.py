@@ -47,7 +47,7 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
     for name, value in values.items():
         dotted = f"{prefix}{name}"
         if dotted in REMOVED:
-            if not is_idle(value) and value != -1:
+            if not is_idle(value) and not (name == "mics_shard_size" and value == -1):
                 raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
                                   remedy=REMOVED[dotted])
             continue
@@ -136,9 +136,9 @@ def _expected(key: Key) -> str:
         return "one of " + ", ".join(f'"{word}"' for word in key.words)
     text = _KINDS.get(key.kind, "another value")
     if key.low is not None:
-        text += f" from {key.low:g}"
+        text += f" from {key.low:.10g}"
     if key.high is not None:
-        text += f" {'to' if key.low is not None else 'up to'} {key.high:g}"
+        text += f" {'to' if key.low is not None else 'up to'} {key.high:.10g}"
     return text + (' or "auto"' if key.auto else "")
 
 

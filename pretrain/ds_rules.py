@@ -3,8 +3,10 @@ combinations in the middle of its set-up, and quietly does something else on the
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from ctypes.util import find_library
+from pathlib import Path
 
 from pretrain.arguments import RunArguments
 from pretrain.ds_clean import idle_notes
@@ -176,6 +178,20 @@ def optimizer_arguments(s: DsSettings) -> None:
         raise s.refuse("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
 
 
+def torch_arguments(s: DsSettings) -> None:
+    """What torch.optim's own constructors and steps refuse."""
+    params = s.get("optimizer.params", {})
+    if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
+        raise s.refuse("optimizer.params.nesterov", "false without momentum, or with dampening")
+    low, high = params.get("etas", (0.5, 1.2))
+    if not low < 1 < high:
+        raise s.refuse("optimizer.params.etas", "one below 1 and one above 1")
+    if params.get("foreach") and params.get("fused"):
+        raise s.refuse("optimizer.params.fused", "one of foreach and fused")
+    if params.get("capturable") and s.device.kind == "cpu":
+        raise s.refuse("optimizer.params.capturable", "false on a CPU")
+
+
 def scheduler_params(s: DsSettings) -> None:
     kind = s.get("scheduler.type")
     for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
@@ -210,6 +226,26 @@ def measuring(s: DsSettings) -> None:
         raise s.refuse("aio.use_gds", "false on a CPU")
 
 
+def report_folders(s: DsSettings) -> None:
+    """Where monitors and the profiler write, on this machine: DeepSpeed would find out while the run starts."""
+    places = [(f"{name}.output_path", s.get(f"{name}.output_path")) for name in ("tensorboard", "csv_monitor")
+              if s.get(f"{name}.enabled")]
+    if s.get("flops_profiler.enabled") and s.get("flops_profiler.output_file"):
+        places.append(("flops_profiler.output_file", str(Path(s.get("flops_profiler.output_file")).parent)))
+    for where, place in places:
+        if not _can_be_made(Path(place).absolute()):
+            raise s.refuse(where, "a folder that can be made and written to")
+
+
+def _can_be_made(folder: Path) -> bool:
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:  # a name of too many characters
+        return False
+
+
 def notes(s: DsSettings) -> tuple[str, ...]:
     """What is worth knowing about the JSON: keys without an effect, and where the optimizer comes from."""
     said = idle_notes(s.idle)
@@ -232,5 +268,6 @@ def notes(s: DsSettings) -> tuple[str, ...]:
 RULES: tuple[Callable[[DsSettings], None], ...] = (
     precision_of_device, offload_needs_a_stage, stage_3_names, zero_plus_plus, accumulation_dtype,
     low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
-    dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, measuring,
+    dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, torch_arguments, measuring,
+    report_folders,
 )

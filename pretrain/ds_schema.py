@@ -33,6 +33,7 @@ _ON = Key("bool")
 _TEXT = Key("str", null=True)
 _COUNT = Key("int", low=0)
 _POSITIVE = Key("int", low=1)
+_BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
 _PRECISION = ("fp16", "bf16", "fp32")
 
 
@@ -40,8 +41,8 @@ def _no(reason: str, *idle: Any) -> Key:
     return Key(refused=reason, idle=idle)
 
 
-def _ignored(reason: str, *idle: Any, kind: str = "bool") -> Key:
-    return Key(kind, null=True, idle=idle, ignored=f"no effect: {reason}")
+def _ignored(reason: str, *idle: Any, kind: str = "bool", low: float | None = None, high: float | None = None) -> Key:
+    return Key(kind, low, high, null=True, idle=idle, ignored=f"no effect: {reason}")
 
 
 _NOT_YET = "not supported by this version"
@@ -67,7 +68,7 @@ _OFFLOAD_OPTIMIZER: Tree = {
     "fast_init": _ON,
     "ratio": _no(f"partial offload is {_NOT_YET}; remove the key to offload everything", 1, 1.0),
     "super_offload": _no(f"SuperOffload is {_NOT_YET}; remove the key"),
-    "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number"),
+    "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
 }
 _GATHER = _ignored("tools/checkpoint.py consolidate writes the whole weights")
 _STAGE3: Tree = {
@@ -175,15 +176,15 @@ MONITORS: Tree = {
 }
 # DeepSpeed's block says how activations are recomputed by programs that call its functions; it turns nothing on.
 ACTIVATION_CHECKPOINTING: Tree = {
-    "number_checkpoints": _ignored(_CHECKPOINTING, kind="int"),
+    "number_checkpoints": _ignored(_CHECKPOINTING, kind="int", low=0),
     **{name: _ignored(_CHECKPOINTING)
        for name in ("partition_activations", "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
                     "profile", "cpu_checkpointing")},
 }
 TREE: Tree = {
-    "train_batch_size": Key("int", low=1, auto=True),
-    "train_micro_batch_size_per_gpu": Key("int", low=1, auto=True),
-    "gradient_accumulation_steps": Key("int", low=1, auto=True),
+    "train_batch_size": _BATCH,
+    "train_micro_batch_size_per_gpu": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
     "managed_gradient_accumulation": _no("the engine counts the micro-batches of a step here; remove the key", True),
     "optimizer": {"type": Key("str"), "params": {}, "legacy_fusion": _ON},
     "scheduler": {"type": Key("str"), "params": {}},
@@ -196,7 +197,7 @@ TREE: Tree = {
     "zero_optimization": ZERO,
     "zero_allow_untested_optimizer": _ON,
     "zero_force_ds_cpu_optimizer": _ignored("the JSON or the flags choose the optimizer", True),
-    "allgather_size": _ignored('it belongs to "zero_optimization": true, of old versions', kind="number"),
+    "allgather_size": _ignored('it belongs to "zero_optimization": true, of old versions', kind="int", low=1),
     "pipeline": PIPELINE,
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "communication_data_type": Key("str", words=_PRECISION, null=True),
@@ -227,7 +228,7 @@ TREE: Tree = {
     "dump_state": _ON,
     "disable_python_gc": _ON,
     "log_level": _no("use --deepspeed_log_level"),
-    "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int"),
+    "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
     "data_efficiency": _no(f"{_LOADER}; remove the block"),
     "autotuning": _no(f"the autotuner is {_NOT_YET}; remove the block"),

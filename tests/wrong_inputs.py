@@ -15,6 +15,7 @@ def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
     return {"zero_optimization.stage": stage, f"zero_optimization.{name}": value}
 
 
+UNTESTED = {"zero_allow_untested_optimizer": True}
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
@@ -137,6 +138,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer.type": "Lion"}, {}, "runs on this CPU device"),
     ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {}, "zero_allow_untested_optimizer"),
     ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, {}, 'did you mean "momentum"'),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}, **UNTESTED}, {}, "nesterov"),
+    ({"optimizer": {"type": "Rprop", "params": {"etas": [1, 2]}}, **UNTESTED}, {}, ".etas"),
+    ({"csv_monitor": {"enabled": True, "output_path": "/dev/null/csv"}}, {}, "csv_monitor.output_path"),
+    ({"csv_monitor": {"enabled": True, "output_path": "x" * 300}}, {}, "csv_monitor.output_path"),
+    ({"train_batch_size": 2**40}, {}, "from 1 to 2147483647"),
     ({"optimizer": {"type": "Lion"}}, {"adam_epsilon": 1e-6, "device": "cuda"}, "--adam_epsilon"),
     ({"optimizer": {"type": "Adagrad"}}, {}, "for Adagrad with ZeRO"),
     (z("offload_optimizer", CPU) | {"optimizer.type": "Muon"}, {}, "which run on the CPU"),
