@@ -1,10 +1,19 @@
 """Run `python ARGUMENTS` as srun would: with SLURM's variables in place of those that torch and DeepSpeed read."""
 
 import os
+import runpy
 import sys
+from pathlib import Path
 
 NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID",
          "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE"}
 
 environ = {NAMES.get(name, name): value for name, value in os.environ.items() if name != "LOCAL_SIZE"}
-os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {**environ, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})
+environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+if sys.argv[1] == "-c":  # in a process of its own, where nothing of ours was imported
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environ)
+os.environ.clear()
+os.environ.update(environ)
+sys.argv = sys.argv[1:]
+sys.path[0] = str(Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -133,11 +133,11 @@ def newest_verified(checkpoints: Path) -> int:
                 if not damage(folder, manifest)), default=0)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, poll_s: float = 0.005) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+        time.sleep(poll_s)
 
 
 def wait_for_event(run: Path, kind: str, *, more_than: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
         elif when == "snapshot":  # in memory, hardly on the disk
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
         else:  # rank 0 ends itself, or its writer does
-            wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached")
+            wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)
         kill(pids, checkpoints, writers_too=when != "snapshot" and numbers.random() < 0.5)
         wait_for_writers(checkpoints, timeout_s=LIMIT_S)
         assert when != "snapshot" or newest_verified(checkpoints) >= taken, "a snapshot was lost"

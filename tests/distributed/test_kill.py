@@ -19,7 +19,7 @@ from tests.distributed.killed_writer import SUB_STEPS
 from tests.distributed.launch import run_forked
 
 ALL = bool(os.environ.get("DS_PRETRAIN_ALL_KILLS"))
-STEPS = 60 if ALL else 30
+STEPS = 60 if ALL else 20
 LAYOUTS = ("zero1", "zero3", "nvme", "pipeline2")
 NAMES = [f"{layout}_{how}" for layout in LAYOUTS for how in ("sync", "async")]
 

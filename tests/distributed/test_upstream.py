@@ -274,7 +274,8 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
     (start,) = json.loads((tmp_path / "run" / "run.json").read_text())
     assert start["layout"]["world_size"] == start["layout"]["data_parallel_size"] == 2
 
-    code = "import deepspeed; deepspeed.init_distributed(); print('world of', deepspeed.comm.get_world_size())"
+    code = f"import deepspeed; deepspeed.init_distributed(distributed_port={free_port()}); " \
+           "print('world of', deepspeed.comm.get_world_size())"
     for rank in run_ranks([str(HERE / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
         # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
         assert "world of 2" not in rank.stdout, "DeepSpeed mended defect J: it reads SLURM's variables"
