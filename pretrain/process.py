@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-# Linux hands out 32768 and above to outgoing connections: a port from there may be taken again within seconds.
-_CHOSEN_PORTS = range(20000, 29500)
+_FIRST_FREE_PORT = 1024  # those below are reserved
 _TRIES = 100
 
 
@@ -40,9 +39,16 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, at random: programs that start at the same moment get different ones."""
+    """A TCP port that nobody listens on, chosen at random: programs that start at the same moment get different ones.
+
+    It lies below the range from which the kernel takes ports for outgoing connections: one from there may be taken
+    again before the rank that is to listen on it has imported torch.
+    """
+    kernel_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_of_kernel = int(kernel_range.read_text().split()[0]) if kernel_range.exists() else 32768
+    ports = range(_FIRST_FREE_PORT, max(first_of_kernel, _FIRST_FREE_PORT + 1))
     generator = random.SystemRandom()  # a program's own seed must not make two runs choose the same port
-    tries = (generator.choice(_CHOSEN_PORTS) for _ in range(_TRIES))
+    tries = (generator.choice(ports) for _ in range(_TRIES))
     return next((port for port in tries if port_is_free(port)), 0) or _any_port()
 
 

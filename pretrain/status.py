@@ -6,23 +6,20 @@ On a terminal one line is rewritten; elsewhere each is a line of its own. It goe
 import os
 import sys
 
+from pretrain.metrics.screen import is_watched
+
 _ERASE = "\r\033[K"
-
-
-def _rewrites() -> bool:
-    """Open MPI gives its ranks a terminal of their own, whatever the output goes to."""
-    return sys.stderr.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def status(text: str) -> None:
     """Say what begins now. `clear_status` must follow before anything else is printed; a traceback replaces it."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{_ERASE}{text} ...\r" if _rewrites() else f"ds-pretrain: {text}\n")
+        sys.stderr.write(f"{_ERASE}{text} ...\r" if is_watched(sys.stderr) else f"ds-pretrain: {text}\n")
         sys.stderr.flush()
 
 
 def clear_status() -> None:
     """Make room for lines that stay."""
-    if os.environ.get("RANK", "0") == "0" and _rewrites():
+    if os.environ.get("RANK", "0") == "0" and is_watched(sys.stderr):
         sys.stderr.write(_ERASE)
         sys.stderr.flush()

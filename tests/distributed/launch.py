@@ -4,33 +4,15 @@ import atexit
 import functools
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.process import ROOT
+from pretrain.process import ROOT, free_port
 
-__all__ = ["ROOT"]  # for those who start ranks
+__all__ = ["ROOT", "free_port"]  # for those who start ranks
 LIMIT_S = 900.0  # ends a test that hangs; nothing else depends on it
-
-
-def free_port() -> int:
-    """TCP port on which nobody listens, below the range from which the kernel gives ports to outgoing connections.
-
-    A port of that range may be taken again before the rank that is to listen there has imported torch.
-    """
-    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(1024, max(first_of_kernel, 2048))
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
