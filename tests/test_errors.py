@@ -4,8 +4,8 @@ import pytest
 
 from pretrain.errors import closest
 
-KNOWN = ("tiny", "gpt2", "comet", "stage", "bf16", "fp16", "lr", "overlap_comm", "train_batch_size", "cpu_checkpointing",
-         "zero_optimization", "stage3_param_persistence_threshold")
+KNOWN = ("tiny", "gpt2", "comet", "stage", "bf16", "fp16", "lr", "overlap_comm", "train_batch_size",
+         "cpu_checkpointing", "zero_optimization", "stage3_param_persistence_threshold")
 
 
 @pytest.mark.parametrize(("word", "meant"), [
