@@ -26,21 +26,27 @@ _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
 _TOO_LARGE = 2**63  # for DeepSpeed and torch
-_ALIASES = (("bf16", "bfloat16"), *((f"zero_optimization.{old}", f"zero_optimization.{new}")
-                                    for old, new in OLD_OFFLOAD.items()))
 
 
 def check_keys(file: DsFile) -> None:
     """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or not supported."""
     _check_tree(file, file.values, TREE, "")
-    for name, other in _ALIASES:
-        if file.get(name) and file.get(other) and file.get(name) != file.get(other):
-            raise ConfigError(file.where(other), found=f'"{name}" with another value', expected="one of the two",
-                              remedy="they are two names of the same setting")
+    _check_old_names(file)
     if "optimizer" in file.values:
         _check_optimizer(file)
     if "scheduler" in file.values:
         _check_scheduler(file)
+
+
+def _check_old_names(file: DsFile) -> None:
+    """An old name next to the new one, with another value: DeepSpeed would take one of them, or stop."""
+    pairs = [("bfloat16", "bf16", file.get("bfloat16") not in (None, file.get("bf16")))]
+    pairs += [(f"zero_optimization.{old}", f"zero_optimization.{new}", file.get(f"zero_optimization.{old}") is True)
+              for old, new in OLD_OFFLOAD.items()]
+    for old, new, differs in pairs:
+        if differs and file.get(new) is not None:
+            raise ConfigError(file.where(old), found=f'it next to "{new}", with another value',
+                              expected="one of the two", remedy="they are names of the same setting")
 
 
 def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -> None:

@@ -112,7 +112,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("stage", 2) | {"prescale_gradients": True}, {}, "prescale_gradients"),
     # precision
     ({"fp16": {"enabled": True}}, {}, "one of the two"),
-    ({"bfloat16": {"enabled": False}}, {}, "bfloat16: found \"bf16\" with another value"),
+    ({"bfloat16": {"enabled": False}}, {}, "bfloat16: found it next to \"bf16\""),
+    ({"bf16": {}, "bfloat16": {"enabled": True}}, {}, "names of the same setting"),
     ({"bf16": NOTHING, "fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}},
      {"emulate_fp16": True}, "fp16.min_loss_scale: found 17; expected 1 to 16"),
     ({"bf16": NOTHING, "fp16": {"enabled": True, "loss_scale_window": 0}}, {"emulate_fp16": True}, "loss_scale_window"),

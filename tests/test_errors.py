@@ -1,0 +1,18 @@
+"""Suggestions for misspelt words: none is better than a misleading one."""
+
+import pytest
+
+from pretrain.errors import closest
+
+KNOWN = ("tiny", "gpt2", "comet", "stage", "bf16", "fp16", "lr", "overlap_comm", "train_batch_size",
+         "cpu_checkpointing", "zero_optimization", "stage3_param_persistence_threshold")
+
+
+@pytest.mark.parametrize(("word", "meant"), [
+    ("stge", "stage"), ("tiyn", "tiny"), ("lrr", "lr"), ("gtp2", "gpt2"), ("bfp16", "bf16"), ("FP16", "fp16"),
+    ("zero_optimisation", "zero_optimization"), ("stage3_param_persitance_threshold", KNOWN[-1]),
+    ("comm_overlap", "overlap_comm"), ("train_batch", "train_batch_size"), ("cpu_checkpoint", "cpu_checkpointing"),
+    ("_comment", ""), ("gptj", ""), ("fp8", ""), ("monitor", ""), ("", ""),
+])
+def test_closest(word: str, meant: str) -> None:
+    assert closest(word, iter(KNOWN)) == meant
