@@ -11,8 +11,6 @@ from pretrain.checkpoint.manifest import read_manifest
 from tests.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.distributed.launch import ROOT, run_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
