@@ -5,6 +5,7 @@ killed at that moment the file stays, and every later start waits for ever. test
 that upstream mends it.
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -37,7 +38,8 @@ class _ProcessBaton(FileBaton):
         self.release()
 
     def release(self) -> None:
-        os.remove(self.lock_file_path)
+        with contextlib.suppress(FileNotFoundError):  # a program without our lock made the file and has removed it
+            os.remove(self.lock_file_path)
         os.close(self._descriptor)
 
 

@@ -1,4 +1,4 @@
-"""What several tests share: a small corpus; and how tests are shared out among processes."""
+"""What several tests share: a small corpus; and the order of the files."""
 
 from pathlib import Path
 
@@ -11,13 +11,7 @@ VOCAB_SIZE = 256
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n N --dist loadgroup`: a file's tests stay together, as they share fixtures; the longest come first.
-
-    Files whose tests start ranks are one group (`xdist_group("ranks")`): they share the process that they fork from.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    """The longest file first, so that `pytest -n N --dist loadfile` does not end with one process at work on it."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -12,7 +12,8 @@ ruff check .
 mypy
 [ $# = 0 ] || exec pytest "$@"
 status=0 cores=$(nproc)
-pytest -n $((cores < 4 ? cores : 4)) --dist loadgroup --ignore tests/distributed --ignore tests/cluster || status=$?
+pytest -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
+    --ignore tests/distributed --ignore tests/cluster || status=$?
 pytest tests/distributed tests/cluster || status=$?
 echo "tests: $((SECONDS / 60)) min $((SECONDS % 60)) s on $cores cores, set-up included"
 exit $status

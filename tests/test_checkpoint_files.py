@@ -26,7 +26,6 @@ from pretrain.errors import ConfigError
 from tests.checkpoints import LAYOUTS, STEPS, copy_checkpoints, newest_verified, real_run
 from tests.distributed.launch import ROOT
 
-pytestmark = pytest.mark.xdist_group("ranks")
 FLIPS = 150  # a layout
 
 

@@ -15,8 +15,6 @@ from pretrain.errors import ConfigError
 from tests.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.distributed.launch import ROOT, run_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",

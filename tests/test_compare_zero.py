@@ -33,7 +33,6 @@ from tests.distributed.launch import ROOT, train_ranks
 from tests.effort import HEAVY, CountCalls, run_and_list_imports
 from tests.test_train import _environment
 
-pytestmark = pytest.mark.xdist_group("ranks")
 TINY = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64"]
 
 

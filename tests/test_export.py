@@ -19,7 +19,6 @@ from pretrain.model.specs import as_module
 from tests.distributed.cases import case, config, flags
 from tests.distributed.layouts import SAVED, STEPS, Watch, fp16, plain, relative, run_layouts, staged
 
-pytestmark = pytest.mark.xdist_group("ranks")
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**plain(1, precision="bf16"), **FP32_SUMS}
 SOURCES = {"stage0": staged(0), "zero3": plain(3), "bf16": BF16, "fp16": fp16(staged(0))}

@@ -20,7 +20,6 @@ from pretrain.errors import ConfigError, SaveError
 from tests.checkpoints import real_run
 from tests.distributed.launch import free_port
 
-pytestmark = pytest.mark.xdist_group("ranks")
 NEWEST = "global_step3"
 
 

@@ -12,7 +12,6 @@ from pretrain.model.specs import as_module
 from tests.distributed.launch import run_ranks
 from tests.model_shapes import SHAPES, write_config
 
-pytestmark = pytest.mark.xdist_group("ranks")
 WORKER = Path(__file__).parent / "distributed" / "model_worker.py"
 LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch.utils.file_baton import FileBaton
+
+from pretrain.operator_lock import _ProcessBaton
 from tests.distributed.launch import ROOT
 
 LOAD = """
@@ -64,3 +67,13 @@ def test_one_waits_for_the_other(tmp_path: Path) -> None:
     assert second.poll() is None
     assert first.communicate(timeout=900)[0] == "done\n"
     assert second.communicate(timeout=900)[0] == "done\n"
+
+
+def test_a_plain_deepspeed_program_at_the_same_moment_is_no_error(tmp_path: Path) -> None:
+    """It makes the file, which our lock does not see as taken, and removes it while we hold the lock."""
+    theirs, ours = FileBaton(str(tmp_path / "lock")), _ProcessBaton(str(tmp_path / "lock"))
+    assert theirs.try_acquire()
+    assert ours.try_acquire()
+    theirs.release()
+    ours.release()
+    assert not (tmp_path / "lock").exists()

@@ -93,13 +93,13 @@ def save(*_):
     open('events.jsonl', 'a').write('{json.dumps({**STOPPED, "reason": "SIGUSR1"})}' + chr(10)); raise SystemExit(75)
 signal.signal(signal.SIGUSR1, save)
 open('events.jsonl', 'a').write('{BEGAN}' + chr(10))
-time.sleep(60)"""
+time.sleep(3600)"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on_and_nothing_remains(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    script = f"cd {tmp_path}; (setsid sleep 60 & echo $! > orphan); {sys.executable} rank.py; exit $?"
+    script = f"cd {tmp_path}; (setsid sleep 3600 & echo $! > orphan); {sys.executable} rank.py; exit $?"
     process = supervise(["--save", str(tmp_path), "--", "bash", "-c", script], stderr=subprocess.PIPE)
     wait_until(lambda: (tmp_path / "events.jsonl").is_file())
     orphan = int((tmp_path / "orphan").read_text())
@@ -114,19 +114,21 @@ def test_signals_are_passed_on_and_nothing_remains(tmp_path: Path, number: signa
 
 def test_one_supervisor_and_one_run_in_a_folder(tmp_path: Path) -> None:
     rank = tmp_path / "train.py"
-    rank.write_text("import time; time.sleep(60)")
+    rank.write_text("import pathlib, time; pathlib.Path(__file__).with_suffix('.began').touch(); time.sleep(3600)")
     command = [sys.executable, str(rank), "--save", str(tmp_path / "run")]
     alone = subprocess.Popen(command, env={**os.environ, "RANK": "0"})
     try:
+        wait_until(rank.with_suffix(".began").exists)
         code, said = ended(supervise(["--", *command], stderr=subprocess.PIPE))
     finally:
         alone.kill()
         alone.wait()
+        rank.with_suffix(".began").unlink(missing_ok=True)
     assert code == 2
     assert f"a run at work on localhost (process {alone.pid})" in said
     first = supervise(["--", *command], stderr=subprocess.PIPE)
     try:
-        wait_until(lambda: bool(psutil.Process(first.pid).children()))
+        wait_until(rank.with_suffix(".began").exists)  # signals are passed on from then on
         code, said = ended(supervise(["--", *command], stderr=subprocess.PIPE))
         assert code == 2
         assert "another supervisor at work" in said

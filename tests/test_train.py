@@ -14,7 +14,6 @@ import pytest
 from pretrain.checkpoint.manifest import MANIFEST, newest_whole
 from tests.distributed.launch import ROOT, free_port, train_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
            "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",
            "peak_memory_bytes", "eta_seconds"}
