@@ -30,7 +30,8 @@ end_process(0) if sys.argv[2] == "end_process" else sys.exit(0)
 @pytest.fixture(scope="module")
 def late_threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("late") / "late_threads.so"
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("late_threads.c"), "-ldl"],
+    source = Path(__file__).with_name("late_threads.c")
+    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"],
                    check=True)
     return library
 
