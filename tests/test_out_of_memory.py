@@ -45,8 +45,8 @@ def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) ->
     assert "Traceback" not in failed.stderr
     lines = [line for line in failed.stderr.splitlines() if line.startswith("ds-pretrain")]
     assert re.search(r"error: rank 0: out of memory in \w+ \(\w+\.py:\d+\): .*allocate", lines[0]), failed.stderr
-    assert re.search(r"predicted [\d.]+ [GM]iB at the peak \(parameters .*activations .*\); found [\d.]+ [GM]iB in use "
-                     r"before it; there was room for [\d.]+ [GM]iB", lines[1])
+    assert re.search(r"predicted [\d.]+ [GM]iB of tensors at the peak \(parameters .*activations .*\); the process had "
+                     r"grown by [\d.]+ [GM]iB; there was room for [\d.]+ [GM]iB of tensors", lines[1])
     changes = lines[3:]
     assert 1 <= len(changes) <= 3
     found = re.search(r"micro-batch (\d+) x (\d+) accumulation steps", failed.stderr)

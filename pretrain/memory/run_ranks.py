@@ -12,6 +12,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.out_of_memory import tells_out_of_memory
 from pretrain.process import ROOT, free_port, package_environment
 
+RANK_MODULE = "pretrain.memory.measure_rank"
 _OTHERS_S = 3.0  # for the other ranks to fail too, once one has
 _LAST_LINES = 5
 _LINE_CHARACTERS = 300
@@ -59,7 +60,7 @@ def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRan
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
                 processes.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", "pretrain.memory.measure_rank", str(folder / "job.json")], cwd=ROOT,
+                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "job.json")], cwd=ROOT,
                     env=_environment(rank, world_size, port), stdout=log, stderr=log, start_new_session=True))
         in_time = _wait(processes, timeout_s)
         codes = [process.poll() for process in processes]
@@ -83,8 +84,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
     """Wait until all have ended, or one has failed and the others had a moment to fail too. False: too late."""
     deadline, failed = time.monotonic() + timeout_s, False
-    while any(process.poll() is None for process in processes):
-        if not failed and any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]):
+        if not failed and any(codes):
             failed, deadline = True, time.monotonic() + _OTHERS_S
         if time.monotonic() > deadline:
             return failed

@@ -7,6 +7,7 @@ simulated; DS_PRETRAIN_ALL_MEMORY=1 runs and simulates everything everywhere.
 import dataclasses
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pretrain.arguments import RunArguments
 from pretrain.device import cpu_device
 from pretrain.ds_read import read_ds_config
 from pretrain.errors import ConfigError
+from pretrain.memory import run_ranks as run_ranks_module
 from pretrain.memory.estimate import estimate_rank
 from pretrain.memory.footprint import PLACES, STATES, Footprint
 from pretrain.memory.layout import Layout, layout_of_plan
@@ -25,7 +27,7 @@ from pretrain.memory.simulate import Simulation, simulate, simulate_many
 from pretrain.memory.states import states_of_rank
 from pretrain.memory.steps import plan_without_data
 from pretrain.ops import missing_operator
-from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.launch import ROOT, free_port, run_ranks
 
 ALL = bool(os.environ.get("DS_PRETRAIN_ALL_MEMORY"))
 NO_NVME = missing_operator("AsyncIOBuilder")
@@ -176,6 +178,17 @@ def test_files_on_nvme_are_counted_where_they_lie(measured: dict[Case, Measureme
     rank = measured[2, "zero3_offload_all_nvme"].ranks[0]
     assert rank.held.total("master_weights", "nvme") > 10 * rank.held.total("master_weights", "host")
     assert rank.held.total("optimizer_states", "nvme") == 2 * rank.held.total("master_weights", "nvme")
+
+
+def test_the_command_measures_a_run_in_processes_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program takes the port that was chosen before the ranks do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [free_port(), other.getsockname()[1]]
+        monkeypatch.setattr(run_ranks_module, "free_port", ports.pop)
+        found = measure(arguments("zero1_bf16", folder), 1, steps=2)
+    assert not ports
+    assert found.step_time_ms > 0
+    assert found.worst.rss_bytes > found.worst.peak_bytes > found.worst.held.states() > 0
 
 
 def test_what_cannot_run_is_refused_in_one_line(folder: Path) -> None:

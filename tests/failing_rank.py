@@ -1,0 +1,31 @@
+"""A rank of test_memory_run_ranks.py that fails as the first argument, job.json, says: {"do": {rank: how}}."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(job: Path, rank: int) -> None:
+    how = json.loads(job.read_text())["do"][rank]
+    print(f"rank {rank}: begins", flush=True)
+    if how == "abort":
+        print("terminate called without an active exception", flush=True)
+        os.abort()
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "allocate":
+        job.with_suffix(f".error.{rank}").write_text("RuntimeError: DefaultCPUAllocator: can't allocate memory")
+        sys.exit(1)
+    if how == "lose":  # as a rank whose peer has gone
+        time.sleep(0.5)
+        job.with_suffix(f".error.{rank}").write_text("RuntimeError: Connection closed by peer")
+        sys.exit(1)
+    if how == "wait":
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))
