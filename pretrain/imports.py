@@ -5,10 +5,7 @@ that three steps of a small ZeRO-2 run take from the start of the process. ZeRO-
 (DeepSpeed 0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/test_imports.py.
 """
 
-import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 # torch 2.13 renames two collectives, and warns of the old names at the first call of each, on every rank. DeepSpeed
 # 0.19.8 calls them in comm/torch.py; users can do nothing about it.
@@ -21,40 +18,28 @@ def silence_renamed_collectives() -> None:
         warnings.filterwarnings("ignore", message=rf"`torch\.distributed\.{name}` is", category=FutureWarning)
 
 
-def _compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not compiled:
-            import torch
-
-            compiled.append(torch.compile(function))
-        return compiled[0](*args, **kwargs)
-
-    return call
+def leave_out_compiler() -> None:
+    """Keep DeepSpeed and torch's optimizers from importing torch's compiler, in a process that compiles nothing."""
+    _import_muon_as_it_is()
+    _mark_optimizers_as_never_compiled()
 
 
-def import_muon_without_compiler() -> None:
-    """Import Muon so that its function is compiled at its first call.
-
-    DeepSpeed 0.19.8 imports Muon with every ZeRO optimizer (runtime/zero/utils.py), and Muon compiles it right then
-    (runtime/zero/muon/original_muon.py).
+def _import_muon_as_it_is() -> None:
+    """DeepSpeed 0.19.8 imports Muon with every ZeRO optimizer (runtime/zero/utils.py), and Muon hands its functions to
+    torch.compile right then (runtime/zero/muon/original_muon.py).
     """
     from deepspeed.runtime import compiler
 
-    now = compiler.compile
-    compiler.compile = lambda: _compile_at_first_call
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     finally:
-        compiler.compile = now
+        compiler.compile = original
 
 
-def leave_out_dynamo() -> None:
-    """Keep the optimizers of a run that compiles nothing from importing `torch._dynamo`.
-
-    torch wraps some of their methods so that they are never compiled, and imports it at the first call to do so
+def _mark_optimizers_as_never_compiled() -> None:
+    """torch wraps some methods so that they are never compiled, and imports `torch._dynamo` at the first call to do so
     (torch/_compile.py, _disable_dynamo). Without a compiler the wrapped method is what it would be anyway.
     """
     from torch.optim import Optimizer

@@ -11,7 +11,8 @@ import psutil
 from pretrain.distributed import World
 from pretrain.status import clear_status
 
-_SECONDS_TO_REPORT = 5.0
+_ENDED_WITHIN_S = 30.0  # by the launcher, once the first rank has ended: on a busy machine that rank may be far behind
+_SRUN_ENDS_NOBODY_S = 5.0
 _DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 # Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
 _PRINT_AFTER = """
@@ -30,10 +31,11 @@ def print_error(world: World, error: Exception) -> None:
     meanwhile has found what its host's first rank has not, and prints it.
     """
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
+    if world.local_rank != 0 and world.launcher == "slurm":  # where all ranks live on, each would print
+        time.sleep(_SRUN_ENDS_NOBODY_S)
+        return
     if world.local_rank != 0:
-        time.sleep(_SECONDS_TO_REPORT)
-        if world.launcher == "slurm":  # srun ends nobody by itself: each rank would print
-            return
+        time.sleep(_ENDED_WITHIN_S)
         host = f"rank {world.rank} on {host}"
     line = f"ds-pretrain: error: {host}{error}"
     clear_status()

@@ -14,7 +14,7 @@ _ERASE = "\r\033[K"
 def status(text: str) -> None:
     """Say what begins now. `clear_status` must follow before anything else is printed; a traceback replaces it."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{_ERASE}{text} ...\r" if is_watched(sys.stderr) else f"ds-pretrain: {text}\n")
+        sys.stderr.write(f"{_ERASE}{text} ...\r" if is_watched(sys.stderr) else f"{text}\n")
         sys.stderr.flush()
 
 

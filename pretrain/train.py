@@ -14,13 +14,13 @@ if __name__ == "__main__":  # the folder of this file has modules with common na
     restart_with_jemalloc()
 
 from pretrain.arguments import RunArguments, parse_arguments
-from pretrain.check import check_run
+from pretrain.check import Plan, check_run
 from pretrain.checkpoint.resume import choose_resume
 from pretrain.device import detect_device
 from pretrain.distributed import ALONE, World, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError, SaveError
 from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
-from pretrain.imports import import_muon_without_compiler, leave_out_dynamo
+from pretrain.imports import leave_out_compiler
 from pretrain.process import end_process
 from pretrain.refusal import print_error
 from pretrain.status import status
@@ -55,9 +55,8 @@ def run(args: RunArguments, world: World) -> int:
     choose_resume(plan)  # to refuse early; what is there may change meanwhile: the ranks agree on it later
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    import_muon_without_compiler()
-    if not (args.compile_blocks or plan.ds_config.get("compile")):
-        leave_out_dynamo()
+    if not _compiles(plan):
+        leave_out_compiler()
     from pretrain.loop import train  # imports torch and deepspeed
     from pretrain.memory.advice import MemoryWatch, print_advice
 
@@ -70,6 +69,12 @@ def run(args: RunArguments, world: World) -> int:
             raise
         print_advice(advice, world)
         return CRASHED
+
+
+def _compiles(plan: Plan) -> bool:
+    """Whether anything of the run goes through torch.compile: DeepSpeed's Muon does."""
+    optimizer = str(plan.ds_config.get("optimizer", {}).get("type", "")).lower()
+    return plan.args.compile_blocks or bool(plan.ds_config.get("compile")) or optimizer == "muon"
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ CODE = """
 import json, sys
 from pretrain.train import main
 code = main(sys.argv[1:])
-from deepspeed.runtime.zero.muon import original_muon
-names = [name for name in ("torch._dynamo", "torch._inductor.compile_fx") if name in sys.modules]
-print(json.dumps([code, names, hasattr(original_muon.zeropower_via_newtonschulz5, "__wrapped__")]))
+print(json.dumps([code, [name for name in ("torch._dynamo", "torch._inductor.compile_fx") if name in sys.modules]]))
 """
 
 
@@ -23,5 +21,4 @@ def test_training_imports_no_compiler(corpus: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, *flags], env={**_environment(), "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    code, compiler, waits = json.loads(done.stdout.splitlines()[-1])
-    assert (code, compiler, waits) == (0, [], True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]

@@ -128,8 +128,7 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
     assert len(losses(tmp_path / "run")) == 2
     lines = done.stderr.splitlines()
     assert lines[0].startswith("ds-pretrain: 2 ranks on this host, port ")
-    assert lines[1:] == ["ds-pretrain: loading torch and DeepSpeed", "ds-pretrain: connecting 2 ranks",
-                         "ds-pretrain: building the engine"]
+    assert lines[1:] == ["loading torch and DeepSpeed", "connecting 2 ranks", "building the engine"]
 
 
 # ---- signals, with a small program in place of DeepSpeed's launcher
