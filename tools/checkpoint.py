@@ -135,7 +135,8 @@ def _parser() -> Parser:
     merging = add("consolidate", _consolidate, "the weights alone, whole, as safetensors")
     merging.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
     merging.add_argument("out", type=Path, help="new folder")
-    merging.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    merging.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
+                         help="of the weights (default: %(default)s)")
     comparing = add("diff", _diff, "compare weights and optimizer states, across layouts")
     comparing.add_argument("a", type=Path, help=_CHECKPOINT)
     comparing.add_argument("b", type=Path, help=_CHECKPOINT)

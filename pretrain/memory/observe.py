@@ -24,6 +24,7 @@ from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure import measure
 from pretrain.memory.simulate import simulate_many
 from pretrain.memory.sizes import in_unit
+from pretrain.memory.table import print_lines, shown_columns, wide_console
 
 DEFAULT_STEPS = 4
 
@@ -119,25 +120,32 @@ def observe_all(candidates: Sequence[Candidate], subject: Subject, flags: argpar
 
 
 def print_observed(found: list[Observed], unit: str, console: Console | None = None) -> None:
-    """The table: estimate, what was found, and the difference in per cent."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("layout", no_wrap=True)
-    for title in ("micro x acc.", "rank", f"states {unit}", "found", "off", f"peak {unit}", "found", "off", "step"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for one in found:
-        layout = one.candidate.layout
-        batch = f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
-        if one.failure:
-            table.add_row(one.candidate.name, batch, *[""] * 8, one.failure, style="bright_black")
-            continue
-        step = "" if one.step_time_ms is None else f"{one.step_time_ms:,.0f} ms"
-        table.add_row(one.candidate.name, batch, str(one.rank), *_pair(*one.states(), unit), *_pair(*one.peaks(), unit),
-                      step, "; ".join(one.notes))
+    """The table: estimate, what was found, and the difference in per cent; notes and failures below it."""
+    console = console or wide_console()
+    rows = [_cells(one, unit) for one in found]
+    left_out = ("rank", "micro x acc.")  # where the terminal is narrow, the first one first
+    titles = shown_columns(rows, console.width, keep=tuple(title for title in rows[0] if title not in left_out))
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for title in titles:
+        table.add_column(title, justify="left" if title == "layout" else "right", no_wrap=True)
+    for one, row in zip(found, rows, strict=True):
+        table.add_row(*(row[title] for title in titles), style="bright_black" if one.failure else "")
     console.print(table)
+    said = [f"{one.candidate.name}: {text}" for one in found for text in (one.failure, *one.notes) if text]
+    print_lines(said, console)
+
+
+def _cells(one: Observed, unit: str) -> dict[str, str]:
+    """One line of the table: the content of each column by its title, of which no two are the same."""
+    layout = one.candidate.layout
+    states, peaks = (("", "", ""), ("", "", "")) if one.failure else (_pair(*one.states(), unit),
+                                                                      _pair(*one.peaks(), unit))
+    batch = f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+    return {
+        "layout": one.candidate.name, "micro x acc.": batch,
+        "rank": "" if one.failure else str(one.rank), f"states {unit}": states[0], "found": states[1], "off": states[2],
+        f"peak {unit}": peaks[0], "found ": peaks[1], "off ": peaks[2],
+        "step": "" if one.step_time_ms is None else f"{one.step_time_ms:,.0f} ms"}
 
 
 def _pair(estimated: int, found: int, unit: str) -> tuple[str, str, str]:
