@@ -35,8 +35,8 @@ need() { # need PACKAGE COMMAND-THAT-SUCCEEDS-IF-PRESENT...
 
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || die "no $python. Remedy: sudo apt-get install python3"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    die "found $("$python" --version); expected Python 3.10 or newer. Remedy: PYTHON=/path/to/python3.1x $0"
+"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' ||
+    die "found $("$python" --version); expected Python 3.10 to 3.13. Remedy: PYTHON=/path/to/python3.1x $0"
 need g++ command -v c++
 need python3-venv "$python" -c 'import ensurepip, venv'
 need python3-dev "$python" -c 'import os, sys, sysconfig

@@ -92,7 +92,8 @@ class Python:
         if any(codes):
             raise StepError(f"{step}: exit codes {codes}: {lines[-1] if lines else ''}")
         # of the package itself, with file and line: a later Python will make an error of it
-        warnings = [line for line in lines if "Warning: " in line and line.startswith(f"{ROOT}/")]
+        warnings = [line for line in lines if "Warning: " in line and line.startswith(f"{ROOT}/")
+                    and "/site-packages/" not in line]  # an environment may lie in the checkout
         if warnings:
             raise StepError(f"{step}: {warnings[0]}")
 

@@ -34,15 +34,24 @@ own=$(version_of "$VENV/bin/python")
 declare -A pythons=()
 versions=()
 for python in "${candidates[@]}"; do
-    version=$(version_of "$python") || { [ $# = 0 ] || { echo "tests/pythons.sh: cannot run $python" >&2; exit 2; }; continue; }
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || continue
+    if ! version=$(version_of "$python"); then
+        [ $# = 0 ] || { echo "tests/pythons.sh: cannot run $python" >&2; exit 2; }
+        continue
+    fi
+    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || continue
     [ -z "${pythons[$version]:-}" ] || continue
     pythons[$version]=$python
     versions+=("$version")
 done
 if [ -n "$two" ]; then
-    versions=("${versions[@]:0:2}")
-    [ ${#versions[@]} = 2 ] || { say "this machine has Python $own only: nothing to compare it with"; exit 0; }
+    other=${versions[1]:-}
+    [ -n "$other" ] || { say "this machine has Python $own only: nothing to compare it with"; exit 0; }
+    if [ "${pythons[$other]}" != /usr/bin/python3 ]; then  # then one that needs no environment of 5 GB, if there is one
+        for version in "${versions[@]:1}"; do
+            [ "${version%.*}" != "${own%.*}" ] || { other=$version; break; }
+        done
+    fi
+    versions=("$own" "$other")
 fi
 
 # Prints the Python of an environment for the interpreter $2 of version $1.
@@ -52,14 +61,9 @@ environment() {
         echo "$VENV/bin/python"
     elif [ "${1%.*}" = "${own%.*}" ]; then
         "$2" -m venv --without-pip --clear "$folder"
-        # The headers are named as well: torch compiles an operator again when the path to Python.h changes.
-        "$VENV/bin/python" - "$folder" <<'END'
-import sys, sysconfig
-paths = sysconfig.get_paths(), sys.argv[1] + "/lib/python%d.%d/site-packages/shared.pth" % sys.version_info[:2]
-with open(paths[1], "w") as file:
-    file.write("import site, sysconfig; site.addsitedir(%r); sysconfig._INSTALL_SCHEMES['posix_prefix']['include'] = %r\n"
-               % (paths[0]["purelib"], sysconfig.get_path("include", "posix_prefix")))
-END
+        local packages
+        packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "import site; site.addsitedir('$packages')" > "$folder/lib/python${1%.*}/site-packages/shared.pth"
         echo "$folder/bin/python"
     else
         PYTHON=$2 VENV=$folder launch/setup.sh >&2 || return 1
