@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, newest_whole, read_manifest
+from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.checkpoint.reader import Reader
+from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.metrics.rows import read_starts
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf import to_transformers
 
@@ -40,25 +40,11 @@ class TrainedModel:
 
 def load_trained_model(run: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
     """The newest whole checkpoint of a run folder, or that of `step`. Raises ConfigError."""
-    tokenizer = tokenizer or read_starts(run)[-1]["flags"]["tokenizer"]
-    if tokenizer is None:
-        raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
-    folder, manifest = _checkpoint(run / "checkpoints", step)
+    folder, manifest = chosen_checkpoint(run, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_tokenizer(tokenizer or tokenizer_of(run))
     return TrainedModel(folder, _transformers_model(folder, config), loaded, config.max_positions,
                         list(range(loaded.vocab_size, config.vocab_size)))
-
-
-def _checkpoint(checkpoints: Path, step: int | None) -> tuple[Path, Manifest]:
-    if step is not None:
-        folder = checkpoints / f"global_step{step}"
-        return folder, read_manifest(folder)
-    newest = newest_whole(checkpoints)
-    if newest is None:
-        raise ConfigError(str(checkpoints), found="no checkpoint", expected="at least one",
-                          remedy="train first, or name the run folder that --save gave")
-    return newest[:2]
 
 
 def _transformers_model(folder: Path, config: ModelConfig) -> Any:

@@ -26,15 +26,15 @@ def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
     ("", "--model: found nothing"),
     ("gpt2-xll", 'did you mean "gpt2-xl"?'),
     ("nonsense", "one of gpt2, gpt2-large"),
-    ("no/such/folder", "found no file no/such/folder"),
-    ("missing.json", "found no file missing.json"),
+    ("no/such/folder", "there is no file no/such/folder"),
+    ("missing.json", "there is no file missing.json"),
 ])
 def test_a_model_that_is_not_there_is_refused(model, words):
     assert words in refusal(model)
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path):
-    assert "config.json; expected a transformers config.json" in refusal(str(tmp_path))
+    assert "config.json" in refusal(str(tmp_path))
 
 
 @pytest.mark.parametrize(("text", "words"), [

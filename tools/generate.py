@@ -1,30 +1,27 @@
 """Sample text from a run's checkpoint: tools/generate.py RUN --prompt 'def '"""
 
-from pathlib import Path
-
-from pretrain.cli import Parser, run_main
+from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
+from pretrain.cli import Parser, number, path, run_main, text, whole_number
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.device import detect_device
 from pretrain.distributed import prepare_deepspeed
-from pretrain.errors import ConfigError
 
 
 def main() -> None:
     parser = Parser(description="Sample text from a checkpoint of any layout.")
-    parser.add_argument("run", type=Path, help="run folder (what --save named)")
+    parser.add_argument("run", type=path, help="run folder (what --save named)")
     parser.add_argument("--prompt", default="", help="text to go on from")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--tokenizer", help="default: the one that the run was started with")
-    parser.add_argument("--max_new_tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top_k", type=int, default=50)
-    parser.add_argument("--top_p", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step", type=whole_number(), help="which checkpoint (default: the newest whole one)")
+    parser.add_argument("--tokenizer", type=text, help="default: the one that the run was started with")
+    parser.add_argument("--max_new_tokens", type=whole_number(1), default=100)
+    parser.add_argument("--temperature", type=number(0, 1e6), default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top_k", type=whole_number(), default=50)
+    parser.add_argument("--top_p", type=number(0, 1, above=True), default=0.95)
+    parser.add_argument("--seed", type=whole_number(0, 2**32 - 1), default=0)
     args = parser.parse_args()
-    for name, low in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if getattr(args, name) < low:
-            raise ConfigError(f"--{name}", found=getattr(args, name), expected=f"at least {low}")
-    if not 0 < args.top_p <= 1:
-        raise ConfigError("--top_p", found=args.top_p, expected="above 0 and at most 1")
+    # a wrong path is reported before torch is imported, which takes seconds
+    chosen_checkpoint(args.run, args.step)
+    load_tokenizer(args.tokenizer or tokenizer_of(args.run))
     prepare_deepspeed(detect_device())
     from pretrain.generate import Sampling, generate, load_trained_model
 

@@ -41,8 +41,9 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), found=str(error), expected="a JSON file", remedy=_REWRITE) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
     if not isinstance(meta, dict):
         raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
     return meta

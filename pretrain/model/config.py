@@ -4,11 +4,16 @@ Imports neither torch nor transformers, so that a run is judged in well under a 
 """
 
 import copy
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError, did_you_mean, shorten
 from pretrain.model.config_keys import (
     KEYS,
     WORDS,
@@ -23,6 +28,11 @@ PRESETS = Path(__file__).parent / "presets"
 # transformers' word -> ours
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
                 "swish": "silu"}
+
+
+# Far beyond any model, and small enough to be refused before lists of layers or tables of tokens are made of them.
+_LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
+            "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 
 
 @dataclass(frozen=True)
@@ -89,17 +99,24 @@ def preset_names() -> list[str]:
 
 def find_config(model: str) -> Path:
     preset = PRESETS / f"{model}.json"
-    if "/" not in model and preset.is_file():
+    if model in preset_names():
         return preset
-    folder = Path(model).is_dir()
+    folder = os.path.isdir(model)
     path = Path(model, "config.json") if folder else Path(model)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if folder or "/" in model or model.endswith(".json"):
-        raise ConfigError(f"--model {model}", found=f"no file {path}", expected="a transformers config.json")
+        raise ConfigError(f"--model {shorten(model)}", problem=f"there is no file {shorten(str(path))}",
+                          remedy="give a preset's name, a transformers config.json, or the folder that holds one")
     names = preset_names()
     raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
-                      remedy=did_you_mean(model, names))
+                      remedy=_similar_model(model, names))
+
+
+def _similar_model(word: str, names: Iterable[str]) -> str:
+    """`did you mean "x"?`, where the digits are the same: gptj is another model than gpt2, no slip of the finger."""
+    digits = re.sub(r"\D", "", word)
+    return did_you_mean(word, [name for name in names if re.sub(r"\D", "", name) == digits])
 
 
 def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
@@ -123,9 +140,10 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """The model of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
     architecture = values.get("model_type")
-    if architecture not in _READERS:
-        raise ConfigError(f"{where}: model_type", found=repr(architecture), expected=f"one of {listing(_READERS)}",
-                          remedy=did_you_mean(str(architecture), _READERS))
+    if not isinstance(architecture, str) or architecture not in _READERS:
+        found = "nothing" if architecture is None else json.dumps(architecture)
+        raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(_READERS)}",
+                          remedy=_other_spelling(str(architecture)))
     check_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -136,6 +154,14 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
                          **_READERS[architecture](complete, where))
     _check_sizes(config, where)
     return config
+
+
+def _other_spelling(word: str) -> str:
+    """`did you mean "gpt_neox"?` for GPT-NeoX; nothing for gpt_neo, which is another architecture."""
+    def letters(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    return next((f'did you mean "{name}"?' for name in _READERS if letters(name) == letters(word)), "")
 
 
 def _activation(name: str, where: str) -> str:
@@ -214,6 +240,12 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
         raise ConfigError(f"{where}: rope_scaling", found="rope_parameters beside it", expected="one of the two")
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     nested = dict(values[key] or {})
+    for name, value in nested.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in ("type", "rope_type") and not isinstance(value, str):
+            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected='a string such as "linear"')
+        if name in ("rope_theta", "partial_rotary_factor") and value is not None and not number:
+            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected="a number")
     theta = nested.pop("rope_theta", None) or values[theta_key] or 10000.0
     share = nested.pop("partial_rotary_factor", None)
     if share is None:
@@ -225,6 +257,10 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
             raise ConfigError(f"{where}: {name}", found=values[name],
                               expected=f"{resolved}, as the file's other rotary keys say")
     scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
+    if not (0 < theta < math.inf and 0 < share <= 1):
+        name, value = ("partial_rotary_factor", share) if 0 < theta < math.inf else (theta_key, theta)
+        raise ConfigError(f"{where}: {name}", found=value,
+                          expected="a share above 0, up to 1" if value == share else "a number above 0")
     return {"rope_theta": float(theta), "rotary_size": int(head_size * share), "rope_scaling": scaling}
 
 
@@ -240,10 +276,11 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
         nested.setdefault("original_max_position_embeddings", max_positions)
     for name in sorted(set(nested) ^ set(wanted[kind])):
         found = "an unknown key" if name in nested else "nothing"
-        raise ConfigError(f"{where}.{name}", found=found, expected=f"the keys {listing(wanted[kind])} for {kind}")
+        raise ConfigError(f"{where}.{shorten(name)}", found=found,
+                          expected=f"the keys {listing(wanted[kind])} for {kind}")
     for name, value in nested.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ConfigError(f"{where}.{name}", found=repr(value), expected="a number above 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number above 0")
     if kind == "llama3" and nested["high_freq_factor"] <= nested["low_freq_factor"]:
         raise ConfigError(f"{where}.high_freq_factor", found=nested["high_freq_factor"],
                           expected=f"more than low_freq_factor ({nested['low_freq_factor']})")
@@ -252,15 +289,18 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
 
 def _check_sizes(config: ModelConfig, where: str) -> None:
     """ConfigError for sizes that give no model."""
-    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
-                  "intermediate_size", "max_positions", "norm_eps"):
-        if getattr(config, field) <= 0:
-            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="more than 0")
+    for field, largest in _LARGEST.items():
+        value = getattr(config, field)
+        if not 0 < value <= largest:
+            raise ConfigError(f"{where}: {config.key(field)}", found=value,
+                              expected="more than 0" if value <= 0 else f"at most {largest:,}")
     for field in ("embedding_dropout", "attention_dropout", "residual_dropout"):
         if not 0 <= getattr(config, field) < 1:
-            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="0 <= p < 1")
-    if config.initializer_range < 0:
-        raise ConfigError(f"{where}: initializer_range", found=config.initializer_range, expected="0 or more")
+            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field),
+                              expected="a probability from 0 to below 1")
+    if not 0 <= config.initializer_range <= 1e3:
+        raise ConfigError(f"{where}: initializer_range", found=config.initializer_range,
+                          expected="a standard deviation, such as 0.02")
     for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
         if getattr(config, whole) % getattr(config, part):
             raise ConfigError(f"{where}: {config.key(whole)}", found=getattr(config, whole),
