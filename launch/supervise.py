@@ -4,10 +4,10 @@
 import sys
 from dataclasses import fields
 
-from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, text, whole_number
+from pretrain.cli import LONGEST_SECONDS, Parser, number, place, run_main, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.resilience.hosts import reach_hosts
-from pretrain.resilience.launch_command import hostfile_of, run_folder, ssh_port
+from pretrain.resilience.launch_command import hostfile_of, hosts_of, run_folder, ssh_port
 from pretrain.resilience.supervisor import Settings, supervise
 
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
@@ -36,8 +36,8 @@ def main() -> int:
     parser = Parser(prog="launch/supervise.py", usage="%(prog)s [flags] -- COMMAND...",
                     description="Runs COMMAND, and again after a signal, a hang or a crash; never after a refusal. "
                                 "RUN/restarts.jsonl tells what happened.")
-    parser.add_argument("--save", type=text, help="run folder (default: what COMMAND or its YAML names)")
-    parser.add_argument("--hostfile", type=text, help="hosts to check before each start (default: COMMAND's own)")
+    parser.add_argument("--save", type=place, help="run folder (default: what COMMAND or its YAML names)")
+    parser.add_argument("--hostfile", type=place, help="hosts to check before each start (default: COMMAND's own)")
     for name, (kind, about) in _FLAGS.items():
         default = _DEFAULTS[name]
         shown = "" if "default" in about else f" (default: {default:g})"
@@ -45,8 +45,11 @@ def main() -> int:
     args, command = parser.parse_args(words[:end]), words[end + 1:]
     if not command:
         raise ConfigError("command line", found="no command", expected="launch/supervise.py [flags] -- COMMAND...")
+    hostfile = hostfile_of(command, args.hostfile)
+    if hostfile is not None:
+        hosts_of(command, hostfile)  # before the run folder is made and locked
     settings = Settings(command=command, run=run_folder(command, args.save), reach=reach_hosts(ssh_port(command)),
-                        hostfile=hostfile_of(command, args.hostfile), **{name: getattr(args, name) for name in _FLAGS})
+                        hostfile=hostfile, **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _say)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from pretrain.cli import LARGEST_INT, Parser, argument_error, text, unknown_flag
+from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
 from pretrain.errors import ConfigError, did_you_mean, shorten
 
 
@@ -93,6 +93,8 @@ class RunArguments:
     local_rank: int = _flag(-1, "set by DeepSpeed's launcher; not for users")
 
 
+_PATHS = ("deepspeed_config", "model", "save", "train_data", "valid_data", "test_data", "tokenizer", "nvme_path",
+          "checkpoint_mirror")
 _STRINGS = {f.name: f.type in (str, "str", str | None, "str | None") for f in dataclasses.fields(RunArguments)}
 
 
@@ -181,7 +183,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
 
 
 def _check_values(parsed: RunArguments) -> None:
-    """What is wrong for every flag of a type: numbers that no file can hold, empty text, a ~ that nobody expands."""
+    """What is wrong for every flag of a type: numbers that no file can hold, empty text, paths that are none."""
     for f in dataclasses.fields(parsed):
         value, flag = getattr(parsed, f.name), f"--{f.name}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -194,9 +196,8 @@ def _check_values(parsed: RunArguments) -> None:
             raise ConfigError(flag, problem="the value is empty", remedy="leave the flag out, or give it a value")
         if "\0" in value:
             raise ConfigError(flag, problem=f"{shorten(value)!r} holds a NUL character")
-        if value.startswith("~"):
-            raise ConfigError(flag, problem=f"the ~ of {shorten(value)} is expanded by shells only, and not behind =",
-                              remedy="write the path out")
+        if f.name in _PATHS and (problem := bad_path(value)):
+            raise ConfigError(flag, problem=problem)
 
 
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:

@@ -152,14 +152,18 @@ def _check_flags(args: RunArguments) -> None:
     at_least_zero = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                      "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
                      "weight_decay", "adam_epsilon", "gradient_clipping")
+    at_most = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
+               "save_timeout": LONGEST_SECONDS}
     above_zero = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
     for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
         for name in names:
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and (value > low if strict else value >= low)):
                 raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
-    if args.save_timeout > LONGEST_SECONDS:
-        raise ConfigError("--save_timeout", found=args.save_timeout, expected=f"at most {LONGEST_SECONDS:.0f}, a year")
+    for name, high in at_most.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:g}")
     if args.seed >= 2**31:
         raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
     words = (("resume", RESUME_WORDS), ("save_busy", SAVE_BUSY_WORDS), ("deepspeed_log_level", LOG_LEVELS),
@@ -208,6 +212,8 @@ def _check_mirror(mirror: str, save: str) -> None:
 
     protocol, separator, _ = mirror.partition("://")
     local = not separator or protocol in ("file", "local")
+    if separator and not protocol:
+        raise ConfigError("--checkpoint_mirror", found=mirror, expected="a folder, or a URL such as s3://bucket/run")
     if not local:
         try:
             for name in protocol.split("::"):  # simplecache::s3://bucket is one URL

@@ -1,6 +1,7 @@
 """What every program's `main` shares: one-line errors, exit codes, both spellings of a flag, kinds of numbers."""
 
 import argparse
+import errno
 import math
 import os
 import re
@@ -118,10 +119,28 @@ def text(word: str) -> str:
 
 
 def path(word: str) -> Path:
-    """An argparse type: a path; `~` is for shells to expand, which do not behind `=`."""
-    if text(word).startswith("~"):
-        raise argparse.ArgumentTypeError(f"found {shorten(word)!r}, whose ~ no shell has expanded; write the path out")
+    """An argparse type: a path. Raises for what `bad_path` finds."""
+    if problem := bad_path(text(word)):
+        raise argparse.ArgumentTypeError(problem)
     return Path(word)
+
+
+def place(word: str) -> str:
+    """An argparse type: a path, as it was typed."""
+    path(word)
+    return word
+
+
+def bad_path(word: str) -> str:
+    """What makes `word` no path on any machine; "" where nothing does. Shells do not expand `~` behind `=`."""
+    if word.startswith("~"):
+        return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the path out"
+    try:
+        os.lstat(word)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name {shorten(word)!r} is too long for a file"
+    return ""
 
 
 def prefix(word: str) -> str:

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_LONGEST_PLACE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value that a message shows
 
 
@@ -18,7 +19,7 @@ class ConfigError(ValueError):
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "",
                  remedy: str = "") -> None:
         what = problem or f"found {shorten(str(found))}; expected {expected}"
-        line = shown(f"{where}: {what}. {remedy}".rstrip(". "))
+        line = shown(f"{shorten(where, _LONGEST_PLACE)}: {what}. {remedy}".rstrip(". "))
         super().__init__(line if line.endswith("?") else f"{line}.")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -24,9 +24,8 @@ def check_folder(path: Path, where: str) -> None:
         if any(len(os.fsencode(part)) > longest for part in path.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         os.rmdir(tempfile.mkdtemp(prefix=".ds-pretrain-", dir=folder))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({reason})",
+    except OSError as error:
+        raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror or error})",
                           remedy="name a folder that can be made and written to") from None
 
 

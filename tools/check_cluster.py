@@ -21,6 +21,7 @@ from pretrain.cluster.health.settings import Settings
 from pretrain.device import detect_device
 from pretrain.distributed import ALONE, prepare_deepspeed, print_error, running_environment
 from pretrain.errors import ConfigError
+from pretrain.writable import check_folder
 
 _MIB = 2**20
 
@@ -40,7 +41,7 @@ _NUMBERS = (  # name, type, default, help
     ("min_ratio", number(0.001, 1), None,
      "share of the median below which a rate stands out, and above whose inverse a latency does "
      "(products and free memory 0.8, memory and inside a host 0.7, network 0.6, disk 0.4, latency 0.25)"),
-    ("min_gbit", number(), 0.0, "Gbit/s that every pair of hosts must reach (none)"),
+    ("min_gbit", number(0, 1e6), 0.0, "Gbit/s that every pair of hosts must reach (none)"),
     ("max_clock_skew", number(0, LONGEST_SECONDS), 1.0, "seconds (%(default)s)"),
 )
 
@@ -56,6 +57,7 @@ def parse(words: list[str]) -> tuple[Settings, bool]:
     own, rest = parser.parse_known_args(words)
     run = parse_arguments(rest)
     run = dataclasses.replace(run, save=run.save or ".")
+    check_folder(Path(run.save), "--save")
     return Settings(
         folder=Path(run.save), run=run if run.model or run.deepspeed_config else None, product_size=own.product_size,
         memory_bytes=own.memory_mib and own.memory_mib * _MIB, disk_bytes=own.disk_mib * _MIB,

@@ -1,7 +1,7 @@
 """Sample text from a run's checkpoint: tools/generate.py RUN --prompt 'def '"""
 
 from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
-from pretrain.cli import Parser, number, path, run_main, text, whole_number
+from pretrain.cli import Parser, number, path, place, run_main, whole_number
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.device import detect_device
 from pretrain.distributed import prepare_deepspeed
@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("run", type=path, help="run folder (what --save named)")
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--step", type=whole_number(), help="which checkpoint (default: the newest whole one)")
-    parser.add_argument("--tokenizer", type=text, help="default: the one that the run was started with")
+    parser.add_argument("--tokenizer", type=place, help="default: the one that the run was started with")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100)
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top_k", type=whole_number(), default=50)

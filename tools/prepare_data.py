@@ -3,15 +3,15 @@
 
 import argparse
 
-from pretrain.cli import Parser, prefix, run_main, text, whole_number
+from pretrain.cli import Parser, place, prefix, run_main, text, whole_number
 from pretrain.data.prepare import prepare
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=text,
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place,
                         help="text file (one document), .jsonl (one document a line), or either with .gz")
-    parser.add_argument("--tokenizer", type=text, required=True,
+    parser.add_argument("--tokenizer", type=place, required=True,
                         help="SentencePiece .model, tokenizer.json, or their folder")
     parser.add_argument("--out", type=prefix, required=True, help="prefix of the files to write")
     parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")

@@ -3,13 +3,13 @@
 
 import time
 
-from pretrain.cli import Parser, number, path, run_main, text, whole_number
+from pretrain.cli import Parser, number, path, place, run_main, text, whole_number
 from pretrain.data.train_tokenizer import train_sentencepiece
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=text, help="text file, .jsonl, or either with .gz")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place, help="text file, .jsonl, or either with .gz")
     parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
                         help="pieces, the 256 bytes included (%(default)s)")

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +46,23 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
         raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
     if not isinstance(meta, dict):
         raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
+    for key, (is_right, expected) in _META.items():
+        value = meta.get(key)
+        if value is not None and (isinstance(value, bool) or not is_right(value)):
+            raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected=expected, remedy=_REWRITE)
     return meta
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+_META: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "eod_token"),
+                    (_is_count, "a whole number from 0")),
+    **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (lambda value: isinstance(value, str), "a string")),
+    "entropy_nats": (lambda value: isinstance(value, (int, float)) and 0 <= value < 100, "a number of nats"),
+}
 
 
 class IndexedDataset:

@@ -1,9 +1,10 @@
 """The flags of tools/compare_zero.py."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from pretrain.cli import Parser, number, text, whole_number
+from pretrain.cli import Parser, number, place, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
 from pretrain.memory.cost import STORAGE_RATE
@@ -12,6 +13,7 @@ from pretrain.memory.plot import check_plot
 from pretrain.memory.search import KINDS
 from pretrain.memory.sizes import UNITS
 from pretrain.memory.steptime import KERNEL_EFFICIENCY
+from pretrain.writable import check_file
 
 _MOST = 10**8
 MODES = ("estimate", "simulate", "measure")
@@ -51,7 +53,7 @@ def _parser() -> Parser:
         "simulate: real DeepSpeed engines, one rank of N at a time, in this machine's memory.\n"
         "measure: real runs of the --configs on this machine, a few steps each."))
     group = parser.add_argument_group("the model")
-    group.add_argument("--model", type=text, help="preset name, transformers config.json, or a folder that holds one")
+    group.add_argument("--model", type=place, help="preset name, transformers config.json, or a folder that holds one")
     group.add_argument("--model_overrides", type=text, help="changes to the config.json: n_layer=4,vocab_size=8000")
     group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: model states alone, as in the ZeRO paper")
@@ -74,21 +76,21 @@ def _parser() -> Parser:
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s ({STORAGE_RATE / GB:g})")
     group.add_argument("--steps", type=whole_number(2, 10**4), help="measure: timed steps of each run (4)")
-    group.add_argument("--nvme_path", type=text,
+    group.add_argument("--nvme_path", type=place,
                        help="measure: a folder on a local disk, for JSONs that leave it \"auto\"")
     group = parser.add_argument_group("output")
     group.add_argument("--unit", choices=UNITS, help="of the table (GiB; GB with --num_parameters)")
     group.add_argument("--all_micro_batches", action="store_true", help="a row of each micro-batch, not of the best")
     for flag, about in (("json", "everything, as JSON"), ("csv", "the table, as CSV")):
-        group.add_argument(f"--{flag}", nargs="?", const="-", type=text, metavar="FILE",
+        group.add_argument(f"--{flag}", nargs="?", const="-", type=place, metavar="FILE",
                            help=f"{about} (no FILE: instead of the table)")
-    group.add_argument("--plot", type=text, metavar="FILE", help="stacked bars as .png or .html")
-    group.add_argument("--write", type=text, metavar="FILE", help="the recommended layout, as a DeepSpeed JSON")
+    group.add_argument("--plot", type=place, metavar="FILE", help="stacked bars as .png or .html")
+    group.add_argument("--write", type=place, metavar="FILE", help="the recommended layout, as a DeepSpeed JSON")
     return parser
 
 
 def _add_layouts(group: Any) -> None:
-    group.add_argument("--configs", nargs="+", type=text, metavar="JSON", help="these DeepSpeed JSONs, and no others")
+    group.add_argument("--configs", nargs="+", type=place, metavar="JSON", help="these DeepSpeed JSONs, and no others")
     count = whole_number(1, _MOST)
     for flag, (_, kind, choices, about) in _AXES.items():
         low = 0 if flag in ("zero_stage", "activation_checkpoint_interval") else 1
@@ -127,6 +129,9 @@ def check_flags(flags: argparse.Namespace) -> None:
         _refuse(flags, ["micro_batch_size", "global_batch_size"], "with --find max_micro_batch")
     if flags.plot is not None:
         check_plot(flags.plot)
+    for name in ("json", "csv", "plot", "write"):
+        if getattr(flags, name) not in (None, "-"):
+            check_file(Path(getattr(flags, name)), f"--{name}")
     if flags.num_parameters is not None:
         _refuse(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
                         "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write"],

@@ -33,6 +33,8 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "g
 # Far beyond any model, and small enough to be refused before lists of layers or tables of tokens are made of them.
 _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
+_LARGEST_TABLE = 2**24  # of positions that are learned
+_LARGEST_THETA = 1e12
 
 
 @dataclass(frozen=True)
@@ -246,21 +248,26 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
             raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected='a string such as "linear"')
         if name in ("rope_theta", "partial_rotary_factor") and value is not None and not number:
             raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected="a number")
-    theta = nested.pop("rope_theta", None) or values[theta_key] or 10000.0
+    names = {name: f"{key}.{name}" for name in ("rope_theta", "partial_rotary_factor") if nested.get(name) is not None}
+    theta = nested.pop("rope_theta", None)
+    if theta is None:
+        theta = 10000.0 if values[theta_key] is None else values[theta_key]
     share = nested.pop("partial_rotary_factor", None)
     if share is None:
         share = values[share_key] if share_key else 1.0
     if share_key is None and share != 1.0:
         raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=share, expected="1.0 for this architecture")
+    if not 0 < theta <= _LARGEST_THETA:
+        raise ConfigError(f"{where}: {names.get('rope_theta', theta_key)}", found=theta,
+                          expected=f"a number above 0, up to {_LARGEST_THETA:g}")
+    if not 0 < share <= 1:
+        raise ConfigError(f"{where}: {names.get('partial_rotary_factor', share_key)}", found=share,
+                          expected="a share above 0, up to 1")
     for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", share)):  # gpt_neox files may say it twice
         if values.get(name) is not None and name != theta_key and values[name] != resolved:
             raise ConfigError(f"{where}: {name}", found=values[name],
                               expected=f"{resolved}, as the file's other rotary keys say")
     scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
-    if not (0 < theta < math.inf and 0 < share <= 1):
-        name, value = ("partial_rotary_factor", share) if 0 < theta < math.inf else (theta_key, theta)
-        raise ConfigError(f"{where}: {name}", found=value,
-                          expected="a share above 0, up to 1" if value == share else "a number above 0")
     return {"rope_theta": float(theta), "rotary_size": int(head_size * share), "rope_scaling": scaling}
 
 
@@ -294,6 +301,9 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
         if not 0 < value <= largest:
             raise ConfigError(f"{where}: {config.key(field)}", found=value,
                               expected="more than 0" if value <= 0 else f"at most {largest:,}")
+    if config.position == "learned" and config.max_positions > _LARGEST_TABLE:
+        raise ConfigError(f"{where}: {config.key('max_positions')}", found=config.max_positions,
+                          expected=f"at most {_LARGEST_TABLE:,}")
     for field in ("embedding_dropout", "attention_dropout", "residual_dropout"):
         if not 0 <= getattr(config, field) < 1:
             raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field),

@@ -92,10 +92,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice, NaN, nested too deeply."""
+    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice, nested too deeply."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates,
-                            parse_constant=_no_number)
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError:
         raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is") from None
     except OSError as error:
@@ -107,10 +106,6 @@ def read_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(str(path), found=f"a JSON {type(values).__name__}", expected="a JSON object")
     return values
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON")
 
 
 def known_keys(architecture: str) -> set[str]:
