@@ -51,38 +51,46 @@ class Case:
 
 
 # Made cases that are right after all, with the reason: the beginnings of their names.
+_ZEROS = {
+    "tools/check_cluster.py": ("rounds", "min_gbit", "max_clock_skew"), "tools/generate.py": ("top_k",),
+    "tools/checkpoint.py prune": ("keep_every", "keep_best"),
+    "tools/compare_zero.py": ("activation_checkpoint_interval",),
+    "launch/supervise.py": ("max_restarts", "backoff_s", "backoff_max_s", "grace_s"),
+    "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
+                          "keep_every", "keep_best", "weight_decay", "adam_epsilon"),
+}
+_NUMBERS_LIKE_OTHERS = {  # 1.5
+    "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
+    "tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "nvme_gbps", "network_gbps", "tokens", "storage_gbps"),
+    "tools/generate.py": ("temperature",), "tools/make_corpus.py": ("megabytes",),
+    "tools/train_tokenizer.py": ("max_megabytes",),
+    "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
+    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops"),
+}
+
+
+def _flags(flags: dict[str, tuple[str, ...]], value: str) -> tuple[str, ...]:
+    return tuple(f"{program} --{flag}={value}" for program, names in flags.items() for flag in names)
+
+
 LEGAL: dict[str, tuple[str, ...]] = {
-    "0 turns it off, or means all": (
-        "tools/check_cluster.py --rounds=0", "tools/check_cluster.py --min_gbit=0", "tools/check_cluster.py --max_clock_skew=0",
-        "tools/checkpoint.py prune --keep_every=0", "tools/checkpoint.py prune --keep_best=0", "tools/generate.py --top_k=0",
-        "launch/supervise.py --max_restarts=0", "launch/supervise.py --backoff_s=0", "launch/supervise.py --backoff_max_s=0",
-        "launch/supervise.py --grace_s=0", "pretrain/train.py --lr_warmup_steps=0", "pretrain/train.py --min_lr_ratio=0",
-        "pretrain/train.py --eval_interval=0", "pretrain/train.py --save_interval=0", "pretrain/train.py --keep_checkpoints=0",
-        "pretrain/train.py --keep_every=0", "pretrain/train.py --keep_best=0", "pretrain/train.py --weight_decay=0",
-        "pretrain/train.py --adam_epsilon=0", "tools/compare_zero.py --activation_checkpoint_interval=0"),
+    "0 turns it off, or means all": _flags(_ZEROS, "0"),
+    "a number like others": _flags(_NUMBERS_LIKE_OTHERS, "1.5"),
     "the newest two stay in any case": ("tools/checkpoint.py prune --keep_checkpoints=0",),
     "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0"),
     "greedy sampling": ("tools/generate.py --temperature=0",),
-    "a number like others": tuple(f"{flag}=1.5" for flag in (
-        "tools/check_cluster.py --timeout", "tools/check_cluster.py --min_gbit", "tools/check_cluster.py --max_clock_skew",
-        "tools/bench.py --timeout", "tools/compare_zero.py --host_memory_gib", "tools/compare_zero.py --nvme_gb",
-        "tools/compare_zero.py --nvme_gbps", "tools/compare_zero.py --network_gbps", "tools/compare_zero.py --tokens",
-        "tools/compare_zero.py --storage_gbps", "tools/generate.py --temperature", "tools/make_corpus.py --megabytes",
-        "tools/train_tokenizer.py --max_megabytes", "launch/supervise.py --backoff_s", "launch/supervise.py --backoff_max_s",
-        "launch/supervise.py --grace_s", "launch/supervise.py --health_timeout_s", "pretrain/train.py --save_timeout",
-        "pretrain/train.py --weight_decay", "pretrain/train.py --peak_tflops")),
-    "more than there is takes all": tuple(f"{flag}={TOO_LARGE}" for flag in (
-        "tools/make_corpus.py --megabytes", "tools/train_tokenizer.py --max_megabytes")),
+    "more than there is takes all": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
+                                     f"tools/train_tokenizer.py --max_megabytes={TOO_LARGE}"),
     "a long run": (f"tools/compare_zero.py --tokens={TOO_LARGE}",),
-    "machines may be without them": ("tools/compare_zero.py --host_memory_gib=0", "tools/compare_zero.py --nvme_gb=0",
-                                     "tools/compare_zero.py --margin=0"),
-    "a text of one's own": ("tools/generate.py --prompt=", "tools/prepare_data.py --jsonl_key=~/x",
-                            "tools/train_tokenizer.py --jsonl_key=~/x", "launch/supervise.py --health_command=~/x"),
+    "machines may be without them": _flags({"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
+    "a text of one's own": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
+                            "tools/prepare_data.py --jsonl_key=~/x", "tools/train_tokenizer.py --jsonl_key=~/x",
+                            "launch/supervise.py --health_command=~/x"),
     "refused, by the checkpoint's name": ("tools/generate.py --step=0",),
-    "of the launcher": ("pretrain/train.py --local_rank=-1", "pretrain/train.py --local_rank=0"),
-    "plausible values": tuple(f"meta.json {key}: 5" for key in (
-        "vocab_size", "num_tokens", "num_documents", "max_token", "eod_token", "entropy_nats")) + (
-        'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
+    "set by the launcher": ("pretrain/train.py --local_rank=-1", "pretrain/train.py --local_rank=0"),
+    "plausible values": (*(f"meta.json {key}: 5" for key in ("vocab_size", "num_tokens", "num_documents", "max_token",
+                                                             "eod_token", "entropy_nats")),
+                         'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
     "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
                                         "llama max_position_embeddings: 1000000000"),
     "an architecture that it knows": ('compare_zero model_type: "gptj"',),
@@ -362,7 +370,8 @@ def _text_cases() -> Iterator[Case]:
             "list": ("in.jsonl", b'["a"]'), "deep": ("in.jsonl", b"[" * DEEP),
             "surrogate": ("in.jsonl", b'{"text": "\\ud800"}'), "digits": ("in.jsonl", b"9" * 5000)}.items():
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
-            yield Case(f"{program}: {what}", program, (f"{{world}}/{name}", *TOOLS[program][1:]), name, ((name, raw),))
+            yield Case(f"{program}: {what}", program, (f"{{world}}/{name}", *TOOLS[program][1:-1], "{world}/new/out"),
+                       name, ((name, raw),))
 
 
 # ---------------------------------------------------------------- keys of the DeepSpeed JSON
@@ -433,8 +442,8 @@ def _json_case(dotted: str, value: str, changes: dict[str, Any], about: str) -> 
     change(document, dotted, "VALUE")
     text = json.dumps(document, indent=1).replace('"VALUE"', value)
     return Case(f"JSON {about} {dotted}: {value[:20]}", "pretrain/train.py",
-                (*TOOLS["pretrain/train.py"], "--deepspeed_config", "{world}/in.json"), "in.json" if "NaN" in value else dotted.split(".")[-1],
-                (("in.json", text.encode()),))
+                (*TOOLS["pretrain/train.py"], "--deepspeed_config", "{world}/in.json"),
+                "in.json" if "NaN" in value else dotted.split(".")[-1], (("in.json", text.encode()),))
 
 
 # ---------------------------------------------------------------- keys of the model's config.json
@@ -502,11 +511,15 @@ def _model_case(architecture: str, own: dict[str, Any], key: str, value: str, cu
 
 # ---------------------------------------------------------------- running them
 
+def made_cases() -> list[Case]:
+    """All of them, those that are legal too."""
+    return [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases()]
+
+
 def cases() -> list[Case]:
-    """All of them, but for those that are legal."""
-    made = [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases()]
+    """Those that must be refused."""
     legal = {name for names in LEGAL.values() for name in names}
-    return [case for case in made if case.name not in legal]
+    return [case for case in made_cases() if case.name not in legal]
 
 
 class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):

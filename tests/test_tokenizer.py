@@ -184,7 +184,7 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["SRC", "--vocab_size", "200"], "--vocab_size: found 200; expected at least 300"),
+    (["SRC", "--vocab_size", "200"], "--vocab_size: found '200'; expected a whole number from 300"),
     (["SRC", "--vocab_size", "99999"], "--vocab_size: found 99999; expected at most"),
     (["CHARS", "--vocab_size", "300"], "--vocab_size: found 300; expected room for each frequent character"),
     (["SRC", "--threads", "0"], "--threads 0"),
@@ -195,7 +195,7 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
     ([str(Path(__file__).parent)], "tests: found a folder"),
     ([], "the following arguments are required: INPUT"),
     (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
-    (["SRC", "--vocab_size", "many"], "invalid int value: 'many'"),
+    (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
     (["SRC", "--out", "FILE"], "expected a folder that can be made"),
 ])  # fmt: skip
 def test_tool_refuses_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:

@@ -74,8 +74,10 @@ class Settings:
 
 def add_flags(parser: Parser) -> None:
     """Declare the flags."""
-    parser.add_argument("--what", type=text, default="step", metavar="A,B", help=f"{', '.join(WHAT)} or all (%(default)s)")
-    parser.add_argument("--preset", type=text, default=None, help=f"one of {', '.join(PRESETS)} (cpu; on CUDA h200-gpt3-1.3b)")
+    parser.add_argument("--what", type=text, default="step", metavar="A,B",
+                        help=f"{', '.join(WHAT)} or all (%(default)s)")
+    parser.add_argument("--preset", type=text, default=None,
+                        help=f"one of {', '.join(PRESETS)} (cpu; on CUDA h200-gpt3-1.3b)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="(what is there)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(%(default)s)")
     parser.add_argument("--seq_length", type=_SIZE,
@@ -84,8 +86,8 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--rounds", type=whole_number(1), default=5,
                         help="in which the contenders take turns (%(default)s)")
     parser.add_argument("--steps", type=whole_number(1), help="optimizer steps of one contender in one round")
-    parser.add_argument("--ranks", type=text, default=None, metavar="1,2", help="that --what scaling compares (1,2 and, where "
-                        "there are as many devices or cores, 4)")
+    parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
+                        help="that --what scaling compares (1,2 and, where there are as many devices or cores, 4)")
     parser.add_argument("--nvme_path", type=place, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
                         help="folder on the disk that --what offload measures (DS_PRETRAIN_NVME_PATH)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,

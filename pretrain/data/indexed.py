@@ -5,6 +5,7 @@ u64 number of sequences | u64 length of the document index (documents + 1) | int
 int64 document index (first sequence of each document; leading 0 and the total included).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -187,8 +188,10 @@ class IndexedWriter:
         self.num_tokens = 0
         self._lengths, self._open_tokens = array("i"), 0
         self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
+        folder = self.prefix.absolute().parent
+        self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         try:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._bin = self._temporary["bin"].open("wb")
         except OSError as error:
             raise ConfigError(str(self.prefix), found=f"{error.filename}: {error.strerror}",
@@ -266,6 +269,9 @@ class IndexedWriter:
         self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
+        for folder in self._made:  # that finalize() has put nothing into
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _write_synced(path: Path, content: bytes) -> None:
