@@ -14,6 +14,7 @@ from pretrain.errors import ConfigError, did_you_mean, shorten
 
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select fail on what no timestamp holds
+_LONGEST_PROBLEM = 1000  # characters
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -57,7 +58,7 @@ def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
         return ConfigError(flag, problem=f"this flag takes no value, and {shorten(wrong[1])} is given")
     if problem.startswith("expected "):
         return ConfigError(flag, problem="the value is missing", remedy="--help says what it takes")
-    return ConfigError(flag, problem=shorten(problem))
+    return ConfigError(flag, problem=shorten(problem, _LONGEST_PROBLEM))
 
 
 def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
@@ -67,7 +68,7 @@ def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
     required = message.partition("arguments are required: ")[2]
     if required:
         return ConfigError(required, problem="required, and missing on the command line")
-    return ConfigError("command line", problem=shorten(message))
+    return ConfigError("command line", problem=shorten(message, _LONGEST_PROBLEM))
 
 
 def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:

@@ -226,7 +226,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"exit_step": 51}, "--exit_step"),
     ({}, {"resume": "allways"}, "--resume"),
     ({}, {"deepspeed_log_level": "loud"}, "--deepspeed_log_level"),
-    ({}, {"world_size": 0}, "world size"),
+    ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "tiyn"}, 'did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
@@ -257,7 +257,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"save": "{world}/file"}, "--save"),
     ({}, {"save": "{world}/file/run"}, "--save"),
-    ({}, {"sed": 3}, 'did you mean "seed"'),
+    ({}, {"sed": 3}, 'did you mean "--seed"'),
     ({}, {"train_steps": "many"}, "many"),
     ({}, {"config": "{world}/none.yaml"}, "none.yaml"),
 ]

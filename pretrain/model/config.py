@@ -35,6 +35,7 @@ _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # of positions that are learned
 _LARGEST_THETA = 1e12
+_OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # their names are no slips of the finger
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     if not isinstance(architecture, str) or architecture not in _READERS:
         found = "nothing" if architecture is None else json.dumps(architecture)
         raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(_READERS)}",
-                          remedy=_other_spelling(str(architecture)))
+                          remedy=_similar_architecture(str(architecture)))
     check_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -158,12 +159,10 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     return config
 
 
-def _other_spelling(word: str) -> str:
+def _similar_architecture(word: str) -> str:
     """`did you mean "gpt_neox"?` for GPT-NeoX; nothing for gpt_neo, which is another architecture."""
-    def letters(name: str) -> str:
-        return re.sub(r"[^a-z0-9]", "", name.lower())
-
-    return next((f'did you mean "{name}"?' for name in _READERS if letters(name) == letters(word)), "")
+    name = word.lower().replace("-", "_")
+    return "" if name in _OTHER_ARCHITECTURES else _similar_model(name, _READERS)
 
 
 def _activation(name: str, where: str) -> str:
