@@ -1,4 +1,4 @@
-"""Filling in a DeepSpeed JSON: "auto" values as transformers documents them, batch arithmetic, old spellings.
+"""Filling in a DeepSpeed JSON: "auto" values as transformers documents them, batch arithmetic, a missing optimizer.
 
 A flag fills a key that the JSON leaves out or at "auto"; where the JSON has a value of its own, another one in a flag
 is refused. An "auto" without a flag gets the default below.
@@ -6,13 +6,14 @@ is refused. An "auto" without a flag gets the default below.
 
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.arguments import RunArguments
-from pretrain.ds_optimizers import SCHEDULERS, optimizer_params
+from pretrain.ds_optimizers import optimizer_params
 from pretrain.ds_read import DsFile, get_value
-from pretrain.ds_schema import DEFAULT_REDUCE_BUCKET_SIZE, TREE, Key, Tree
+from pretrain.ds_schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.schedule import default_warmup_steps
@@ -27,37 +28,6 @@ DEFAULT_GRADIENT_ACCUMULATION_STEPS = 1
 DEFAULT_PRECISION = "bf16"
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 PRECISIONS = ("bf16", "fp16", "fp32")
-_RENAMED = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
-
-
-def clean(values: dict[str, Any], tree: Tree | None = None) -> dict[str, Any]:
-    """A copy in DeepSpeed's own spelling, without the keys that ask for nothing."""
-    tree = TREE if tree is None else tree
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        key = tree.get(name)
-        if isinstance(key, Key):
-            if not key.refused:
-                result[_RENAMED.get(name, name)] = _as_deepspeed_spells(value, key)
-        elif isinstance(value, dict):
-            result[name] = clean(value, _params_tree(values, key or {}) if name == "params" else key)
-    if "bfloat16" in result:
-        result.setdefault("bf16", result.pop("bfloat16"))
-    return result
-
-
-def _as_deepspeed_spells(value: Any, key: Key) -> Any:
-    """5e8 as an integer where one is meant, and "CPU" as "cpu" where that is the word."""
-    if key.kind == "int" and isinstance(value, float):
-        return int(value)
-    if key.words and isinstance(value, str):
-        return next((word for word in key.words if word.lower() == value.lower()), value)
-    return value
-
-
-def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
-    """The parameters of an "optimizer" or "scheduler" block."""
-    return optimizer_params(block["type"]) or SCHEDULERS.get(block["type"]) or tree
 
 
 def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
@@ -131,7 +101,7 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
     if total is None and micro is None:
         if not any(file.get(key) == "auto" for key in (keys[0], keys[2])):
             raise ConfigError(file.where(keys[0]), found="no batch size", expected=f"{keys[0]} or {keys[2]}",
-                              remedy='write "auto" and give --micro_batch_size')
+                              remedy="give --micro_batch_size")
         micro = DEFAULT_MICRO_BATCH_SIZE
     if total is None:
         steps = steps or DEFAULT_GRADIENT_ACCUMULATION_STEPS
@@ -149,6 +119,20 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
                           remedy='change one of them, or leave one at "auto"')
     config.update(zip(keys, (int(micro), int(steps), int(total)), strict=True))
     return int(micro), int(steps), int(total)
+
+
+def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
+    """The file itself, or a copy with AdamW for the flags to fill: transformers' users give the rate by a flag, and
+    many of their files have no "optimizer". Raises ConfigError where no flag gives a rate either.
+    """
+    if "optimizer" in file.values:
+        return file
+    if args.learning_rate is None:
+        raise ConfigError(file.where("optimizer"), found="no such block, and no --learning_rate",
+                          expected="one of the two", remedy="--learning_rate 3e-4 makes it AdamW; with \"optimizer\": "
+                          '{"type": "AdamW", "params": {"lr": "auto"}} the rate has a default')
+    auto = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    return replace(file, values={**file.values, "optimizer": auto})
 
 
 def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> float:
@@ -194,7 +178,7 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
 
 
 def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
-    """The ZeRO sizes that follow from the model; those of stage 3 stay out of other stages.
+    """The ZeRO sizes that follow from the model.
 
     DeepSpeed allocates a whole reduce bucket, of 5e8 elements unless told: one for all gradients is as good.
     """
@@ -206,10 +190,7 @@ def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
         sizes[f"{prefix}param_persistence_threshold"] = 10 * hidden
     for name, size in sizes.items():
         if zero.get(name) == "auto":
-            if name == "reduce_bucket_size" or zero.get("stage", 0) == 3:
-                zero[name] = size
-            else:
-                del zero[name]
+            zero[name] = size
     if zero.get("stage", 0) > 0:
         bucket = zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET_SIZE)
         zero["reduce_bucket_size"] = min(bucket, model.num_parameters())

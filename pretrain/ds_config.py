@@ -7,7 +7,6 @@ from typing import Any
 from pretrain.arguments import RunArguments
 from pretrain.device import Device
 from pretrain.ds_auto import (
-    clean,
     fill_batch,
     fill_model_sizes,
     fill_nvme_path,
@@ -15,7 +14,9 @@ from pretrain.ds_auto import (
     fill_precision,
     fill_reports,
     fill_scheduler,
+    with_optimizer,
 )
+from pretrain.ds_clean import Idle, clean, drop_idle
 from pretrain.ds_keys import check_keys
 from pretrain.ds_read import DsFile, get_value, read_ds_config
 from pretrain.ds_schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
@@ -48,6 +49,7 @@ class DsSettings:
     peak_lr: float | None  # None: the JSON has its own scheduler
     activation_checkpoint_interval: int  # blocks; 0: off
     partition_method: str
+    idle: tuple[Idle, ...]  # keys of the file that have no effect, and why
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """A value of the complete configuration."""
@@ -89,16 +91,18 @@ def complete_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, 
     What may be combined is judged afterwards, by `pretrain.ds_rules.check_rules`.
     """
     check_keys(file)
-    config = clean(file.values)
+    with_own = with_optimizer(file, args)
+    config, idle = clean(with_own.values)
     config["optimizer"].setdefault("params", {})
     stage = int(config.get("zero_optimization", {}).get("stage", 0))
+    idle += drop_idle(config, stage)
     pipeline_stages = _pipeline_stages(file, stage, world_size, model)
     method, interval = _resolve_pipeline(file, config)
     precision = fill_precision(file, config, args)
     data_parallel_size = world_size // pipeline_stages
     micro, accumulation, total = fill_batch(file, config, args, data_parallel_size)
     train_steps = run_steps(args, total)
-    rate = fill_optimizer(file, config, args)
+    rate = fill_optimizer(with_own, config, args)
     if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
             get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
         config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled with nvcc
@@ -106,15 +110,13 @@ def complete_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, 
     fill_scheduler(file, config, args, train_steps, rate)
     fill_nvme_path(file, config, args)
     fill_reports(config, args, stage)
-    if stage < 2 and config.get("zero_optimization", {}).get("overlap_comm"):
-        config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed does so itself for a PipelineModule
     return DsSettings(
         file=file, config=config, args=args, model=model, device=device, world_size=world_size, zero_stage=stage,
         pipeline_stages=pipeline_stages, data_parallel_size=data_parallel_size, micro_batch_size=micro,
         gradient_accumulation_steps=accumulation, global_batch_size=total, precision=precision,
         optimizer=config["optimizer"]["type"].lower(), train_steps=train_steps,
         peak_lr=None if "scheduler" in config else rate, activation_checkpoint_interval=interval,
-        partition_method=method)
+        partition_method=method, idle=tuple(idle))
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:

@@ -1,11 +1,11 @@
-"""Every key of a DeepSpeed JSON judged by itself: known, of the right type and range, and with an effect."""
+"""Each key of a DeepSpeed JSON validated by itself: known, of the right type and range, and supported."""
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from pretrain.ds_clean import is_comment, is_idle, takes_default
 from pretrain.ds_optimizers import (
     DEEPSPEED_REFUSED,
     KNOWN_NAMES,
@@ -15,38 +15,52 @@ from pretrain.ds_optimizers import (
     optimizer_params,
 )
 from pretrain.ds_read import DsFile
-from pretrain.ds_schema import REMOVED, TREE, Key, Tree
-from pretrain.errors import ConfigError
+from pretrain.ds_schema import OLD_OFFLOAD, REMOVED, TREE, Key, Tree
+from pretrain.errors import ConfigError, closest, did_you_mean
 
 # Names of older versions and of other programs.
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
-                "thread_count": "intra_op_parallelism", "check_overflow": "check_grad_overflow",
+                "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
-          "list": "a list", "pair": "a list of two numbers"}
+          "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
+_TOO_LARGE = 2**63  # for DeepSpeed and torch
+_ALIASES = (("bf16", "bfloat16"), *((f"zero_optimization.{old}", f"zero_optimization.{new}")
+                                    for old, new in OLD_OFFLOAD.items()))
 
 
 def check_keys(file: DsFile) -> None:
-    """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or without effect."""
+    """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or not supported."""
     _check_tree(file, file.values, TREE, "")
-    _check_optimizer(file)
-    _check_scheduler(file)
+    for name, other in _ALIASES:
+        if file.get(name) and file.get(other) and file.get(name) != file.get(other):
+            raise ConfigError(file.where(other), found=f'"{name}" with another value', expected="one of the two",
+                              remedy="they are two names of the same setting")
+    if "optimizer" in file.values:
+        _check_optimizer(file)
+    if "scheduler" in file.values:
+        _check_scheduler(file)
 
 
 def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -> None:
     for name, value in values.items():
         dotted = f"{prefix}{name}"
         if dotted in REMOVED:
-            raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
-                              remedy=REMOVED[dotted])
+            if not is_idle(value) and not (name == "mics_shard_size" and value == -1):
+                raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
+                                  remedy=REMOVED[dotted])
+            continue
         if dotted in ("optimizer.params", "scheduler.params"):
             _expect(file, dotted, value, dict, "an object: { ... }")
             continue
         key = tree.get(name)
+        if key is None and is_comment(name):
+            continue
         if key is None:
-            raise ConfigError(file.where(dotted), found="an unknown key", expected=_known(tree, prefix),
-                              remedy=suggest_key(name, tree))
+            raise _unknown(file, values, tree, prefix, name)
+        if value == "auto" and takes_default(dotted):
+            continue
         if isinstance(key, Key):
             check_value(file, dotted, value, key)
         elif not (value is None and prefix):  # "offload_param": null is how DeepSpeed writes its default
@@ -54,15 +68,26 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
             _check_tree(file, value, key, f"{dotted}.")
 
 
+def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
+    """The error of a key that is not in `tree`. Files of other programs have many: one line names them all."""
+    found, remedy = "an unknown key", suggest_key(name, tree)
+    if not remedy:
+        unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
+        if len(unknown) > 1:
+            found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
+        remedy = "remove what DeepSpeed 0.19.8 " + ("does not know" if prefix else "would ignore")
+    return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
+
+
 def _known(tree: Tree, prefix: str) -> str:
-    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"a key of {prefix.rstrip('.') or 'DeepSpeed'}"
+    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"keys of {prefix.rstrip('.') or 'DeepSpeed'}"
 
 
 def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     """One value against its Key. Raises ConfigError."""
     where = file.where(dotted)
     if key.refused:
-        if not _is_idle(value, key):
+        if not is_idle(value, key):
             idle = key.idle[0] if key.idle else "no such key"
             raise ConfigError(where, found=_show(value), expected=_show(idle) if key.idle else str(idle),
                               remedy=key.refused)
@@ -74,35 +99,36 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     expected = _expected(key)
     if value == "auto":
         raise ConfigError(where, found='"auto"', expected=expected,
-                          remedy='"auto" is not filled here; remove the key for DeepSpeed\'s default')
+                          remedy='nothing fills "auto" here; remove the key for DeepSpeed\'s default')
     if not _has_kind(value, key):
         raise ConfigError(where, found=_show(value), expected=expected)
     if key.words and value.lower() not in [word.lower() for word in key.words]:
-        raise ConfigError(where, found=_show(value), expected=expected, remedy=_did_you_mean(value, key.words))
+        raise ConfigError(where, found=_show(value), expected=expected, remedy=did_you_mean(value, key.words))
     for number in value if key.kind == "pair" else [value]:
         if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
             raise ConfigError(where, found=_show(value), expected=expected)
 
 
-def _is_idle(value: Any, key: Key) -> bool:
-    """Whether a value asks for nothing, as blocks copied from elsewhere do: {"enabled": false}."""
-    if value is None or value is False or value == {} or any(value == idle for idle in key.idle):
-        return not (value is True and True not in key.idle)
-    return isinstance(value, dict) and value.get("enabled") is False
-
-
 def _has_kind(value: Any, key: Key) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    kinds = {
-        "bool": isinstance(value, bool),
-        "int": number and float(value).is_integer(),
-        "number": number,
-        "str": isinstance(value, str),
-        "list": isinstance(value, list),
-        "pair": isinstance(value, list) and len(value) == 2
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value),
-    }
-    return kinds.get(key.kind, True)
+    if key.kind == "bool":
+        return isinstance(value, bool)
+    if key.kind == "int":
+        return _is_number(value) and float(value).is_integer() and abs(value) < _TOO_LARGE
+    if key.kind == "number":
+        return _is_number(value)
+    if key.kind == "interval":
+        return _is_number(value) or value == math.inf
+    if key.kind == "str":
+        return isinstance(value, str)
+    if key.kind == "list":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if key.kind == "pair":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _expected(key: Key) -> str:
@@ -110,7 +136,9 @@ def _expected(key: Key) -> str:
         return "one of " + ", ".join(f'"{word}"' for word in key.words)
     text = _KINDS.get(key.kind, "another value")
     if key.low is not None:
-        text += f" from {key.low:g}" + ("" if key.high is None else f" to {key.high:g}")
+        text += f" from {key.low:.10g}"
+    if key.high is not None:
+        text += f" {'to' if key.low is not None else 'up to'} {key.high:.10g}"
     return text + (' or "auto"' if key.auto else "")
 
 
@@ -133,7 +161,7 @@ def suggest_key(name: str, tree: Tree) -> str:
     if homes:
         places = " or ".join(f'"{home}"' for home in homes[:3])
         return f"it belongs under {places}" if "" not in homes else "it belongs at the top level"
-    if meant := _did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
+    if meant := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
         return meant
     for parent, known in everywhere:
         if closest(name, [known]):
@@ -152,42 +180,25 @@ def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
         yield from ((f"{parent}.params", name) for name in {n: None for params in known.values() for n in params})
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` is a slip of the finger away from, or close to; "" where there is none."""
-    names = list(known)
-    for name in names:
-        if len(name) == len(word) and sum(a != b for a, b in zip(name, word, strict=True)) == 1:
-            return name
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.65)
-    return close[0] if close else ""
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    meant = closest(word, known)
-    return f'did you mean "{meant}"?' if meant else ""
-
-
 def _check_optimizer(file: DsFile) -> None:
     kind = file.get("optimizer.type")
     if kind is None:
-        raise ConfigError(file.where("optimizer.type" if "optimizer" in file.values else "optimizer"), found="nothing",
+        raise ConfigError(file.where("optimizer.type"), found="nothing",
                           expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
                           remedy=f"known types: {', '.join(KNOWN_NAMES)}")
     tree = optimizer_params(kind)
     if tree is None:
         reason = DEEPSPEED_REFUSED.get(kind.lower()) or TORCH_REFUSED.get(kind)
         raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
-                          remedy=reason or _did_you_mean(kind, KNOWN_NAMES))
+                          remedy=reason or did_you_mean(kind, KNOWN_NAMES))
     _check_tree(file, file.get("optimizer.params") or {}, tree, "optimizer.params.")
 
 
 def _check_scheduler(file: DsFile) -> None:
-    if "scheduler" not in file.values:
-        return
     kind = file.get("scheduler.type")
     if kind not in SCHEDULERS:
         found = "nothing" if kind is None else _show(kind)
         raise ConfigError(file.where("scheduler.type"), found=found, expected=f"one of {', '.join(SCHEDULERS)}",
-                          remedy=_did_you_mean(kind or "", SCHEDULERS)
+                          remedy=did_you_mean(kind or "", SCHEDULERS)
                           or "or remove the block and use --lr_schedule; torch's own need another optimizer class")
     _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")

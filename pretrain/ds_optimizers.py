@@ -35,18 +35,19 @@ OPTIMIZERS: dict[str, Tree] = {
              "per_head_muon": Key(refused="the models here do not name their attention heads to Muon; remove the key")},
 }
 # torch.optim's own, by their exact names: what each takes beside "lr" and the flags of its implementation.
-_ANY = Key()
+_FROM_0 = Key("number", low=0)
 _TORCH: dict[str, Tree] = {
-    "ASGD": {"lambd": _ANY, "alpha": _ANY, "t0": _ANY, "weight_decay": _DECAY},
-    "Adadelta": {"rho": _ANY, "eps": _SMALL, "weight_decay": _DECAY},
-    "Adafactor": {"beta2_decay": _ANY, "eps": Key("list"), "d": _ANY, "weight_decay": _DECAY},
+    "ASGD": {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY},
+    "Adadelta": {"rho": _SHARE, "eps": _SMALL, "weight_decay": _DECAY},
+    "Adafactor": {"beta2_decay": Key("number", high=0), "eps": Key("pair", low=0), "d": Key("number", low=1),
+                  "weight_decay": _DECAY},
     "Adamax": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY},
-    "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _ANY,
+    "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
               "decoupled_weight_decay": _ON},
     "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _ON},
-    "RMSprop": {"alpha": _ANY, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _SHARE, "centered": _ON},
-    "Rprop": {"etas": Key("pair"), "step_sizes": Key("pair")},
-    "SGD": {"momentum": _SHARE, "dampening": _ANY, "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
+    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _SHARE, "centered": _ON},
+    "Rprop": {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)},
+    "SGD": {"momentum": _SHARE, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
 }
 _TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True), "maximize": Key(refused="the loss is minimised")}
 _TORCH_GRAPHS: Tree = {"capturable": _ON, "differentiable": Key(refused="nothing differentiates through a step")}
@@ -85,7 +86,6 @@ ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 
 _START = Key(refused="the step to go on from is the checkpoint's; remove the key", idle=(-1,))
 _STEPS = Key("int", low=1, auto=True)
-_NUMBER = Key("number")
 _WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", words=("log", "linear")),
                  "last_batch_iteration": _START}
 _WARMUP_RATES: Tree = {"warmup_min_lr": _RATE, "warmup_max_lr": _RATE}
@@ -94,15 +94,15 @@ SCHEDULERS: dict[str, Tree] = {
     "WarmupDecayLR": {**_WARMUP, **_WARMUP_RATES, "total_num_steps": _STEPS},
     "WarmupCosineLR": {**_WARMUP, "total_num_steps": _STEPS, "warmup_min_ratio": _SHARE, "cos_min_ratio": _SHARE},
     "OneCycle": {
-        "cycle_min_lr": _NUMBER, "cycle_max_lr": _NUMBER, "decay_lr_rate": _NUMBER,
+        "cycle_min_lr": _FROM_0, "cycle_max_lr": _FROM_0, "decay_lr_rate": _FROM_0,
         "cycle_first_step_size": Key("int", low=1), "cycle_second_step_size": Key("int", low=1, null=True),
         "cycle_first_stair_count": Key("int", low=0), "cycle_second_stair_count": Key("int", low=0, null=True),
-        "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _NUMBER,
-        "cycle_max_mom": _NUMBER, "decay_mom_rate": _NUMBER, "last_batch_iteration": _START,
+        "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _SHARE,
+        "cycle_max_mom": _SHARE, "decay_mom_rate": _FROM_0, "last_batch_iteration": _START,
     },
     "LRRangeTest": {
-        "lr_range_test_min_lr": _NUMBER, "lr_range_test_step_size": Key("int", low=1),
-        "lr_range_test_step_rate": _NUMBER, "lr_range_test_staircase": _ON, "last_batch_iteration": _START,
+        "lr_range_test_min_lr": _FROM_0, "lr_range_test_step_size": Key("int", low=1),
+        "lr_range_test_step_rate": _FROM_0, "lr_range_test_staircase": _ON, "last_batch_iteration": _START,
     },
 }
 REQUIRED_SCHEDULER_PARAMS = {

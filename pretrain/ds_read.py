@@ -1,6 +1,7 @@
 """Reading a DeepSpeed JSON: comments and trailing commas allowed, the line of every key remembered."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ from pretrain.errors import ConfigError
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
-_WORDS = {"true": True, "false": False, "null": None}
-_WORD = re.compile(r"[A-Za-z_]\w*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+_WORDS = {"true": True, "false": False, "null": None, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_WORD = re.compile(r"-?[A-Za-z_]\w*")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _DEEPEST = 32
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,23 @@ class _Reader:
         if self._peek('"'):
             return self._string("a closed string")
         if number := _NUMBER.match(self.text, self.at):
-            self.at = number.end()
-            return json.loads(number[0])
+            return self._number(number)
         word = _WORD.match(self.text, self.at)
         if word is None or word[0] not in _WORDS:
             raise self._error("a value: a number, a string in double quotes, true, false, null, {...} or [...]")
         self.at = word.end()
         return _WORDS[word[0]]
+
+    def _number(self, found: re.Match[str]) -> Any:
+        """Finite, and within 64 bits where it is an integer: what no library after this one stumbles over."""
+        digits = found[0].lstrip("-")
+        if digits.isdigit() and (len(digits) > len(str(_LARGEST)) or int(digits) > _LARGEST):
+            raise self._error("an integer of at most 64 bits")
+        value = json.loads(found[0])
+        if not math.isfinite(value):
+            raise self._error("a finite number")
+        self.at = found.end()
+        return value
 
     def _object(self, keys: tuple[str, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -140,6 +153,8 @@ class _Reader:
             value = json.loads(found[0])
         except json.JSONDecodeError:
             raise self._error("a string with JSON's own escapes") from None
+        if _UNPRINTABLE.search(value):
+            raise self._error("a string of printable characters")
         self.at = found.end()
         return str(value)
 

@@ -3,24 +3,19 @@ combinations in the middle of its set-up, and quietly does something else on the
 """
 
 import importlib.util
+import os
 from collections.abc import Callable
 from ctypes.util import find_library
+from pathlib import Path
 
 from pretrain.arguments import RunArguments
+from pretrain.ds_clean import idle_notes
 from pretrain.ds_config import DsSettings
 from pretrain.ds_optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
-from pretrain.ds_schema import DEFAULT_PARTITION_METHOD, ZERO
+from pretrain.ds_schema import DEFAULT_PARTITION_METHOD
 from pretrain.errors import ConfigError
 
 _ZERO = "zero_optimization"
-_NVME_KEYS = {
-    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
-    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
-}
-_STAGE_12_KEYS = ("round_robin_gradients", "parameter_alignment")
-_STAGE_3_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "sub_group_size",
-                 "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
-                 "save_muon_momentum_buffer_in_memory")
 _NO_ADAM_FUSED = ("set_grad_none",)
 _TORCH_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
 
@@ -35,23 +30,9 @@ def offload_needs_a_stage(s: DsSettings) -> None:
     if s.offload("optimizer") != "none" and s.zero_stage == 0:
         raise s.refuse(f"{_ZERO}.offload_optimizer.device", '"none" at stage 0',
                        "set zero_optimization.stage to 1 or more")
-    if s.offload("param") != "none" and s.zero_stage != 3:
-        raise s.refuse(f"{_ZERO}.offload_param.device", f'"none" at stage {s.zero_stage}',
-                       "parameters can be offloaded at stage 3 only")
     if s.offload("optimizer") == "nvme" and s.zero_stage != 3:
         raise s.refuse(f"{_ZERO}.offload_optimizer.device", f'"none" or "cpu" at stage {s.zero_stage}',
                        "NVMe needs stage 3; at stages 1 and 2 DeepSpeed would quietly use the CPU")
-
-
-def offload_keys(s: DsSettings) -> None:
-    for block, names in _NVME_KEYS.items():
-        own = s.get(f"{_ZERO}.{block}") or {}
-        for name in names:
-            if name in own and own.get("device") == "cpu":
-                raise s.refuse(f"{_ZERO}.{block}.{name}", 'no such key with "device": "cpu"',
-                               'it acts with "device": "nvme" only; remove it')
-    if "nvme" not in (s.offload("optimizer"), s.offload("param")) and "aio" in s.config:
-        raise s.refuse("aio", 'no such block without "device": "nvme"', "remove it", found="an aio block")
 
 
 def libaio(s: DsSettings) -> None:
@@ -72,16 +53,9 @@ def nvme_buffer_size(s: DsSettings) -> None:
                        found=s.get(f"{_ZERO}.offload_param.buffer_size", "100000000, the default"))
 
 
-def stage_keys(s: DsSettings) -> None:
+def stage_3_names(s: DsSettings) -> None:
     own = s.get(_ZERO, {})
-    for name, value in own.items():
-        if s.zero_stage != 3 and (name.startswith("stage3_") or f"stage3_{name}" in ZERO or name in _STAGE_3_KEYS):
-            if value is False or (name == "zero_hpz_partition_size" and value <= 1):
-                continue  # asks for nothing
-            raise s.refuse(f"{_ZERO}.{name}", f"no such key at stage {s.zero_stage}", "it acts at stage 3; remove it")
-        if name in _STAGE_12_KEYS and value and s.zero_stage not in (1, 2):
-            raise s.refuse(f"{_ZERO}.{name}", f"no such key at stage {s.zero_stage}",
-                           "it acts at stages 1 and 2; remove it")
+    for name in own:
         if name.startswith("stage3_") and name.removeprefix("stage3_") in own:
             raise s.refuse(f"{_ZERO}.{name}", f'one of "{name}" and "{name.removeprefix("stage3_")}"', found="both")
 
@@ -107,6 +81,16 @@ def precision_of_device(s: DsSettings) -> None:
     if s.args.emulate_fp16 and s.precision != "fp16":
         raise ConfigError("--emulate_fp16", found=f"it with {s.precision}", expected="fp16.enabled in the JSON",
                           remedy="leave it out")
+
+
+def dynamic_loss_scale(s: DsSettings) -> None:
+    if s.precision != "fp16" or s.get("fp16.loss_scale", 0) != 0:
+        return
+    first = 2 ** s.get("fp16.initial_scale_power", 16)
+    if not 1 <= s.get("fp16.min_loss_scale", 1) <= first:
+        raise s.refuse("fp16.min_loss_scale", f"1 to {first}, the first scale (2 to the initial_scale_power)")
+    if s.get("fp16.loss_scale_window", 1000) < 1:
+        raise s.refuse("fp16.loss_scale_window", "at least 1 with dynamic loss scaling")
 
 
 def accumulation_dtype(s: DsSettings) -> None:
@@ -141,7 +125,7 @@ def gradient_scaling(s: DsSettings) -> None:
     scales = (s.get("prescale_gradients"), s.get("gradient_predivide_factor", 1.0) != 1.0)
     for name, given in zip(("prescale_gradients", "gradient_predivide_factor"), scales, strict=True):
         if given and s.zero_stage >= 2:
-            raise s.refuse(name, f"no such key at ZeRO stage {s.zero_stage}", "it acts at stages 0 and 1; remove it")
+            raise s.refuse(name, f"no such key at ZeRO stage {s.zero_stage}", "DeepSpeed has it at stages 0 and 1")
 
 
 def optimizer_places(s: DsSettings) -> None:
@@ -194,6 +178,20 @@ def optimizer_arguments(s: DsSettings) -> None:
         raise s.refuse("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
 
 
+def torch_arguments(s: DsSettings) -> None:
+    """What torch.optim's own constructors and steps refuse."""
+    params = s.get("optimizer.params", {})
+    if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
+        raise s.refuse("optimizer.params.nesterov", "false without momentum, or with dampening")
+    low, high = params.get("etas", (0.5, 1.2))
+    if not low < 1 < high:
+        raise s.refuse("optimizer.params.etas", "one below 1 and one above 1")
+    if params.get("foreach") and params.get("fused"):
+        raise s.refuse("optimizer.params.fused", "one of foreach and fused")
+    if params.get("capturable") and s.device.kind == "cpu":
+        raise s.refuse("optimizer.params.capturable", "false on a CPU")
+
+
 def scheduler_params(s: DsSettings) -> None:
     kind = s.get("scheduler.type")
     for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
@@ -201,6 +199,9 @@ def scheduler_params(s: DsSettings) -> None:
             raise s.refuse(f"scheduler.params.{name}", f"a value: {kind} needs it", found="nothing")
     if kind is None:
         return
+    lowest, highest = (s.get(f"scheduler.params.cycle_{end}_lr", 0) for end in ("min", "max"))
+    if lowest > highest:
+        raise s.refuse("scheduler.params.cycle_min_lr", f"at most cycle_max_lr, {highest}")
     total, warmup = s.get("scheduler.params.total_num_steps"), s.get("scheduler.params.warmup_num_steps", 0)
     if total is not None and warmup >= total:
         raise s.refuse("scheduler.params.warmup_num_steps", f"less than total_num_steps, {total}")
@@ -225,22 +226,48 @@ def measuring(s: DsSettings) -> None:
         raise s.refuse("aio.use_gds", "false on a CPU")
 
 
+def report_folders(s: DsSettings) -> None:
+    """Where monitors and the profiler write, on this machine: DeepSpeed would find out while the run starts."""
+    places = [(f"{name}.output_path", s.get(f"{name}.output_path")) for name in ("tensorboard", "csv_monitor")
+              if s.get(f"{name}.enabled")]
+    if s.get("flops_profiler.enabled") and s.get("flops_profiler.output_file"):
+        places.append(("flops_profiler.output_file", str(Path(s.get("flops_profiler.output_file")).parent)))
+    for where, place in places:
+        if not _can_be_made(Path(place).absolute()):
+            raise s.refuse(where, "a folder that can be made and written to")
+
+
+def _can_be_made(folder: Path) -> bool:
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:  # a name of too many characters
+        return False
+
+
 def notes(s: DsSettings) -> tuple[str, ...]:
-    """Harmless keys of JSONs from elsewhere that have no effect in this layout, one line each."""
-    said = []
-    if s.zero_stage < 2 and s.file.get(f"{_ZERO}.overlap_comm"):
-        said.append(f"zero_optimization.overlap_comm has no effect at stage {s.zero_stage}: DeepSpeed turns it off")
+    """What is worth knowing about the JSON: keys without an effect, and where the optimizer comes from."""
+    said = idle_notes(s.idle)
+    if "optimizer" not in s.file.values:
+        values = {**s.get("optimizer.params")}
+        values.pop("torch_adam", None)
+        said.append('the JSON has no "optimizer": AdamW with ' + ", ".join(f"{name} {value}" for name, value in
+                    values.items()) + ", from the flags and their defaults")
     if s.pipeline_stages == 1 and s.partition_method != DEFAULT_PARTITION_METHOD:
-        said.append("pipeline.partition_method has no effect with one stage")
-    if s.zero("gather_16bit_weights_on_model_save"):
-        said.append("stage3_gather_16bit_weights_on_model_save has no effect: save_16bit_model is not called")
-    if s.file.get("steps_per_print") not in (None, float("inf")):
-        said.append("steps_per_print makes DeepSpeed print beside the progress line")
+        said.append("pipeline.partition_method: no effect with one stage")
+    interval = s.file.get("steps_per_print")
+    if isinstance(interval, (int, float)) and interval <= s.train_steps:
+        if s.zero_stage < 2:  # PipelineEngine prints, whatever the log level
+            said.append("steps_per_print: DeepSpeed prints lines of its own next to the progress line")
+        elif s.args.deepspeed_log_level not in ("debug", "info") and not s.get("wall_clock_breakdown"):
+            said.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(said)
 
 
 RULES: tuple[Callable[[DsSettings], None], ...] = (
-    precision_of_device, offload_needs_a_stage, stage_keys, zero_plus_plus, accumulation_dtype,
+    precision_of_device, offload_needs_a_stage, stage_3_names, zero_plus_plus, accumulation_dtype,
     low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
-    offload_keys, libaio, nvme_buffer_size, scheduler_params, measuring,
+    dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, torch_arguments, measuring,
+    report_folders,
 )

@@ -1,6 +1,5 @@
 """The exceptions that end a run with one line: bad input, and checkpoints that cannot be written."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +48,43 @@ def shown(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean "x"?`, or "" where nothing in `known` is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f'did you mean "{close[0]}"?' if close else ""
+    """`did you mean "x"?`, or "" where `word` is a misspelling of none in `known`."""
+    meant = closest(word, known)
+    return f'did you mean "{meant}"?' if meant else ""
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` is a misspelling or a beginning of, or has the parts of in another order; "": none.
+
+    Short words get one letter, since at two most of them resemble one another ("fp8", "fp16"). A word with digits and
+    one without are different names ("gptj", "gpt2").
+    """
+    names = list(known)
+    most = min(3, 1 + len(word) // 8)
+    similar = [name for name in names if abs(len(word) - len(name)) <= most
+               and any(map(str.isdigit, word)) == any(map(str.isdigit, name))]
+    ranked = [(_edit_distance(word.lower(), name.lower()), word[:1] != name[:1], name) for name in similar]
+    distance, _, best = min(ranked, key=lambda row: row[:2], default=(most + 1, True, ""))
+    if distance <= most:
+        return best
+    return next((name for name in names if _same_parts(word, name) or (len(word) >= 8 and name.startswith(word))), "")
+
+
+def _edit_distance(word: str, name: str) -> int:
+    """Letters to insert, delete, replace or swap with the next one."""
+    before: list[int] = []
+    row = list(range(len(name) + 1))
+    for i, letter in enumerate(word, 1):
+        before, last, row = row, before, [i]
+        for j, other in enumerate(name, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and (letter, word[i - 2]) == (name[j - 2], other):
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _same_parts(word: str, name: str) -> bool:
+    """Whether two names of several parts differ by their order, or by one part that is missing or too many."""
+    mine, other = ({*text.lower().replace("-", "_").split("_")} for text in (word, name))
+    return len(mine & other) >= 2 and len(mine ^ other) <= 1

@@ -184,7 +184,7 @@ def test_tokens_become_steps(world: Path) -> None:
 
 def test_notes_tell_what_has_no_effect(world: Path) -> None:
     plan = plan_of(world, {"zero_optimization.overlap_comm": True}, split="1,0,0")
-    assert [note.split()[0] for note in plan.notes] == ["zero_optimization.overlap_comm", "no"]
+    assert [note.split(":")[0] for note in plan.notes] == ["zero_optimization.overlap_comm", "no validation data"]
     assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
 
 

@@ -72,6 +72,14 @@ def test_the_reader_agrees_with_deepspeeds_own(tmp_path: Path) -> None:
     ("", "expected an object"),
     ("{\"a\": " + "[" * 100, "levels"),
     ("/* {}", "ds.json:1"),
+    ('{"a": 1e999}', "a finite number"),
+    ('{"a": -9223372036854775808}', "64 bits"),
+    ('{"a": ' + "1" * 5000 + "}", "64 bits"),
+    ('{"a": 01}', "ds.json:1"),
+    ('{"a": "\\u0000"}', "printable"),
+    ('{"\\ud800": 1}', "printable"),
+    ('{"a": [{"b": {"c": 1, "c": 2}}]}', "the key a second time"),
+    ('{"train_batch_size": CONFIG_BATCH_SIZE}', "found 'CONFIG_BATCH_SIZE}'"),
 ])
 def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, culprit: str) -> None:
     with pytest.raises(ConfigError, match=culprit):

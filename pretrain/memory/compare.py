@@ -8,9 +8,10 @@ from typing import Any
 
 from pretrain.arguments import RunArguments
 from pretrain.device import Device
+from pretrain.ds_auto import DEFAULT_LEARNING_RATE
 from pretrain.ds_config import complete_ds_config
 from pretrain.ds_read import DsFile, get_value
-from pretrain.ds_rules import RULES, libaio
+from pretrain.ds_rules import RULES, libaio, report_folders
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import Candidate, grouped
 from pretrain.memory.ds_estimators import DeepSpeedEstimate, deepspeed_estimate
@@ -22,7 +23,7 @@ from pretrain.memory.steptime import KERNEL_EFFICIENCY, StepTime, model_flops_pe
 from pretrain.memory.traffic import Transfer, rank_part, step_traffic
 from pretrain.model.config import ModelConfig
 
-_OTHER_MACHINE = (libaio,)  # rules about the machine that plans, not about the one that runs
+_OTHER_MACHINE = (libaio, report_folders)  # rules about the machine that plans, not about the one that runs
 _NEAR = 1.02  # of the fastest step: a larger micro-batch is taken, whose matrix products are the more efficient
 
 
@@ -141,7 +142,8 @@ def refusal(candidate: Candidate, subject: Subject) -> str:
     file = DsFile(candidate.path or candidate.name, _anywhere(candidate.config))
     on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
     args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,
-                        nvme_path=tempfile.gettempdir() if on_nvme else None)
+                        nvme_path=tempfile.gettempdir() if on_nvme else None,
+                        learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:
         settings = complete_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
         for rule in RULES:

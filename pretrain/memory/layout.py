@@ -176,6 +176,8 @@ def layout_of_config(config: Mapping[str, Any], *, world_size: int, seq_length: 
     layout = replace(layout, **_batch(get, layout, micro_batch_size, gradient_accumulation_steps))
     if layout.zero_stage < 2:
         layout = replace(layout, overlap_comm=False)  # as DeepSpeed does for a PipelineModule
+    if layout.zero_stage < 3:
+        layout = replace(layout, offload_param="none")  # DeepSpeed does not read it
     if num_parameters is not None:
         layout = replace(layout, reduce_bucket_size=min(layout.reduce_bucket_size, num_parameters))
     return replace(layout, notes=tuple(notes)).check()

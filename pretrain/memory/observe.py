@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pretrain.arguments import RunArguments
 from pretrain.device import cpu_device, detect_device
+from pretrain.ds_auto import DEFAULT_LEARNING_RATE
 from pretrain.ds_read import get_value
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import Candidate
@@ -101,6 +102,7 @@ def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) ->
     return RunArguments(
         deepspeed_config=str(path), model=flags.model, model_overrides=flags.model_overrides, save=str(folder / "run"),
         seq_length=layout.seq_length, train_steps=100, nvme_path=place if open_path else None,
+        learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE,
         emulate_fp16=layout.precision == "fp16" and not device.fp16)
 
 

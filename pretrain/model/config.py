@@ -7,8 +7,6 @@ import copy
 import json
 import math
 import os
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +111,7 @@ def find_config(model: str) -> Path:
                           remedy="give a preset's name, a transformers config.json, or the folder that holds one")
     names = preset_names()
     raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
-                      remedy=_similar_model(model, names))
-
-
-def _similar_model(word: str, names: Iterable[str]) -> str:
-    """`did you mean "x"?`, where the digits are the same: gptj is another model than gpt2, no slip of the finger."""
-    digits = re.sub(r"\D", "", word)
-    return did_you_mean(word, [name for name in names if re.sub(r"\D", "", name) == digits])
+                      remedy=did_you_mean(model, names))
 
 
 def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
@@ -162,7 +154,7 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
 def _similar_architecture(word: str) -> str:
     """`did you mean "gpt_neox"?` for GPT-NeoX; nothing for gpt_neo, which is another architecture."""
     name = word.lower().replace("-", "_")
-    return "" if name in _OTHER_ARCHITECTURES else _similar_model(name, _READERS)
+    return "" if name in _OTHER_ARCHITECTURES else did_you_mean(name, _READERS)
 
 
 def _activation(name: str, where: str) -> str:
