@@ -4,27 +4,29 @@
 import sys
 from dataclasses import fields
 
-from pretrain.cli import Parser, run_main
+from pretrain.cli import LONGEST_SECONDS, Parser, number, place, run_main, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.resilience.hosts import reach_hosts
-from pretrain.resilience.launch_command import hostfile_of, run_folder, ssh_port, with_separator
+from pretrain.resilience.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
 from pretrain.resilience.supervisor import Settings, supervise
 
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
+_SECONDS = number(0, LONGEST_SECONDS)
 _FLAGS = {
-    "max_restarts": (int, "restarts in a row without a step beyond the last, until it gives up"),
-    "min_hosts": (int, "go on with so many hosts while others are not well, at the same global batch "
-                       "(default: wait for all)"),
-    "backoff_s": (float, "seconds before a restart; doubled for each one without progress"),
-    "backoff_max_s": (float, "longest pause, in seconds"),
-    "grace_s": (float, "seconds that the run has to save and end after a signal"),
-    "health_command": (str, "shell command that succeeds on a host that is well (default: torch and each GPU compute)"),
-    "health_timeout_s": (float, "seconds that it may take"),
+    "max_restarts": (whole_number(), "restarts in a row without a step beyond the last, until it gives up"),
+    "min_hosts": (whole_number(1), "go on with so many hosts while others are not well, at the same global batch "
+                                   "(default: wait for all)"),
+    "backoff_s": (_SECONDS, "seconds before a restart; doubled for each one without progress"),
+    "backoff_max_s": (_SECONDS, "longest pause, in seconds"),
+    "grace_s": (_SECONDS, "seconds that the run has to save and end after a signal"),
+    "health_command": (text, "shell command that succeeds on a host that is well "
+                             "(default: torch and each GPU compute)"),
+    "health_timeout_s": (number(1, LONGEST_SECONDS), "seconds that it may take"),
 }
 
 
-def _say(text: str) -> None:
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+def _say(line: str) -> None:
+    print(f"supervise: {line}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -34,22 +36,20 @@ def main() -> int:
     parser = Parser(prog="launch/supervise.py", usage="%(prog)s [flags] -- COMMAND...",
                     description="Runs COMMAND, and again after a signal, a hang or a crash; never after a refusal. "
                                 "RUN/restarts.jsonl tells what happened.")
-    parser.add_argument("--save", help="run folder (default: what COMMAND or its YAML names)")
-    parser.add_argument("--hostfile", help="hosts to check before each start (default: COMMAND's own)")
-    for name, (kind, text) in _FLAGS.items():
+    parser.add_argument("--save", type=place, help="run folder (default: what COMMAND or its YAML names)")
+    parser.add_argument("--hostfile", type=place, help="hosts to check before each start (default: COMMAND's own)")
+    for name, (kind, about) in _FLAGS.items():
         default = _DEFAULTS[name]
-        shown = "" if "default" in text else f" (default: {default:g})"
-        parser.add_argument(f"--{name}", type=kind, default=default, help=(text + shown).replace("%", "%%"))
+        shown = "" if "default" in about else f" (default: {default:g})"
+        parser.add_argument(f"--{name}", type=kind, default=default, help=(about + shown).replace("%", "%%"))
     args, command = parser.parse_args(words[:end]), with_separator(words[end + 1:])
     if not command:
         raise ConfigError("command line", found="no command", expected="launch/supervise.py [flags] -- COMMAND...")
-    for name, lowest in (("max_restarts", 0), ("min_hosts", 1), ("backoff_s", 0), ("backoff_max_s", 0), ("grace_s", 0),
-                         ("health_timeout_s", 1)):
-        value = getattr(args, name)
-        if value is not None and not value >= lowest:
-            raise ConfigError(f"--{name}", found=value, expected=f"at least {lowest}")
+    hostfile = hostfile_of(command, args.hostfile)
+    if hostfile is not None:
+        hosts_of(command, hostfile)  # before the run folder is made and locked
     settings = Settings(command=command, run=run_folder(command, args.save), reach=reach_hosts(ssh_port(command)),
-                        hostfile=hostfile_of(command, args.hostfile), **{name: getattr(args, name) for name in _FLAGS})
+                        hostfile=hostfile, **{name: getattr(args, name) for name in _FLAGS})
     return supervise(settings, _say)
 
 

@@ -6,6 +6,7 @@ under "fills auto": they fill values that the JSON leaves at "auto", and are ref
 
 import argparse
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
+from pretrain.errors import ConfigError, did_you_mean, shorten
 from pretrain.flag_help import help_text
 
 
@@ -116,13 +118,18 @@ class RunArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # DeepSpeed's launcher sets it
 
 
+_PATHS = ("deepspeed_config", "model", "save", "train_data", "valid_data", "test_data", "tokenizer", "nvme_path",
+          "checkpoint_mirror")
+_STRINGS = {f.name: f.type in (str, "str", str | None, "str | None") for f in dataclasses.fields(RunArguments)}
+
+
 def _parser() -> Any:
     """HfArgumentParser, with its errors in our one-line form. Imported here: it takes half a second."""
     from transformers.hf_argparser import HfArgumentParser
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ConfigError("command line", found=message, expected="the flags that --help lists")
+            raise argument_error(message, self._option_string_actions)
 
         def format_help(self) -> str:
             return help_text(RunArguments)
@@ -130,44 +137,109 @@ def _parser() -> Any:
     return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
 
 
-def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
-    """The keys of a YAML file as command-line words, so that both are judged by the same parser."""
+def read_yaml(path: str) -> dict[str, tuple[int, str]]:
+    """Key -> (line, value as the command line would give it) of a run's YAML file; keys without a value are left out.
+
+    Keys are spelt with _. Raises ConfigError for what is no mapping of single values, and for a key twice.
+    """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", found=f"{path} ({error})", expected="a readable YAML file") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}", found=type(values).__name__, expected="a mapping of flag: value")
-    words: list[str] = []
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
+        document = loader.get_single_node()
+        if document is None:
+            return {}
+        if not isinstance(document, yaml.MappingNode):
+            raise ConfigError(f"--config {path}", found=_kind(document), expected="a mapping of flag: value")
+        _check_twice(path, document)
+        loader.flatten_mapping(document)  # what `<<: *name` merges comes first: later keys win
+        entries = [(str(key.value).replace("-", "_"), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
+                   for key, value in document.value]
+    except RecursionError:
+        raise ConfigError(f"--config {path}", problem="it is nested too deeply", remedy="each key takes one value") \
+            from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}", problem="it is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}", problem=f"it is not YAML: {error}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--config {path}", problem=f"the file cannot be read: {reason}") from None
+    return {name: (line, value) for name, line, value in entries if value is not None}
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return "a single value"
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+
+
+def _check_twice(path: str, document: yaml.MappingNode) -> None:
+    """Raises ConfigError for a key that stands there twice, under either spelling: YAML would take the last one."""
+    lines: dict[str, int] = {}
+    for key, _ in document.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(f"{path}:{line}: {name}", problem=f"the key stands on line {lines[name]} already",
+                              remedy="remove one of the two")
+        lines[name] = line
+
+
+def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | None:
+    """A scalar as a flag's word; None for null. Where a string is wanted, `no` and 0123 stay what they are."""
+    where = f"{path}:{key.start_mark.line + 1}: {key.value}"
+    if not isinstance(value, yaml.ScalarNode):
+        raise ConfigError(where, found=_kind(value), expected="a single value")
+    try:
+        meant = loader.construct_object(value)
+    except ValueError:  # a date such as 2024-99-99, or thousands of digits: its type's parser rejects the text
+        meant = value.value
+    if meant is None:
+        return None
+    wants_text = _STRINGS.get(str(key.value).replace("-", "_"), False)
+    return str(value.value) if wants_text else str(meant)
+
+
+def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
+    """The keys of a YAML file as command-line words, so that both are validated by the same parser."""
+    words = []
+    for name, (line, value) in read_yaml(path).items():
         if name not in names:
-            raise ConfigError(f"{path}: {key}", found="an unknown key", expected="a flag of pretrain/train.py",
-                              remedy=did_you_mean(name, names))
-        if isinstance(value, (dict, list)):
-            raise ConfigError(f"{path}: {key}", found=repr(value), expected="a single value")
-        if value is not None:
-            words.append(f"--{name}={value}")
+            raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
+                              expected="a flag of pretrain/train.py", remedy=did_you_mean(name, names))
+        words.append(f"--{name}={value}")
     return words
+
+
+def _check_values(parsed: RunArguments) -> None:
+    """What is wrong for every flag of a type: numbers that no file can hold, empty text, paths that are none."""
+    for f in dataclasses.fields(parsed):
+        value, flag = getattr(parsed, f.name), f"--{f.name}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(flag, found=value, expected="a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST_INT:
+            raise ConfigError(flag, found=value, expected=f"a whole number of at most {LARGEST_INT}")
+        if not isinstance(value, str) or value == f.default:
+            continue
+        if not value:
+            raise ConfigError(flag, problem="the value is empty", remedy="leave the flag out, or give it a value")
+        if "\0" in value:
+            raise ConfigError(flag, problem=f"{shorten(value)!r} holds a NUL character")
+        if f.name in _PATHS and (problem := bad_path(value)):
+            raise ConfigError(flag, problem=problem)
 
 
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     """Flags, with those of `--config FILE.yaml` underneath. Raises ConfigError; `--help` exits 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     names = [f.name for f in dataclasses.fields(RunArguments)]
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--config")
-    try:
-        known, words = before.parse_known_args(words)
-    except SystemExit:
-        raise ConfigError("--config", found="no value", expected="a YAML file") from None
-    if known.config is not None:
-        words = _flags_from_yaml(known.config, names) + words
+    before = Parser(add_help=False)
+    before.add_argument("--config", action="append", type=text)
+    known, words = before.parse_known_args(words)
+    if known.config and len(known.config) > 1:
+        raise ConfigError("--config", found=f"{len(known.config)} files", expected="one", remedy="join them into one")
+    if known.config:
+        words = _flags_from_yaml(known.config[0], names) + words
     parsed, unknown = _parser().parse_args_into_dataclasses(words, return_remaining_strings=True)
     if unknown:
-        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        raise ConfigError(unknown[0], found="an unknown flag", expected="a flag that --help lists",
-                          remedy=did_you_mean(name, names))
+        raise unknown_flag(unknown[0], [f"--{name}" for name in names])
+    _check_values(parsed)
     return parsed

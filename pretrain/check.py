@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.arguments import RunArguments
+from pretrain.cli import LONGEST_SECONDS
 from pretrain.data.dataset import SampleDataset, open_datasets
 from pretrain.data.indexed import read_meta
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -18,6 +19,7 @@ from pretrain.ds_rules import check_rules, notes
 from pretrain.errors import ConfigError, did_you_mean
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.schedule import KINDS, Schedule, check_schedule_words, make_schedule
+from pretrain.writable import check_folder
 
 DEEPSPEED_VERSION = "0.19.8"
 RESUME_WORDS = ("auto", "required", "never")
@@ -75,6 +77,8 @@ class Plan:
 def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     """Judge a run, the cheapest questions first. Raises ConfigError for the first thing that is wrong."""
     _check_save(args.save)
+    if args.checkpoint_mirror is not None:
+        _check_mirror(args.checkpoint_mirror, args.save)
     settings = check_settings(args, world_size=world_size, device=device)
     model = settings.model
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
@@ -145,16 +149,23 @@ def _check_deepspeed() -> None:
 
 def _check_flags(args: RunArguments) -> None:
     """Flags that can be judged by themselves."""
-    at_least_one = ("seq_length", "log_interval", "eval_steps")
+    at_least_one = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
+                    "global_batch_size", "train_steps", "train_tokens")
     at_least_zero = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                      "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
                      "weight_decay", "adam_epsilon", "gradient_clipping")
+    at_most = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
+               "save_timeout": LONGEST_SECONDS}
     above_zero = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
     for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
         for name in names:
             value = getattr(args, name)
             if value is not None and not (math.isfinite(value) and (value > low if strict else value >= low)):
                 raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
+    for name, high in at_most.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:g}")
     if args.seed >= 2**31:
         raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
     words = (("resume", RESUME_WORDS), ("save_busy", SAVE_BUSY_WORDS), ("deepspeed_log_level", LOG_LEVELS),
@@ -188,16 +199,41 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 
 
 def _check_save(save: str) -> None:
-    """The run folder, or the nearest folder above it that exists, must be one that can be written to."""
+    """The run folder, or the nearest folder above it that exists, must be one in which a folder can be made."""
     if not save:
         raise ConfigError("--save", found="nothing", expected="a run folder, made where it does not exist")
-    folder = Path(save).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ConfigError("--save", found=f"{folder}, a file", expected="a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("--save", found=f"{folder}, which cannot be written to", expected="a writable folder")
+    check_folder(Path(save), "--save")
+
+
+def _check_mirror(mirror: str, save: str) -> None:
+    """The URL's form and its package; a folder as --save, unless there is a checkpoint to resume without the mirror.
+
+    Whether a server answers is asked later, by rank 0.
+    """
+    import fsspec
+
+    protocol, separator, _ = mirror.partition("://")
+    local = not separator or protocol in ("file", "local")
+    if separator and not protocol:
+        raise ConfigError("--checkpoint_mirror", found=mirror, expected="a folder, or a URL such as s3://bucket/run")
+    if not local:
+        try:
+            for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
+                fsspec.get_filesystem_class(name)
+        except ImportError as error:
+            raise ConfigError("--checkpoint_mirror", problem=f"{protocol}:// needs a package: {error}") from None
+        except ValueError:
+            known = fsspec.available_protocols()
+            raise ConfigError("--checkpoint_mirror", found=f"the protocol {protocol}://",
+                              expected="a folder, or a URL that fsspec knows such as s3://bucket/run",
+                              remedy=did_you_mean(protocol, known)) from None
+        return
+    folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
+    if folder == run or run in folder.parents:
+        raise ConfigError("--checkpoint_mirror", problem=f"{folder} lies in the run folder (--save {save})",
+                          remedy="a copy protects from the loss of the run folder only if it is elsewhere")
+    if not any(Path(save, "checkpoints").glob("global_step*")):
+        check_folder(folder, "--checkpoint_mirror")
 
 
 def _check_machine_flags(args: RunArguments, settings: DsSettings, device: Device) -> None:

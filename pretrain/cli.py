@@ -1,12 +1,21 @@
-"""What every program's `main` shares: one-line errors, exit codes, both spellings of a flag."""
+"""What every program's `main` shares: one-line errors, exit codes, both spellings of a flag, kinds of numbers."""
 
 import argparse
+import errno
+import math
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError, did_you_mean, shorten
+
+LARGEST_INT = 2**63 - 1
+LONGEST_SECONDS = 31_536_000.0  # a year; threading and select fail on what no timestamp holds
+_LONGEST_PROBLEM = 1000  # characters
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,14 +42,126 @@ class Parser(argparse.ArgumentParser):
         return None if action is None else action.nargs != 0 and "=" not in word
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        remedy = did_you_mean(unknown[0].split("=")[0], self._option_string_actions) if unknown else ""
-        raise ConfigError("command line", found=message, expected="the flags that --help lists", remedy=remedy)
+        raise argument_error(message, self._option_string_actions)
 
 
-def say(text: str) -> None:
+def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
+    """argparse's message as a ConfigError that begins with the flag; `flags` are the known ones."""
+    name, of_argument, problem = message.removeprefix("argument ").partition(": ")
+    if not message.startswith("argument ") or not of_argument:
+        return _command_line_error(message, flags)
+    flag = name.split("/")[0]
+    if wrong := re.fullmatch(r"invalid (\w+) value: (.*)", problem, re.DOTALL):
+        return ConfigError(flag, found=wrong[2], expected=_KINDS.get(wrong[1], "a value of another type"))
+    if wrong := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", problem, re.DOTALL):
+        choices = [choice.strip("' ") for choice in wrong[2].split(",")]
+        return ConfigError(flag, found=repr(wrong[1]), expected=f"one of {', '.join(choices)}",
+                           remedy=did_you_mean(wrong[1], choices))
+    if wrong := re.match(r"Truthy value expected: got (.*) but expected", problem, re.DOTALL):
+        return ConfigError(flag, found=repr(wrong[1]), expected="true or false")
+    if wrong := re.fullmatch(r"ignored explicit argument (.*)", problem, re.DOTALL):
+        return ConfigError(flag, problem=f"this flag takes no value, and {shorten(wrong[1])} is given")
+    if problem.startswith("expected "):
+        return ConfigError(flag, problem="the value is missing", remedy="--help says what it takes")
+    return ConfigError(flag, problem=shorten(problem, _LONGEST_PROBLEM))
+
+
+def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    if unknown:
+        return unknown_flag(unknown[0], flags)
+    required = message.partition("arguments are required: ")[2]
+    if required:
+        return ConfigError(required, problem="required, and missing on the command line")
+    return ConfigError("command line", problem=shorten(message, _LONGEST_PROBLEM))
+
+
+def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
+    """The error of a word that is no flag of the program."""
+    name = word.split("=")[0]
+    if not word.startswith("-"):
+        return ConfigError("command line", problem=f"{shorten(word)!r} stands there without a flag",
+                           remedy="quote values that hold spaces; --help lists the flags")
+    close = did_you_mean(name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1), flags)
+    return ConfigError(shorten(name), problem="there is no such flag", remedy=close or "--help lists the flags")
+
+
+def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `high`; 7.5e9 is one too."""
+    def parse(word: str) -> int:
+        try:
+            value = int(float(word)) if float(word).is_integer() and not word.strip("+-").isdecimal() else int(word)
+        except (ValueError, OverflowError):
+            value = low - 1
+        if not low <= value <= high:
+            upto = f" to {high}" if high < LARGEST_INT else ""
+            raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a whole number from {low}{upto}")
+        return value
+
+    return parse
+
+
+def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number from `low` (`above`: greater than it) to `high`."""
+    def parse(word: str) -> float:
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low):
+            upto = f" to {high:g}" if high < sys.float_info.max else ""
+            least = "above" if above else "from"
+            raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a number {least} {low:g}{upto}")
+        return value
+
+    return parse
+
+
+def text(word: str) -> str:
+    """An argparse type: any text but none, which an unset shell variable leaves."""
+    if not word or "\0" in word:
+        raise argparse.ArgumentTypeError("the value is empty" if not word else "the value holds a NUL character")
+    return word
+
+
+def path(word: str) -> Path:
+    """An argparse type: a path. Raises for what `bad_path` finds."""
+    if problem := bad_path(text(word)):
+        raise argparse.ArgumentTypeError(problem)
+    return Path(word)
+
+
+def place(word: str) -> str:
+    """An argparse type: a path, as it was typed."""
+    path(word)
+    return word
+
+
+def bad_path(word: str) -> str:
+    """What makes `word` no path on any machine; "" where nothing does. Shells do not expand `~` behind `=`."""
+    if word.startswith("~"):
+        return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the path out"
+    try:
+        os.lstat(word)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name {shorten(word)!r} is too long for a file"
+    return ""
+
+
+def prefix(word: str) -> str:
+    """An argparse type: what the names of a .bin and an .idx file begin with."""
+    if word.endswith(("/", "/.", "/..")) or word in (".", ".."):
+        raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a folder; give a prefix such as data/corpus, which "
+                                         "becomes data/corpus.bin and data/corpus.idx")
+    if word.endswith((".bin", ".idx")):
+        raise argparse.ArgumentTypeError(f"give the prefix without {word[-4:]}: {shorten(word[:-4])!r}")
+    return str(path(word))
+
+
+def say(line: str) -> None:
     """A line for the operator."""
-    print(f"ds-pretrain: {text}", file=sys.stderr, flush=True)
+    print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:

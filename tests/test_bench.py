@@ -79,7 +79,7 @@ def test_a_contender_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(("words", "told"), [
     (["--what", "steps"], 'did you mean "step"?'),
     (["--preset", "cpu-smal"], 'did you mean "cpu-small"?'),
-    (["--rounds", "0"], "--rounds: found 0"),
+    (["--rounds", "0"], "--rounds: found '0'"),
     (["--ranks", "2,3"], "--ranks"),
     (["--nvme_path", "/nowhere"], "--nvme_path"),
     (["--what", "step,offload"], "--nvme_path: found nothing"),

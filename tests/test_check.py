@@ -9,17 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pretrain.arguments import RunArguments
 from pretrain.check import Plan, check_run
 from pretrain.cli import run_main
-from pretrain.data.indexed import IndexedWriter
 from pretrain.device import Device, cpu_device, detect_device
 from pretrain.ds_read import get_value
 from tests.effort import HEAVY, run_and_list_imports
-from tests.wrong_inputs import BASE, CPU, NOTHING, WRONG, z
+from tests.wrong_inputs import BASE, CPU, NOTHING, WRONG, change, make_world, z
 
 ROOT = Path(__file__).parent.parent
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
@@ -29,49 +27,8 @@ CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a tokenizer, and things that are broken."""
     folder = tmp_path_factory.mktemp("world")
-    rng = np.random.default_rng(0)
-    for name, largest, meta in (
-        ("corpus", 500, {"vocab_size": 512, "max_token": 499, "eod_token": 0, "tokenizer_sha256": "ab" * 32}),
-        ("foreign", 500, None),
-        ("few", 300, None),
-        ("big", 500, {"vocab_size": 60000, "max_token": 59999}),
-        ("big_foreign", 60000, None),
-    ):
-        with IndexedWriter(folder / name, np.uint16) as writer:
-            for _ in range(100):
-                writer.add_document(rng.integers(0, largest, 200))
-            writer.finalize(meta)
-    with IndexedWriter(folder / "short", np.uint16) as writer:
-        writer.add_document(rng.integers(0, 500, 40))
-        writer.finalize()
-    for name in ("truncated", "corrupt", "lonely"):
-        for suffix in ("bin", "idx"):
-            (folder / f"{name}.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
-    (folder / "truncated.bin").write_bytes((folder / "corpus.bin").read_bytes()[:-2])
-    (folder / "corrupt.idx").write_bytes(b"nonsense" + (folder / "corpus.idx").read_bytes()[8:])
-    (folder / "lonely.bin").unlink()
-    vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 300)}}
-    tokenizer = {"version": "1.0", "added_tokens": [],
-                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w1"},
-                 "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-                 "truncation": None, "padding": None}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "file").write_text("a file")
-    (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
-    (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
-    (folder / "list.json").write_text("[]")
-    (folder / "nvme").mkdir()
+    make_world(folder)
     return folder
-
-
-def change(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, name = dotted.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    if value is NOTHING:
-        del values[name]
-    else:
-        values[name] = value
 
 
 def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> list[str]:

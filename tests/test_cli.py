@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pretrain.cli import Parser
+from pretrain.cli import Parser, number, path, whole_number
 from pretrain.errors import ConfigError
 
 
@@ -38,6 +38,10 @@ def parser() -> Parser:
     made.add_argument("--vocab_size", type=int)
     made.add_argument("--dry-run", action="store_true")
     made.add_argument("--text")
+    made.add_argument("--kind", choices=("a", "b"))
+    made.add_argument("--megabytes", type=number(above=True))
+    made.add_argument("--count", type=whole_number(1, 9))
+    made.add_argument("--path", type=path)
     made.add_argument("rest", nargs="*")
     return made
 
@@ -52,9 +56,17 @@ def test_both_spellings_of_a_flag() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--vocab_sice", "4"], 'did you mean "--vocab_size"?'),
-    (["--vocab", "4"], "unrecognized arguments: --vocab"),
-    (["--vocab_size", "x"], "invalid int value: 'x'"),
-    (["--vocab_size"], "expected one argument"),
+    (["--vocab", "4"], "--vocab: there is no such flag."),
+    (["--vocab_size", "x"], "--vocab_size: found 'x'; expected a whole number."),
+    (["--vocab_size"], "--vocab_size: the value is missing."),
+    (["--dry_run=1"], "--dry-run: this flag takes no value"),
+    (["--kind", "c"], "--kind: found 'c'; expected one of a, b."),
+    (["--megabytes", "nan"], "--megabytes: found 'nan'; expected a number above 0."),
+    (["--count", "0"], "--count: found '0'; expected a whole number from 1 to 9."),
+    (["--count", str(10**400)], "expected a whole number from 1 to 9."),
+    (["--path", "~/x"], "was not expanded by the shell"),
+    (["--path", "n" * 300], "is too long for a file"),
+    (["--path", ""], "--path: the value is empty."),
 ])  # fmt: skip
 def test_errors_are_config_errors(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:

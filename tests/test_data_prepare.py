@@ -193,12 +193,12 @@ def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (["IN/latin.txt"], "latin.txt:2: found byte 0xE9; expected UTF-8 text"),
     (["IN/cut.txt.gz"], "cut.txt.gz: found Compressed file ended before"),
     (["IN/no.txt.gz"], "no.txt.gz: found Not a gzipped file"),
-    (["IN/good.txt", "--workers", "0"], "--workers: found 0; expected 1 or more"),
+    (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
     (["IN/good.txt", "--tokenizer", "IN/none"], "none: found no such file"),
     (["IN/good.txt", "--tokenizer", "IN"], "a folder without either"),
-    (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt: File exists; expected a prefix in a folder"),
+    (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt, a file; expected a folder"),
     (["IN/good.txt", "--outt", "x"], 'did you mean "--out"?'),
-    ([], "the following arguments are required: INPUT"),
+    ([], "INPUT: required"),
 ])  # fmt: skip
 def test_tool_refuses_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
     (tmp_path / "good.txt").write_text("good")

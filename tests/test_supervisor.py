@@ -197,7 +197,7 @@ def test_what_a_command_says_about_its_run(tmp_path: Path) -> None:
     cluster = ["launch/cluster.sh", "--hostfile=h", "--ssh_port", "7", "--", "--config", str(tmp_path / "run.yaml")]
     assert launch.run_folder(cluster, None) == tmp_path / "a"
     assert launch.run_folder(cluster, "b") == Path("b").absolute()
-    assert launch.run_setting(cluster, "train_steps") == 7
+    assert launch.run_setting(cluster, "train_steps") == "7"
     assert launch.run_setting([*cluster, "--train-steps=8"], "train_steps") == "8"
     assert launch.hostfile_of(cluster, None) == Path("h")
     assert launch.ssh_port(cluster) == "7"

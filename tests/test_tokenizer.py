@@ -184,19 +184,19 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["SRC", "--vocab_size", "200"], "--vocab_size: found 200; expected at least 300"),
+    (["SRC", "--vocab_size", "200"], "--vocab_size: found '200'; expected a whole number from 300"),
     (["SRC", "--vocab_size", "99999"], "--vocab_size: found 99999; expected at most"),
     (["CHARS", "--vocab_size", "300"], "--vocab_size: found 300; expected room for each frequent character"),
-    (["SRC", "--threads", "0"], "--threads 0"),
-    (["SRC", "--max_megabytes", "0"], "--max_megabytes 0.0"),
+    (["SRC", "--threads", "0"], "--threads: found '0'"),
+    (["SRC", "--max_megabytes", "0"], "--max_megabytes: found '0'"),
     (["nowhere.txt"], "nowhere.txt: found no such file"),
     (["EMPTY"], "empty.txt: found no text"),
     (["BLANK"], "expected text to learn pieces from"),
     ([str(Path(__file__).parent)], "tests: found a folder"),
-    ([], "the following arguments are required: INPUT"),
+    ([], "INPUT: required"),
     (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
-    (["SRC", "--vocab_size", "many"], "invalid int value: 'many'"),
-    (["SRC", "--out", "FILE"], "expected a folder that can be made"),
+    (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
+    (["SRC", "--out", "FILE"], "a file; expected a folder"),
 ])  # fmt: skip
 def test_tool_refuses_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "empty.txt").write_text("")

@@ -1,6 +1,14 @@
 """Wrong inputs to a run, as changes of a right one: of its JSON, of its flags, and what the refusal must name."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from pretrain.checkpoint.files import FileRecord
+from pretrain.checkpoint.manifest import Manifest
+from pretrain.data.indexed import IndexedWriter
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -13,6 +21,72 @@ NOTHING = object()  # as a value: the key is removed
 
 def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
     return {"zero_optimization.stage": stage, f"zero_optimization.{name}": value}
+
+
+def change(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, name = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    if value is NOTHING:
+        del values[name]
+    else:
+        values[name] = value
+
+
+def make_world(folder: Path) -> None:
+    """Data, a tokenizer, a JSON, a finished run, and things that are broken."""
+    rng = np.random.default_rng(0)
+    for name, largest, meta in (
+        ("corpus", 500, {"vocab_size": 512, "max_token": 499, "eod_token": 0, "tokenizer_sha256": "ab" * 32}),
+        ("foreign", 500, None),
+        ("few", 300, None),
+        ("big", 500, {"vocab_size": 60000, "max_token": 59999}),
+        ("big_foreign", 60000, None),
+    ):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for _ in range(100):
+                writer.add_document(rng.integers(0, largest, 200))
+            writer.finalize(meta)
+    with IndexedWriter(folder / "short", np.uint16) as writer:
+        writer.add_document(rng.integers(0, 500, 40))
+        writer.finalize()
+    for name in ("truncated", "corrupt", "lonely"):
+        for suffix in ("bin", "idx"):
+            (folder / f"{name}.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
+    (folder / "truncated.bin").write_bytes((folder / "corpus.bin").read_bytes()[:-2])
+    (folder / "corrupt.idx").write_bytes(b"nonsense" + (folder / "corpus.idx").read_bytes()[8:])
+    (folder / "lonely.bin").unlink()
+    vocab = {"<|endoftext|>": 0, **{f"w{number}": number for number in range(1, 300)}}
+    tokenizer = {"version": "1.0", "added_tokens": [],
+                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w1"},
+                 "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+                 "truncation": None, "padding": None}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "file").write_text("a file")
+    (folder / "broken.json").write_text('{"train_batch_size": 1\n "bf16": {}}')
+    (folder / "twice.json").write_text('{"train_batch_size": 1,\n "train_batch_size": 2}')
+    (folder / "list.json").write_text("[]")
+    (folder / "nvme").mkdir()
+    (folder / "ds.json").write_text(json.dumps(BASE))
+    (folder / "text.txt").write_text("Some text. " * 50)
+    for suffix in ("bin", "idx"):
+        (folder / f"plain.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
+    _make_run(folder / "done", str(folder))
+
+
+def _make_run(run: Path, tokenizer: str) -> None:
+    """A run with one checkpoint, as far as tools look at it before they import torch."""
+    checkpoint = run / "checkpoints" / "global_step5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights.pt").write_bytes(b"weights")
+    manifest = Manifest(
+        step=5, consumed_samples=5, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=1,
+        precision="bf16", grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
+        global_batch_size=1, seed=1, seq_length=64, model={"model_type": "gpt2"}, data_fingerprint="",
+        tokenizer_fingerprint=None, versions={}, files={"weights.pt": FileRecord(7, "ab" * 32)})
+    (checkpoint / "manifest.json").write_text(manifest.to_json())
+    (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": tokenizer}, "train_steps": 5}]))
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": 1.0}\n')
 
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -179,7 +253,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"exit_step": 51}, "--exit_step"),
     ({}, {"resume": "allways"}, "--resume"),
     ({}, {"deepspeed_log_level": "loud"}, "--deepspeed_log_level"),
-    ({}, {"world_size": 0}, "world size"),
+    ({}, {"world_size": 0}, "--world_size: found '0'"),
     # model
     ({}, {"model": "tiyn"}, 'did you mean "tiny"'),
     ({}, {"model": NOTHING}, "--model"),
@@ -210,7 +284,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"save": "{world}/file"}, "--save"),
     ({}, {"save": "{world}/file/run"}, "--save"),
-    ({}, {"sed": 3}, 'did you mean "seed"'),
+    ({}, {"sed": 3}, 'did you mean "--seed"'),
     ({}, {"train_steps": "many"}, "many"),
     ({}, {"config": "{world}/none.yaml"}, "none.yaml"),
 ]

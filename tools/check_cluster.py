@@ -16,28 +16,34 @@ from pathlib import Path
 from rich.console import Console
 
 from pretrain.arguments import parse_arguments
-from pretrain.cli import Parser, run_main
+from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
 from pretrain.cluster.health.settings import Settings
 from pretrain.device import detect_device
 from pretrain.distributed import ALONE, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError
 from pretrain.refusal import print_error
+from pretrain.writable import check_folder
 
 _MIB = 2**20
 
 
-_NUMBERS = (  # name, kind, default, least, help
-    ("product_size", int, None, 1, "rows of the matrices that are multiplied (1024 on CPUs, 8192 otherwise)"),
-    ("memory_mib", int, None, 1, "MiB filled on each device (256 on CPUs, otherwise 80%% of what is free)"),
-    ("message_mib", int, None, 1, "MiB of a transfer (16 on CPUs, 256 otherwise)"),
-    ("disk_mib", int, 256, 1, "MiB written on each host (%(default)s)"),
-    ("rounds", int, 32, 0, "other hosts that each host is measured with; 0: all (%(default)s)"),
-    ("timeout", float, 60.0, 0.1, "seconds that one measurement may take; the ranks may come within twice that "
+_SECONDS = number(0.1, LONGEST_SECONDS)
+_MOST_MIB = 2**30
+_NUMBERS = (  # name, type, default, help
+    ("product_size", whole_number(1, 2**20), None,
+     "rows of the matrices that are multiplied (1024 on CPUs, 8192 otherwise)"),
+    ("memory_mib", whole_number(1, _MOST_MIB), None,
+     "MiB filled on each device (256 on CPUs, otherwise 80%% of what is free)"),
+    ("message_mib", whole_number(1, _MOST_MIB), None, "MiB of a transfer (16 on CPUs, 256 otherwise)"),
+    ("disk_mib", whole_number(1, _MOST_MIB), 256, "MiB written on each host (%(default)s)"),
+    ("rounds", whole_number(), 32, "other hosts that each host is measured with; 0: all (%(default)s)"),
+    ("timeout", _SECONDS, 60.0, "seconds that one measurement may take; the ranks may come within twice that "
      "(%(default)s)"),
-    ("min_ratio", float, None, 0.001, "share of the median below which a rate stands out, and above whose inverse a "
-     "latency does (products and free memory 0.8, memory and inside a host 0.7, network 0.6, disk 0.4, latency 0.25)"),
-    ("min_gbit", float, 0.0, 0, "Gbit/s that every pair of hosts must reach (none)"),
-    ("max_clock_skew", float, 1.0, 0, "seconds (%(default)s)"),
+    ("min_ratio", number(0.001, 1), None,
+     "share of the median below which a rate stands out, and above whose inverse a latency does "
+     "(products and free memory 0.8, memory and inside a host 0.7, network 0.6, disk 0.4, latency 0.25)"),
+    ("min_gbit", number(0, 1e6), 0.0, "Gbit/s that every pair of hosts must reach (none)"),
+    ("max_clock_skew", number(0, LONGEST_SECONDS), 1.0, "seconds (%(default)s)"),
 )
 
 
@@ -46,16 +52,13 @@ def parse(words: list[str]) -> tuple[Settings, bool]:
     parser = Parser(prog="tools/check_cluster.py", description="Is this cluster fit for a long job?",
                     epilog="--save RUN: folder whose disk is measured (default: the current one). With the other flags "
                            "of pretrain/train.py, --config too, the run is judged, and its checkpoint must fit there.")
-    for name, kind, default, _, text in _NUMBERS:
+    for name, kind, default, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     own, rest = parser.parse_known_args(words)
-    for name, _, _, least, _ in _NUMBERS:
-        value = getattr(own, name)
-        if value is not None and not least <= value < float("inf"):
-            raise ConfigError(f"--{name}", found=value, expected=f"at least {least:g}")
     run = parse_arguments(rest)
     run = dataclasses.replace(run, save=run.save or ".")
+    check_folder(Path(run.save), "--save")
     return Settings(
         folder=Path(run.save), run=run if run.model or run.deepspeed_config else None, product_size=own.product_size,
         memory_bytes=own.memory_mib and own.memory_mib * _MIB, disk_bytes=own.disk_mib * _MIB,

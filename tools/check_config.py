@@ -6,7 +6,7 @@ import sys
 from pretrain.arguments import parse_arguments
 from pretrain.check import Plan, check_run
 from pretrain.checkpoint.resume import choose_resume
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, run_main, whole_number
 from pretrain.device import cpu_device, cuda_device, detect_device
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     """Raises ConfigError for a run that would be refused."""
     words = sys.argv[1:] if argv is None else argv
     own = Parser(add_help=False)
-    own.add_argument("--world_size", type=int, default=1)
+    own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)
     own.add_argument("--device", choices=sorted(_DEVICES), default="auto")
     if {"-h", "--help"} & set(words):
         print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")

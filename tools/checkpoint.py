@@ -8,14 +8,23 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.checkpoint.commands import Found, checkpoints_of, find, find_one, is_checkpoint, layout, verify, written
+from pretrain.checkpoint.commands import (
+    Found,
+    check_new_folder,
+    checkpoints_of,
+    find,
+    find_one,
+    is_checkpoint,
+    layout,
+    verify,
+    written,
+)
 from pretrain.checkpoint.retention import prune
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.data.progress import Progress
 from pretrain.errors import ConfigError, SaveError
 
@@ -72,6 +81,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     source = find_one(args.checkpoint)
+    check_new_folder(args.out)
     if _verified(source):
         return 1
     from pretrain.checkpoint.export import convert
@@ -83,6 +93,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _consolidate(args: argparse.Namespace) -> int:
     source = find_one(args.checkpoint)
+    check_new_folder(args.out)
     if _verified(source):
         return 1
     from pretrain.checkpoint.export import consolidate
@@ -106,12 +117,6 @@ def _diff(args: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}, which is no whole number of 0 or more")
-    return int(text)
-
-
 def _parser() -> Parser:
     parser = Parser(description="Look after checkpoints, without GPUs.",
                     epilog="Exit codes: 0 all is well; 1 something is damaged or differs; 2 bad input.")
@@ -122,24 +127,25 @@ def _parser() -> Parser:
         command.set_defaults(does=does)
         return command
 
-    add("list", _list, "a table of the checkpoints").add_argument("run", type=Path, help=_RUN)
-    add("verify", _verify, "read every file and compare its hash").add_argument("run", type=Path, help=_RUN)
+    add("list", _list, "a table of the checkpoints").add_argument("run", type=path, help=_RUN)
+    add("verify", _verify, "read every file and compare its hash").add_argument("run", type=path, help=_RUN)
     pruning = add("prune", _prune, "remove old checkpoints, once the newest two that stay are verified")
-    pruning.add_argument("run", type=Path, help="run folder, or its checkpoints folder")
-    pruning.add_argument("--keep_checkpoints", type=_count, required=True, help="the newest K stay; at least two do")
-    pruning.add_argument("--keep_every", type=_count, default=0, help="those of every Nth step stay too; 0: off")
-    pruning.add_argument("--keep_best", type=_count, default=0, help="the N of lowest validation loss stay too")
+    pruning.add_argument("run", type=path, help="run folder, or its checkpoints folder")
+    count = whole_number()
+    pruning.add_argument("--keep_checkpoints", type=count, required=True, help="the newest K stay; at least two do")
+    pruning.add_argument("--keep_every", type=count, default=0, help="those of every Nth step stay too; 0: off")
+    pruning.add_argument("--keep_best", type=count, default=0, help="the N of lowest validation loss stay too")
     converting = add("convert", _convert, "to DeepSpeed's universal format, for plain DeepSpeed")
-    converting.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
-    converting.add_argument("out", type=Path, help="new folder")
+    converting.add_argument("checkpoint", type=path, help=_CHECKPOINT)
+    converting.add_argument("out", type=path, help="new folder")
     merging = add("consolidate", _consolidate, "the weights alone, whole, as safetensors")
-    merging.add_argument("checkpoint", type=Path, help=_CHECKPOINT)
-    merging.add_argument("out", type=Path, help="new folder")
+    merging.add_argument("checkpoint", type=path, help=_CHECKPOINT)
+    merging.add_argument("out", type=path, help="new folder")
     merging.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
                          help="of the weights (default: %(default)s)")
     comparing = add("diff", _diff, "compare weights and optimizer states, across layouts")
-    comparing.add_argument("a", type=Path, help=_CHECKPOINT)
-    comparing.add_argument("b", type=Path, help=_CHECKPOINT)
+    comparing.add_argument("a", type=path, help=_CHECKPOINT)
+    comparing.add_argument("b", type=path, help=_CHECKPOINT)
     return parser
 
 

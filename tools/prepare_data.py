@@ -3,18 +3,19 @@
 
 import argparse
 
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, place, prefix, run_main, text, whole_number
 from pretrain.data.prepare import prepare
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+",
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place,
                         help="text file (one document), .jsonl (one document a line), or either with .gz")
-    parser.add_argument("--tokenizer", required=True, help="SentencePiece .model, tokenizer.json, or their folder")
-    parser.add_argument("--out", required=True, help="prefix of the files to write")
-    parser.add_argument("--jsonl_key", default="text", help="key of the text in JSON lines (%(default)s)")
-    parser.add_argument("--workers", type=int, help="processes (default: one a CPU core)")
+    parser.add_argument("--tokenizer", type=place, required=True,
+                        help="SentencePiece .model, tokenizer.json, or their folder")
+    parser.add_argument("--out", type=prefix, required=True, help="prefix of the files to write")
+    parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
+    parser.add_argument("--workers", type=whole_number(1, 1024), help="processes (default: one a CPU core)")
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
                         help="end each document with the end-of-document token (yes)")
     args = parser.parse_args()

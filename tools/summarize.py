@@ -1,8 +1,6 @@
 """Where a run stands, in a few lines: tools/summarize.py RUN"""
 
-from pathlib import Path
-
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, path, run_main
 from pretrain.metrics.summary import Summary, summarize
 
 
@@ -19,7 +17,7 @@ def _lines(summary: Summary) -> list[str]:
 
 def main() -> int:
     parser = Parser(description="Where a run stands.")
-    parser.add_argument("run", type=Path, help="run folder (what --save named)")
+    parser.add_argument("run", type=path, help="run folder (what --save named)")
     parser.add_argument("--below_unigram_entropy", action="store_true",
                         help="exit 1 unless the validation loss is below the unigram entropy of its tokens")
     args = parser.parse_args()

@@ -3,21 +3,22 @@
 
 import time
 
-from pretrain.cli import Parser, run_main
+from pretrain.cli import Parser, number, path, place, run_main, text, whole_number
 from pretrain.data.train_tokenizer import train_sentencepiece
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="text file, .jsonl, or either with .gz")
-    parser.add_argument("--out", required=True, help="folder for tokenizer.model and tokenizer.vocab")
-    parser.add_argument("--vocab_size", type=int, default=8192, help="pieces, the 256 bytes included (%(default)s)")
-    parser.add_argument("--jsonl_key", default="text", help="key of the text in JSON lines (%(default)s)")
-    parser.add_argument("--max_megabytes", type=float, default=100,
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place, help="text file, .jsonl, or either with .gz")
+    parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
+    parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
+                        help="pieces, the 256 bytes included (%(default)s)")
+    parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
+    parser.add_argument("--max_megabytes", type=number(above=True), default=100,
                         help="train on a random share of larger inputs (%(default)s)")
-    parser.add_argument("--character_coverage", type=float, default=0.9995,
+    parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
                         help="share of all characters whose kinds get own pieces; rarer ones: bytes (%(default)s)")
-    parser.add_argument("--threads", type=int, help="of the trainer (default: one a CPU core)")
+    parser.add_argument("--threads", type=whole_number(1, 1024), help="of the trainer (default: one a CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's own messages")
     args = parser.parse_args()
     started = time.monotonic()

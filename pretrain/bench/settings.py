@@ -1,17 +1,17 @@
 """What is measured: presets, and the flags of tools/bench.py. Imports no torch."""
 
 import argparse
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pretrain.arguments import parse_arguments
-from pretrain.cli import Parser
+from pretrain.cli import LONGEST_SECONDS, Parser, number, place, text, whole_number
 from pretrain.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, did_you_mean
 
 WHAT = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")
+_SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 
 
@@ -74,19 +74,23 @@ class Settings:
 
 def add_flags(parser: Parser) -> None:
     """Declare the flags."""
-    parser.add_argument("--what", default="step", metavar="A,B", help=f"{', '.join(WHAT)} or all (%(default)s)")
-    parser.add_argument("--preset", default=None, help=f"one of {', '.join(PRESETS)} (cpu; on CUDA h200-gpt3-1.3b)")
+    parser.add_argument("--what", type=text, default="step", metavar="A,B",
+                        help=f"{', '.join(WHAT)} or all (%(default)s)")
+    parser.add_argument("--preset", type=text, default=None,
+                        help=f"one of {', '.join(PRESETS)} (cpu; on CUDA h200-gpt3-1.3b)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="(what is there)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(%(default)s)")
-    parser.add_argument("--seq_length", type=int, help="tokens a sample; the tokens a micro-batch stay as they are")
-    parser.add_argument("--micro_batch_size", type=int, help="samples")
-    parser.add_argument("--rounds", type=int, default=5, help="in which the contenders take turns (%(default)s)")
-    parser.add_argument("--steps", type=int, help="optimizer steps of one contender in one round")
-    parser.add_argument("--ranks", default=None, metavar="1,2", help="that --what scaling compares (1,2 and, where "
-                        "there are as many devices or cores, 4)")
-    parser.add_argument("--nvme_path", default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
+    parser.add_argument("--seq_length", type=_SIZE,
+                        help="tokens a sample; the tokens a micro-batch stay as they are")
+    parser.add_argument("--micro_batch_size", type=_SIZE, help="samples")
+    parser.add_argument("--rounds", type=whole_number(1), default=5,
+                        help="in which the contenders take turns (%(default)s)")
+    parser.add_argument("--steps", type=whole_number(1), help="optimizer steps of one contender in one round")
+    parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
+                        help="that --what scaling compares (1,2 and, where there are as many devices or cores, 4)")
+    parser.add_argument("--nvme_path", type=place, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
                         help="folder on the disk that --what offload measures (DS_PRETRAIN_NVME_PATH)")
-    parser.add_argument("--timeout", type=float, default=900.0,
+    parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
                         help="seconds until a contender that does not answer counts as failed (%(default)s)")
 
 
@@ -116,10 +120,6 @@ def _ranks(words: str | None, most: int) -> tuple[int, ...]:
 
 def _preset(name: str, own: argparse.Namespace) -> Preset:
     preset = PRESETS[name]
-    for flag in ("seq_length", "micro_batch_size", "rounds", "steps", "timeout"):
-        value = getattr(own, flag)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{flag}", found=value, expected="above 0")
     seq_length = own.seq_length or preset.seq_length
     tokens = preset.seq_length * preset.micro_batch_size
     micro_batch_size = own.micro_batch_size or max(tokens // seq_length, 1)

@@ -14,6 +14,9 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.verify import Advance, damage, unreadable
 from pretrain.errors import ConfigError
+from pretrain.writable import check_folder
+
+SOURCE = "source.json"  # in an exported folder: what it was made of
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,18 @@ def find_one(path: Path, *, step: int | None = None) -> Found:
         raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's",
                           remedy="name what --save named, or a global_stepN folder")
     return Found(newest[0], newest[1])
+
+
+def check_new_folder(out: Path) -> None:
+    """Raises ConfigError unless `out` is a folder that can be made, or one that an export has filled."""
+    try:
+        exists, is_export = out.exists(), (out / SOURCE).is_file()
+    except OSError:
+        exists = is_export = False
+    if exists and not is_export:
+        raise ConfigError(str(out), found="a folder with something else in it" if out.is_dir() else "a file",
+                          expected="a new folder", remedy="remove it, or name another")
+    check_folder(out, str(out))
 
 
 def is_checkpoint(path: Path) -> bool:

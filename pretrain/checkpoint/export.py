@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pretrain.check import DEEPSPEED_VERSION
+from pretrain.checkpoint.commands import SOURCE
 from pretrain.checkpoint.files import fsync, write_atomically
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from pretrain.checkpoint.reader import FP32, SCHEDULED, Reader
@@ -21,7 +22,6 @@ from pretrain.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD_BYTES = 5 * 10**9
-SOURCE = "source.json"
 _UNIVERSAL_VERSION = 0.4
 _CHUNK = 2**24  # elements
 _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -218,9 +218,9 @@ def _publish(folder: Path, out: Path, what: str, write: Callable[[Path], None]) 
         raise ConfigError(str(out), found="a folder with something else in it" if out.is_dir() else "a file",
                           expected="a new folder", remedy="remove it, or name another")
     temporary = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
-    temporary.mkdir(parents=True)
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed conversion left
+        temporary.mkdir(parents=True)
         write(temporary)
         sizes = {str(path.relative_to(temporary)): path.stat().st_size
                  for path in sorted(temporary.rglob("*")) if path.is_file()}
@@ -229,6 +229,9 @@ def _publish(folder: Path, out: Path, what: str, write: Callable[[Path], None]) 
         write_atomically(temporary / SOURCE, json.dumps({**source, "files": sizes}, indent=1))
         temporary.rename(out)
         fsync(out.parent)
+    except OSError as error:
+        raise ConfigError(str(out), problem=f"it cannot be written: {error.strerror or error}",
+                          remedy="name a new folder where there is room") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -5,13 +5,17 @@ from pathlib import Path
 from pretrain.checkpoint.commands import find_one
 from pretrain.checkpoint.manifest import Manifest
 from pretrain.errors import ConfigError
-from pretrain.metrics.rows import read_starts
+from pretrain.metrics.rows import newest_start
 
 
 def chosen_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
-    """A checkpoint's folder, or of a run folder the newest whole checkpoint or that of `step`. Raises ConfigError."""
+    """The checkpoint in a global_stepN folder, or of a run folder the newest complete one or that of `step`.
+
+    Raises ConfigError.
+    """
     if not path.is_dir():
-        raise ConfigError(str(path), found="no such folder", expected="a run folder, or a global_stepN folder")
+        raise ConfigError(str(path), problem="there is no such folder",
+                          remedy="name a run folder (what --save gave) or a global_stepN folder")
     found = find_one(path, step=step)
     assert found.manifest is not None
     return found.folder, found.manifest
@@ -24,7 +28,7 @@ def tokenizer_of(path: Path) -> str:
     if run is None:
         raise ConfigError("--tokenizer", found=f"nothing, and no run.json above {path} that names it",
                           expected="the data's tokenizer")
-    tokenizer = read_starts(run)[-1]["flags"]["tokenizer"]
-    if tokenizer is None:
+    tokenizer = newest_start(run)["flags"].get("tokenizer")
+    if not isinstance(tokenizer, str):
         raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
-    return str(tokenizer)
+    return tokenizer

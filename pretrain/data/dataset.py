@@ -6,7 +6,6 @@ and visits the windows in another order. Nothing is stored: the order is a keyed
 
 import hashlib
 import itertools
-import math
 from functools import cached_property
 
 import numpy as np
@@ -96,7 +95,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = [float(word) for word in split.split(",")]
     except ValueError:
         raise ConfigError("--split", found=repr(split), expected=expected) from None
-    if len(shares) > 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or shares[0] <= 0:
+    if len(shares) > 3 or not all(0 <= share <= 1e9 for share in shares) or shares[0] < 1e-9:
         raise ConfigError("--split", found=repr(split), expected=expected)
     shares += [0.0] * (3 - len(shares))
     return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)

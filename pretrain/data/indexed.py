@@ -5,12 +5,13 @@ u64 number of sequences | u64 length of the document index (documents + 1) | int
 int64 document index (first sequence of each document; leading 0 and the total included).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -41,11 +42,28 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), found=str(error), expected="a JSON file", remedy=_REWRITE) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
     if not isinstance(meta, dict):
         raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
+    for key, (is_right, expected) in _META.items():
+        value = meta.get(key)
+        if value is not None and (isinstance(value, bool) or not is_right(value)):
+            raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected=expected, remedy=_REWRITE)
     return meta
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+_META: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "eod_token"),
+                    (_is_count, "a whole number from 0")),
+    **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (lambda value: isinstance(value, str), "a string")),
+    "entropy_nats": (lambda value: isinstance(value, (int, float)) and 0 <= value < 100, "a number of nats"),
+}
 
 
 class IndexedDataset:
@@ -170,8 +188,10 @@ class IndexedWriter:
         self.num_tokens = 0
         self._lengths, self._open_tokens = array("i"), 0
         self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
+        folder = self.prefix.absolute().parent
+        self._made = [place for place in (folder, *folder.parents) if not place.exists()]
         try:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._bin = self._temporary["bin"].open("wb")
         except OSError as error:
             raise ConfigError(str(self.prefix), found=f"{error.filename}: {error.strerror}",
@@ -249,6 +269,9 @@ class IndexedWriter:
         self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
+        for folder in self._made:  # that finalize() has put nothing into
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _write_synced(path: Path, content: bytes) -> None:

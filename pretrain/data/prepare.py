@@ -14,16 +14,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.cli import bad_path
 from pretrain.data.indexed import IndexedWriter, dtype_for_vocab
 from pretrain.data.progress import Progress
 from pretrain.data.text import CHUNK_BYTES, Chunk, check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.writable import check_folder
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
     if workers is not None and workers < 1:
         raise ConfigError("--workers", found=str(workers), expected="1 or more")
     total_bytes = check_inputs(inputs)
+    if problem := bad_path(f"{out}.meta.json.tmp-1234567"):
+        raise ConfigError("--out", problem=problem)
+    check_folder(Path(out).absolute().parent, "--out")
     loaded = load_tokenizer(tokenizer)
     if append_eod and loaded.eod_token is None:
         raise ConfigError(f"--tokenizer {tokenizer}", found="no end-of-document token",

@@ -10,6 +10,7 @@ from pathlib import Path
 from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
 from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from pretrain.writable import check_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
 """characters: the trainer would drop a line of more than max_sentence_length (4192) bytes without a word"""
@@ -35,7 +36,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
         raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
                           f" --character_coverage {character_coverage}", expected="numbers above 0, coverage up to 1")
     check_inputs(inputs)
-    folder = make_folder(Path(out_dir))
+    check_folder(Path(out_dir), "--out")
     written = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -49,7 +50,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
         raise _vocab_error(vocab_size, str(error)) from None
-    return _write(folder, written.getvalue())
+    return _write(make_folder(Path(out_dir)), written.getvalue())
 
 
 def _sample_lines(inputs: Sequence[str], jsonl_key: str, max_megabytes: float) -> Iterator[str]:

@@ -3,6 +3,7 @@
 Each reader returns fields of ModelShape. What a config.json leaves out has transformers' own default.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,15 +13,32 @@ Values = Mapping[str, Any]
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
 
 
+_MOST_LAYERS, _MOST = 10**5, 2**31 - 1
+
+
 def _read(values: Values, key: str, default: Any) -> Any:
+    """A value of the default's type (a whole number, where that is None), or the default. Raises ConfigError."""
     value = values.get(key)
-    return default if value is None else value
+    if value is None:
+        return default
+    if isinstance(default, (bool, str, list)):
+        if not isinstance(value, type(default)):
+            kinds = {bool: "true or false", str: "a string", list: "a list"}
+            raise ConfigError(key, found=json.dumps(value), expected=kinds[type(default)])
+    elif isinstance(default, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ConfigError(key, found=json.dumps(value), expected="a number from 0 to 1")
+    else:
+        return _need(values, key)
+    return value
 
 
 def _need(values: Values, key: str) -> int:
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(key, found=repr(value), expected="a whole number above 0")
+    most = _MOST_LAYERS if "layer" in key else _MOST
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise ConfigError(key, found="nothing" if value is None else json.dumps(value),
+                          expected=f"a whole number from 1 to {most}")
     return value
 
 

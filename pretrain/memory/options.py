@@ -1,11 +1,10 @@
 """The flags of tools/compare_zero.py."""
 
 import argparse
-import math
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from pretrain.cli import Parser
+from pretrain.cli import Parser, number, place, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.memory.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
 from pretrain.memory.cost import STORAGE_RATE
@@ -14,7 +13,9 @@ from pretrain.memory.plot import check_plot
 from pretrain.memory.search import KINDS
 from pretrain.memory.sizes import UNITS
 from pretrain.memory.steptime import KERNEL_EFFICIENCY
+from pretrain.writable import check_file
 
+_MOST = 10**8
 MODES = ("estimate", "simulate", "measure")
 DEFAULT_SEQ_LENGTH = 1024  # that of train.py
 # flag -> (field of Axes, type, choices)
@@ -34,17 +35,6 @@ _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
 }
 
 
-def _number(low: float, high: float = math.inf, whole: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number such as 7.5e9, from `low` on."""
-    def number(word: str) -> float:
-        value = float(word)
-        if not low <= value < high or (whole and value != int(value)):
-            raise argparse.ArgumentTypeError(f"{word}: expected a {'whole ' * whole}number from {low:g}")
-        return int(value) if whole else value
-
-    return number
-
-
 def parse_flags(words: list[str]) -> argparse.Namespace:
     """The mode, which comes first or not at all, and the flags, checked. Raises ConfigError."""
     mode = words[0] if words and words[0] in MODES else MODES[0]
@@ -62,52 +52,53 @@ def _parser() -> Parser:
         "estimate: (the default) closed forms, any number of ranks, in a second or two\n"
         "simulate: real DeepSpeed engines, one rank of N at a time, in this host's memory\n"
         "measure:  real runs of the --configs on this machine, a few steps each"))
-    count = _number(1, 1e8, whole=True)
     group = parser.add_argument_group("the model")
-    group.add_argument("--model", help="preset name, transformers config.json, or a folder that holds one")
-    group.add_argument("--model_overrides", help="changes to the config.json: n_layer=4,vocab_size=8000")
-    group.add_argument("--num_parameters", type=_number(1, 1e16, whole=True),
+    group.add_argument("--model", type=place, help="preset name, transformers config.json, or a folder that holds one")
+    group.add_argument("--model_overrides", type=text, help="changes to the config.json: n_layer=4,vocab_size=8000")
+    group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: model states alone, as in the ZeRO paper")
     group = parser.add_argument_group("the machines")
-    for flag, text in (("world_size", "GPUs"), ("nodes", "machines"), ("gpus_per_node", "GPUs a machine (8)")):
-        group.add_argument(f"--{flag}", type=count, help=text)
-    group.add_argument("--gpu", help=f"{', '.join(GPUS)}, or GiB (default: this machine's, or h100)")
-    for flag, text in (("host_memory_gib", "host memory of a node, GiB"), ("nvme_gb", "local disk of a node, GB"),
-                       ("nvme_gbps", "its rate, GB/s"), ("network_gbps", "network of a GPU, GB/s one way")):
-        group.add_argument(f"--{flag}", type=_number(0), help=text)
-    group.add_argument("--margin", type=_number(0, 1), default=DEFAULT_MARGIN,
+    for flag, about in (("world_size", "GPUs"), ("nodes", "machines"), ("gpus_per_node", "GPUs a machine (8)")):
+        group.add_argument(f"--{flag}", type=whole_number(1, 10**7), help=about)
+    group.add_argument("--gpu", type=text, help=f"{', '.join(GPUS)}, or GiB (default: this machine's, or h100)")
+    for flag, about in (("host_memory_gib", "host memory of a node, GiB"), ("nvme_gb", "local disk of a node, GB"),
+                        ("nvme_gbps", "its rate, GB/s"), ("network_gbps", "network of a GPU, GB/s one way")):
+        group.add_argument(f"--{flag}", type=number(0, 1e9, above=flag.endswith("gbps")), help=about)
+    group.add_argument("--margin", type=number(0, 0.99), default=DEFAULT_MARGIN,
                        help=f"share of a GPU's memory that no tensor may take ({DEFAULT_MARGIN})")
     _add_layouts(parser.add_argument_group("the layouts (several values each)"))
     group = parser.add_argument_group("what is asked")
     group.add_argument("--find", choices=KINDS, help="the largest that fits each layout")
-    group.add_argument("--tokens", type=_number(1), help="of the run whose cost is told (default: 20 a parameter)")
-    group.add_argument("--mfu", type=_number(1e-4, 1), help="for the cost, instead of the predicted one")
-    group.add_argument("--kernel_efficiency", type=_number(1e-4, 1), default=KERNEL_EFFICIENCY,
+    group.add_argument("--tokens", type=number(1, 1e20), help="of the run whose cost is told (default: 20 a parameter)")
+    group.add_argument("--mfu", type=number(1e-4, 1), help="for the cost, instead of the predicted one")
+    group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,
                        help=f"share of the peak rate while nothing waits ({KERNEL_EFFICIENCY})")
-    group.add_argument("--storage_gbps", type=_number(1e-3), default=STORAGE_RATE / GB,
+    group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s ({STORAGE_RATE / GB:g})")
-    group.add_argument("--steps", type=_number(2, 1e4, whole=True), help="measure: timed steps of each run (4)")
-    group.add_argument("--nvme_path", help="measure: a folder on a local disk, for JSONs that leave it \"auto\"")
+    group.add_argument("--steps", type=whole_number(2, 10**4), help="measure: timed steps of each run (4)")
+    group.add_argument("--nvme_path", type=place,
+                       help="measure: a folder on a local disk, for JSONs that leave it \"auto\"")
     group = parser.add_argument_group("output")
     group.add_argument("--unit", choices=UNITS, help="of the table (GiB; GB with --num_parameters)")
     group.add_argument("--all_micro_batches", action="store_true", help="a row of each micro-batch, not of the best")
-    for flag, text in (("json", "everything, as JSON"), ("csv", "the table, as CSV")):
-        group.add_argument(f"--{flag}", nargs="?", const="-", metavar="FILE",
-                           help=f"{text} (no FILE: instead of the table)")
-    group.add_argument("--plot", metavar="FILE", help="stacked bars as .png or .html")
-    group.add_argument("--write", metavar="FILE", help="the recommended layout, as a DeepSpeed JSON")
+    for flag, about in (("json", "everything, as JSON"), ("csv", "the table, as CSV")):
+        group.add_argument(f"--{flag}", nargs="?", const="-", type=place, metavar="FILE",
+                           help=f"{about} (no FILE: instead of the table)")
+    group.add_argument("--plot", type=place, metavar="FILE", help="stacked bars as .png or .html")
+    group.add_argument("--write", type=place, metavar="FILE", help="the recommended layout, as a DeepSpeed JSON")
     return parser
 
 
 def _add_layouts(group: Any) -> None:
-    group.add_argument("--configs", nargs="+", metavar="JSON", help="these DeepSpeed JSONs, and no others")
-    for flag, (_, kind, choices, text) in _AXES.items():
+    group.add_argument("--configs", nargs="+", type=place, metavar="JSON", help="these DeepSpeed JSONs, and no others")
+    count = whole_number(1, _MOST)
+    for flag, (_, kind, choices, about) in _AXES.items():
         low = 0 if flag in ("zero_stage", "activation_checkpoint_interval") else 1
-        of_type = _number(low, 1e8, whole=True) if kind is int else str
-        group.add_argument(f"--{flag}", nargs="+", type=of_type, choices=choices, help=text)
-    for flag, text in (("global_batch_size", f"samples of a step ({SAMPLES_PER_RANK} a GPU)"),
-                       ("gradient_accumulation_steps", "micro-batches of a step")):
-        group.add_argument(f"--{flag}", type=_number(1, 1e8, whole=True), help=text)
+        of_type = whole_number(low, _MOST) if kind is int else str
+        group.add_argument(f"--{flag}", nargs="+", type=of_type, choices=choices, help=about)
+    for flag, about in (("global_batch_size", f"samples of a step ({SAMPLES_PER_RANK} a GPU)"),
+                        ("gradient_accumulation_steps", "micro-batches of a step")):
+        group.add_argument(f"--{flag}", type=count, help=about)
 
 
 def check_flags(flags: argparse.Namespace) -> None:
@@ -138,6 +129,9 @@ def check_flags(flags: argparse.Namespace) -> None:
         _refuse(flags, ["micro_batch_size", "global_batch_size"], "with --find max_micro_batch")
     if flags.plot is not None:
         check_plot(flags.plot)
+    for name in ("json", "csv", "plot", "write"):
+        if getattr(flags, name) not in (None, "-"):
+            check_file(Path(getattr(flags, name)), f"--{name}")
     if flags.num_parameters is not None:
         _refuse(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
                         "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write"],

@@ -191,10 +191,14 @@ def read_shape(model: str) -> ModelShape:
     path = find_config(model)
     values, where = read_config_json(path), str(path)
     kind = values.get("model_type")
-    if kind in ARCHITECTURES:
+    if isinstance(kind, str) and kind in ARCHITECTURES:
         trained = f"{where}: model_type {kind!r} is not one of {', '.join(KEYS)}"
-        return _checked(ModelShape(architecture=kind, refused=trained, **ARCHITECTURES[kind](values)), where)
-    if kind not in KEYS:
+        try:
+            sizes = ARCHITECTURES[kind](values)
+        except ConfigError as error:
+            raise ConfigError.of_line(f"{where}: {error}") from None
+        return _checked(ModelShape(architecture=kind, refused=trained, **sizes), where)
+    if not isinstance(kind, str) or kind not in KEYS:
         raise ConfigError(f"{where}: model_type", found=repr(kind),
                           expected=f"one of {', '.join(sorted((*KEYS, *ARCHITECTURES)))}")
     try:

@@ -17,7 +17,7 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             rows += [row] if isinstance(row, dict) else []
     return rows
@@ -30,9 +30,22 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def read_starts(run: Path) -> list[dict[str, Any]]:
     """The records of run.json, the newest last. Raises ConfigError for what is no run folder."""
+    path = run / "run.json"
     try:
-        return list(json.loads((run / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(run / "run.json"), found=str(getattr(error, "strerror", None) or error),
+        starts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(str(path), found=str(getattr(error, "strerror", None) or error),
                           expected="the record that a run writes when it starts",
                           remedy="name the folder that --save gave") from None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise ConfigError(str(path), problem="it is not the record that a run writes when it starts",
+                          remedy="name the folder that --save gave")
+    return starts
+
+
+def newest_start(run: Path) -> dict[str, Any]:
+    """The newest record of run.json, with its flags. Raises ConfigError where it has none."""
+    starts = read_starts(run)
+    if not starts or not isinstance(starts[-1].get("flags"), dict):
+        raise ConfigError(str(run / "run.json"), problem="it records no start of a run", remedy="the file is damaged")
+    return starts[-1]

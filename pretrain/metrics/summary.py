@@ -1,10 +1,14 @@
 """A run in a few lines: where it stands, its losses, and what it had to beat."""
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.data.indexed import read_meta
-from pretrain.metrics.rows import read_metrics, read_starts
+from pretrain.errors import ConfigError
+from pretrain.metrics.rows import newest_start, read_metrics
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,26 @@ class Summary:
 
 
 def summarize(run: Path) -> Summary:
-    """Read from run.json and metrics.jsonl. Raises ConfigError for what is no run folder."""
-    start, rows = read_starts(run)[-1], read_metrics(run)
+    """Read from run.json and metrics.jsonl. Raises ConfigError for what is no run folder, and for damaged rows."""
+    start, rows = newest_start(run), read_metrics(run)
     training = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if row.get("split") == "valid"]
-    last = training[-1] if training else {}
-    meta = read_meta(start["flags"]["valid_data"] or start["flags"]["train_data"]) or {}
-    return Summary(step=last.get("step", 0), train_steps=start["train_steps"], loss=last.get("loss"),
-                   valid_loss=evaluations[-1]["eval_loss"] if evaluations else None,
-                   unigram_entropy=meta.get("entropy_nats"), tokens_per_second=last.get("tokens_per_second"))
+    last, evaluation = training[-1] if training else {}, evaluations[-1] if evaluations else {}
+    flags, metrics = start["flags"], run / "metrics.jsonl"
+    data = flags.get("valid_data") or flags.get("train_data")
+    meta = read_meta(data) or {} if isinstance(data, str) else {}
+    return Summary(step=int(_number(metrics, last, "step") or 0),
+                   train_steps=int(_number(run / "run.json", start, "train_steps") or 0),
+                   loss=_number(metrics, last, "loss"), valid_loss=_number(metrics, evaluation, "eval_loss"),
+                   unigram_entropy=_number(Path(f"{data}.meta.json"), meta, "entropy_nats"),
+                   tokens_per_second=_number(metrics, last, "tokens_per_second"))
+
+
+def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
+    """A row's value; None where it has none. Raises ConfigError for what is no finite number."""
+    value = row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected="a number", remedy="the row is damaged")
+    return value

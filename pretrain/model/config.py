@@ -4,11 +4,14 @@ Imports neither torch nor transformers, so that a run is judged in well under a 
 """
 
 import copy
+import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError, did_you_mean, shorten
 from pretrain.model.config_keys import (
     KEYS,
     WORDS,
@@ -23,6 +26,14 @@ PRESETS = Path(__file__).parent / "presets"
 # transformers' word -> ours
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
                 "swish": "silu"}
+
+
+# Far beyond any model, and small enough to be refused before lists of layers or tables of tokens are made of them.
+_LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
+            "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
+_LARGEST_TABLE = 2**24  # of positions that are learned
+_LARGEST_THETA = 1e12
+_OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # their names are no slips of the finger
 
 
 @dataclass(frozen=True)
@@ -89,14 +100,15 @@ def preset_names() -> list[str]:
 
 def find_config(model: str) -> Path:
     preset = PRESETS / f"{model}.json"
-    if "/" not in model and preset.is_file():
+    if model in preset_names():
         return preset
-    folder = Path(model).is_dir()
+    folder = os.path.isdir(model)
     path = Path(model, "config.json") if folder else Path(model)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if folder or "/" in model or model.endswith(".json"):
-        raise ConfigError(f"--model {model}", found=f"no file {path}", expected="a transformers config.json")
+        raise ConfigError(f"--model {shorten(model)}", problem=f"there is no file {shorten(str(path))}",
+                          remedy="give a preset's name, a transformers config.json, or the folder that holds one")
     names = preset_names()
     raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
                       remedy=did_you_mean(model, names))
@@ -123,9 +135,10 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
     """The model of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
     architecture = values.get("model_type")
-    if architecture not in _READERS:
-        raise ConfigError(f"{where}: model_type", found=repr(architecture), expected=f"one of {listing(_READERS)}",
-                          remedy=did_you_mean(str(architecture), _READERS))
+    if not isinstance(architecture, str) or architecture not in _READERS:
+        found = "nothing" if architecture is None else json.dumps(architecture)
+        raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(_READERS)}",
+                          remedy=_similar_architecture(str(architecture)))
     check_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -136,6 +149,12 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
                          **_READERS[architecture](complete, where))
     _check_sizes(config, where)
     return config
+
+
+def _similar_architecture(word: str) -> str:
+    """`did you mean "gpt_neox"?` for GPT-NeoX; nothing for gpt_neo, which is another architecture."""
+    name = word.lower().replace("-", "_")
+    return "" if name in _OTHER_ARCHITECTURES else did_you_mean(name, _READERS)
 
 
 def _activation(name: str, where: str) -> str:
@@ -214,12 +233,27 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
         raise ConfigError(f"{where}: rope_scaling", found="rope_parameters beside it", expected="one of the two")
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     nested = dict(values[key] or {})
-    theta = nested.pop("rope_theta", None) or values[theta_key] or 10000.0
+    for name, value in nested.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in ("type", "rope_type") and not isinstance(value, str):
+            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected='a string such as "linear"')
+        if name in ("rope_theta", "partial_rotary_factor") and value is not None and not number:
+            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected="a number")
+    names = {name: f"{key}.{name}" for name in ("rope_theta", "partial_rotary_factor") if nested.get(name) is not None}
+    theta = nested.pop("rope_theta", None)
+    if theta is None:
+        theta = 10000.0 if values[theta_key] is None else values[theta_key]
     share = nested.pop("partial_rotary_factor", None)
     if share is None:
         share = values[share_key] if share_key else 1.0
     if share_key is None and share != 1.0:
         raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=share, expected="1.0 for this architecture")
+    if not 0 < theta <= _LARGEST_THETA:
+        raise ConfigError(f"{where}: {names.get('rope_theta', theta_key)}", found=theta,
+                          expected=f"a number above 0, up to {_LARGEST_THETA:g}")
+    if not 0 < share <= 1:
+        raise ConfigError(f"{where}: {names.get('partial_rotary_factor', share_key)}", found=share,
+                          expected="a share above 0, up to 1")
     for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", share)):  # gpt_neox files may say it twice
         if values.get(name) is not None and name != theta_key and values[name] != resolved:
             raise ConfigError(f"{where}: {name}", found=values[name],
@@ -240,10 +274,11 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
         nested.setdefault("original_max_position_embeddings", max_positions)
     for name in sorted(set(nested) ^ set(wanted[kind])):
         found = "an unknown key" if name in nested else "nothing"
-        raise ConfigError(f"{where}.{name}", found=found, expected=f"the keys {listing(wanted[kind])} for {kind}")
+        raise ConfigError(f"{where}.{shorten(name)}", found=found,
+                          expected=f"the keys {listing(wanted[kind])} for {kind}")
     for name, value in nested.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ConfigError(f"{where}.{name}", found=repr(value), expected="a number above 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number above 0")
     if kind == "llama3" and nested["high_freq_factor"] <= nested["low_freq_factor"]:
         raise ConfigError(f"{where}.high_freq_factor", found=nested["high_freq_factor"],
                           expected=f"more than low_freq_factor ({nested['low_freq_factor']})")
@@ -252,15 +287,21 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
 
 def _check_sizes(config: ModelConfig, where: str) -> None:
     """ConfigError for sizes that give no model."""
-    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
-                  "intermediate_size", "max_positions", "norm_eps"):
-        if getattr(config, field) <= 0:
-            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="more than 0")
+    for field, largest in _LARGEST.items():
+        value = getattr(config, field)
+        if not 0 < value <= largest:
+            raise ConfigError(f"{where}: {config.key(field)}", found=value,
+                              expected="more than 0" if value <= 0 else f"at most {largest:,}")
+    if config.position == "learned" and config.max_positions > _LARGEST_TABLE:
+        raise ConfigError(f"{where}: {config.key('max_positions')}", found=config.max_positions,
+                          expected=f"at most {_LARGEST_TABLE:,}")
     for field in ("embedding_dropout", "attention_dropout", "residual_dropout"):
         if not 0 <= getattr(config, field) < 1:
-            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field), expected="0 <= p < 1")
-    if config.initializer_range < 0:
-        raise ConfigError(f"{where}: initializer_range", found=config.initializer_range, expected="0 or more")
+            raise ConfigError(f"{where}: {config.key(field)}", found=getattr(config, field),
+                              expected="a probability from 0 to below 1")
+    if not 0 <= config.initializer_range <= 1e3:
+        raise ConfigError(f"{where}: initializer_range", found=config.initializer_range,
+                          expected="a standard deviation, such as 0.02")
     for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
         if getattr(config, whole) % getattr(config, part):
             raise ConfigError(f"{where}: {config.key(whole)}", found=getattr(config, whole),

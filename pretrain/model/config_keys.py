@@ -4,11 +4,12 @@ Tables and their reading only; `config.py` makes a ModelConfig of them. Imports 
 """
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError, did_you_mean, shorten
 
 # Keys that change the model, with transformers' defaults (which also give the type). None: see NULLABLE.
 KEYS: dict[str, dict[str, Any]] = {
@@ -91,13 +92,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice."""
+    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice, nested too deeply."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(path), found=error, expected="a readable transformers config.json") from None
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is") from None
+    except OSError as error:
+        raise ConfigError(str(path), problem=f"the config.json cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(str(path), problem=f"it is not a valid config.json: {error}") from None
+    except RecursionError:
+        raise ConfigError(str(path), problem="it is nested too deeply for a config.json") from None
     if not isinstance(values, dict):
-        raise ConfigError(str(path), found=type(values).__name__, expected="a JSON object")
+        raise ConfigError(str(path), found=f"a JSON {type(values).__name__}", expected="a JSON object")
     return values
 
 
@@ -121,9 +128,11 @@ def check_keys(values: dict[str, Any], architecture: str, where: str) -> None:
     known = known_keys(architecture)
     for key, value in values.items():
         if key not in known and not key.startswith("_"):
-            raise ConfigError(f"{where}: {key}", found="an unknown key", expected=f"a key of a {architecture} config",
+            raise ConfigError(f"{where}: {shorten(key)}", found="an unknown key",
+                              expected=f"a key of a {architecture} config",
                               remedy=suggest(key, architecture) or "Remove it if the model is the same without it")
-        if key in FIXED and value is not None and value != FIXED[key]:
+        if key in FIXED and value is not None and (value != FIXED[key] or isinstance(value, bool) !=
+                                                   isinstance(FIXED[key], bool)):
             raise ConfigError(f"{where}: {key}", found=json.dumps(value),
                               expected=f"{json.dumps(FIXED[key])} (nothing else is implemented)",
                               remedy="Remove the key, or choose a model without it")
@@ -142,7 +151,13 @@ def check_types(values: dict[str, Any], architecture: str, where: str) -> None:
             continue
         accepted: tuple[type, ...] = (int, float) if wanted is float else (wanted,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
-            raise ConfigError(f"{where}: {key}", found=json.dumps(value), expected=f"a value of type {wanted.__name__}")
+            raise ConfigError(f"{where}: {key}", found=json.dumps(value), expected=TYPES[wanted])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: {key}", found=value, expected="a finite number")
+
+
+TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "an object: { ... }",
+         list: "a list", type(None): "null"}
 
 
 def _parse_value(text: str, wanted: type) -> Any:
@@ -165,7 +180,7 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
         if not equals or not key or not value:
             raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
         if key not in known_keys(architecture) or key == "model_type":
-            raise ConfigError(where, found="an unknown key", expected=f"a key of a {architecture} config.json",
+            raise ConfigError(shorten(where), found="an unknown key", expected=f"a key of a {architecture} config.json",
                               remedy=suggest(key, architecture))
         if key in changed:
             raise ConfigError(where, found="the key twice", expected="one value a key")
@@ -184,8 +199,7 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
         return _parse_value(text, wanted)
     except (ValueError, KeyError):
         remedy = "Write such a value into a config.json of your own" if wanted not in (bool, int, float) else ""
-        raise ConfigError(where, found=repr(text), expected=f"a value of type {wanted.__name__}",
-                          remedy=remedy) from None
+        raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None
 
 
 def listing(names: Iterable[str]) -> str:

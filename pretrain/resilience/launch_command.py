@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from pretrain.arguments import read_yaml
 from pretrain.cluster.flags import split_words
 from pretrain.cluster.hostfile import choose_hosts, read_hostfile
 from pretrain.errors import ConfigError
@@ -56,19 +55,13 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
     return value
 
 
-def run_setting(command: Sequence[str], name: str) -> Any:
+def run_setting(command: Sequence[str], name: str) -> str | None:
     """A flag of train.py, or that key of its --config YAML; None where neither has it. Raises ConfigError."""
     words = train_words(command)
     value, path = flag_value(words, name), flag_value(words, "config")
     if value is not None or path is None:
         return value
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("--config", found=f"{path} ({error})", expected="a readable YAML file") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}", found=type(values).__name__, expected="a mapping of flag: value")
-    return {str(key).replace("-", "_"): item for key, item in values.items()}.get(name)
+    return read_yaml(path).get(name, (0, None))[1]
 
 
 def run_folder(command: Sequence[str], own: str | None) -> Path:
