@@ -7,6 +7,7 @@ without a word.
 """
 
 import functools
+import importlib
 import os
 import socket
 import subprocess
@@ -208,7 +209,7 @@ def init_process_group(world: World) -> None:
     from pretrain.upstream import remove_shared_memory_names
 
     if world.size == 1:  # it shares memory with no other rank, and would compile the operator for it
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     choose_interface(world, os.environ)
     _one_timeout_for_all_groups()
     try:
