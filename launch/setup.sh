@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets up a Python environment for this checkout: launch/setup.sh [--offload] [--dev]
 #
-#   --offload  also the compiled operators for offload to host memory and NVMe (needs Debian's libaio-dev)
+#   --offload  also the compiled operators for offload to host memory and NVMe (needs Debian's libaio-dev); without it,
+#              the first run that needs one compiles it
 #   --dev      those, and what the tests need (pytest, ruff, mypy, tensorboard)
 #
 # VENV names the environment's folder (default: .venv beside this script's folder). Can be run again: what is there
@@ -9,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-$PWD/.venv}
+start=$SECONDS
 dev= offload=
 for word in "$@"; do
     case $word in
@@ -72,6 +74,9 @@ else
     pip --no-build-isolation -e ".${dev:+[dev,monitors]}"
     echo "$want${dev:+ dev}" > "$stamp"
 fi
+say "packages: $((SECONDS - start)) s"
 export PATH="$VENV/bin:$PATH"
-say "DeepSpeed's compiled operators (a minute or two the first time; kept in ${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions})"
+say "DeepSpeed's compiled operators (once; kept in ${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions})"
+before=$SECONDS
 "$VENV/bin/python" -m pretrain.ops ${offload:+--offload}
+say "compiled operators: $((SECONDS - before)) s"

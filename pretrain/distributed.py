@@ -7,6 +7,7 @@ without a word.
 """
 
 import functools
+import importlib
 import os
 import socket
 import subprocess
@@ -174,16 +175,21 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def prepare_deepspeed(device: Device) -> None:
-    """To be called before DeepSpeed is imported: name the accelerator, which it would otherwise guess with a warning;
-    put this environment's `ninja` first: another one would compile all operators anew, in every run; and let it ask
-    for the CPU's features once: it does for each operator, a second each.
+    """To be called before DeepSpeed is imported (imports torch).
+
+    Names the accelerator, which DeepSpeed would otherwise guess with a warning; puts this environment's `ninja` first
+    in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
+    its compiled operators where `operator_cache` keeps them.
     """
+    from pretrain.operator_cache import cache_operators
+
     silence_renamed_collectives()
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
+    cache_operators()
 
 
 def _one_timeout_for_all_groups() -> None:
@@ -220,10 +226,10 @@ def init_process_group(world: World) -> None:
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
 
-    from pretrain.operator_lock import lock_operators_by_process
     from pretrain.upstream import remove_shared_memory_names
 
-    lock_operators_by_process()
+    if world.size == 1:  # it shares memory with no other rank, and would compile the operator for it
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     choose_interface(world, os.environ)
     _one_timeout_for_all_groups()
     try:

@@ -1,24 +1,25 @@
-"""Build DeepSpeed's compiled operators once, ahead of the first run, instead of inside its first step.
+"""Compile DeepSpeed's operators ahead of the first run, several at a time; a run compiles what it lacks one by one.
 
     python -m pretrain.ops [--offload]
 """
 
 import logging
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from pretrain.cli import Parser, run_main
 from pretrain.device import detect_device, has_nvcc
 from pretrain.distributed import prepare_deepspeed
 
-# op_builder class names, by what they serve
+# op_builder class names, by what they serve; the longest to compile first
+_OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
+            "CPULionBuilder": "offloaded Lion"}
 _OPERATORS = {
     "cpu": {"FusedAdamBuilder": "Adam and AdamW", "ShareMemCommBuilder": "collectives within a host"},
     "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's own serve"},
 }
-_OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
-            "CPULionBuilder": "offloaded Lion"}
+_GIB_PER_COMPILER = 1.5
 
 
 def missing_operator(name: str) -> str:
@@ -40,34 +41,43 @@ def _build(name: str) -> str:
         return missing
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # a compiler's failure, of any type: told by its last line
-        return f"does not compile: {str(error).strip().splitlines()[-1]}"
+    except Exception as error:  # a compiler's failure, of any type: reported by its last line
+        return str(error).strip().splitlines()[-1]
     return ""
 
 
+def _compilers_at_once() -> int:
+    """One a core, where the memory suffices for as many."""
+    import psutil
+
+    return max(1, min(len(os.sched_getaffinity(0)), int(psutil.virtual_memory().available / 2**30 / _GIB_PER_COMPILER)))
+
+
 def build_operators(*, offload: bool) -> bool:
-    """Compile what this device uses, two at a time; True if all of it is there."""
+    """Compile what this device uses; True if all of it is there."""
     prepare_deepspeed(detect_device())
-    # ninja would start cores + 2 compilers for each of the two, of a gigabyte and more each
-    os.environ.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 2)))
+    os.environ.setdefault("MAX_JOBS", "1")  # compilers that ninja starts for one operator
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from pretrain.operator_lock import lock_operators_by_process
-
-    lock_operators_by_process()
     deepspeed.utils.logger.setLevel(logging.ERROR)
     accelerator = get_accelerator()
-    operators = {**_OPERATORS.get(accelerator.device_name(), {}), **(_OFFLOAD if offload else {})}
+    operators = {**(_OFFLOAD if offload else {}), **_OPERATORS.get(accelerator.device_name(), {})}
     start = time.perf_counter()
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        for (name, purpose), failure in zip(operators.items(), pool.map(_build, operators), strict=True):
-            state = failure or f"ready after {time.perf_counter() - start:.0f} s"
-            print(f"  {name.removesuffix('Builder')} ({purpose}): {state}", flush=True)
-            operators[name] = failure
+    with ThreadPoolExecutor(max_workers=_compilers_at_once()) as pool:
+        failures = dict(zip(operators, pool.map(_build, operators), strict=True))
+    for name, purpose in operators.items():
+        print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
+    print(f"  all of it in {time.perf_counter() - start:.0f} s", flush=True)
     has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
-    return has_substitutes or not any(operators.values())
+    return has_substitutes or not any(failures.values())
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--offload", action="store_true", help="also those for offload to host memory and NVMe")
+    return 0 if build_operators(offload=parser.parse_args().offload) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(0 if build_operators(offload="--offload" in sys.argv[1:]) else 1)
+    run_main(main)

@@ -99,6 +99,16 @@ def test_quickstart_again_is_complete(quickstart: tuple[Path, Path, str]) -> Non
     assert "is complete" in again.stdout
 
 
+def test_its_yaml_is_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
+    """launch/README.md names it as the example of a run.yaml."""
+    clone, home, _ = quickstart
+    command = "deepspeed --num_accelerators 2 pretrain/train.py --config launch/quickstart.yaml"
+    assert command in (clone / "launch/quickstart.yaml").read_text()
+    done = _run(f"source .venv/bin/activate; {command}", clone, home)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "is complete" in done.stdout
+
+
 def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None:
     clone, home, _ = quickstart
     assert COMMANDS[:3] == ["launch/quickstart.sh", "tests/run.sh", "source .venv/bin/activate"]

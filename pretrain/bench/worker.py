@@ -26,7 +26,9 @@ def main() -> None:
         prepare_deepspeed(job.device)
 
     from pretrain.bench.rounds import Ended, Rounds  # imports torch
+    from pretrain.operator_cache import cache_operators
 
+    cache_operators()  # the same operators for all: none of the baselines compiles its own
     module, function = CONTENDERS[job.contender].split(".")
     rounds, code = Rounds(answers, sys.stdin, cuda=job.device_kind == "cuda"), 0
     try:

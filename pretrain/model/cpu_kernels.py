@@ -65,7 +65,7 @@ def _library() -> ctypes.CDLL | None:
 
 def _compile(compiler: str) -> Path:
     """The library's file, by what it was made from: hosts that share a home folder may differ in their CPUs."""
-    made_from = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, compiler, _cpu()]
+    made_from = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, compiler, cpu_features()]
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     library = root / f"ds_pretrain_{hashlib.sha256('|'.join(made_from).encode()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -78,6 +78,7 @@ def _compile(compiler: str) -> Path:
     return library
 
 
-def _cpu() -> str:
+def cpu_features() -> str:
+    """What -march=native depends on: the instruction sets that the CPU has."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
