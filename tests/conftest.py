@@ -1,5 +1,7 @@
 """What several tests share: a small corpus; and the order of the files."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,16 @@ VOCAB_SIZE = 256
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first, so that `pytest -n N --dist loadfile` does not end with one process at work on it."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Undo what the test's code exported, such as RANK: the next test in this process would be a rank."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

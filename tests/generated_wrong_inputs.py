@@ -222,11 +222,16 @@ READ_FLAGS = {"--deepspeed_config": "deepspeed_config", "--model": "model", "--t
               "--train_data": "", "--valid_data": "", "--test_data": "", "--config": "config"}
 
 
+def _name_of(path: str) -> str:
+    """The part of a path that must be in the message, which cuts long paths."""
+    return path.rsplit("/", 1)[1][:50]
+
+
 def path_cases() -> Iterator[Case]:
     """Every path that is read or written, each in a place where that cannot be."""
     train = "pretrain/train.py"
     for flag, (what, path) in itertools.product(READ_FLAGS, UNREADABLE.items()):
-        yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), path.rsplit("/", 1)[1][:250])
+        yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), _name_of(path))
     for flag in ("--save", "--checkpoint_mirror"):
         for what, path in UNWRITABLE.items():
             yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), flag)
@@ -238,29 +243,29 @@ def path_cases() -> Iterator[Case]:
     for command in ("list", "verify", "prune", "convert", "consolidate", "diff"):
         program = f"tools/checkpoint.py {command}"
         for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
-            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), path.rsplit("/", 1)[1][:250])
+            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
     for command, (what, path) in itertools.product(("convert", "consolidate"), {
             **UNWRITABLE, "file": "{world}/file", "other folder": "{world}/done"}.items()):
         program = f"tools/checkpoint.py {command}"
-        yield Case(f"{program} to {what}", program, ("{world}/done", path), path.rsplit("/", 1)[1][:250])
+        yield Case(f"{program} to {what}", program, ("{world}/done", path), _name_of(path))
     for program in ("tools/generate.py", "tools/summarize.py"):
         for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
-            yield Case(f"{program} {what}", program, (path,), path.rsplit("/", 1)[1][:250])
+            yield Case(f"{program} {what}", program, (path,), _name_of(path))
     yield Case("generate --step", "tools/generate.py", ("{world}/done", "--step", "7"), "global_step7")
     for what, path in UNREADABLE.items():
         yield Case(f"generate --tokenizer {what}", "tools/generate.py", ("{world}/done", "--tokenizer", path),
                    "--tokenizer")
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
-            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), path.rsplit("/", 1)[1][:250])
+            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
     yield from _output_cases()
 
 
 def _output_cases() -> Iterator[Case]:
     places = {**UNWRITABLE, "file": "{world}/file"}
     for what, path in places.items():
-        yield Case(f"make_corpus {what}", "tools/make_corpus.py", (path,), path.rsplit("/", 1)[1][:250])
+        yield Case(f"make_corpus {what}", "tools/make_corpus.py", (path,), _name_of(path))
         yield Case(f"train_tokenizer --out {what}", "tools/train_tokenizer.py",
-                   ("{world}/text.txt", "--out", path), path.rsplit("/", 1)[1][:250])
+                   ("{world}/text.txt", "--out", path), _name_of(path))
     for what, path in {**UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}.items():
         yield Case(f"prepare_data --out {what}", "tools/prepare_data.py",
                    (*TOOLS["tools/prepare_data.py"], "--out", path), "--out")
@@ -273,7 +278,7 @@ def _output_cases() -> Iterator[Case]:
     for what, path in {**UNREADABLE, **UNWRITABLE, "file": "{world}/file"}.items():
         yield Case(f"bench --write {what}", "tools/bench.py", ("--write", path), "--write")
         yield Case(f"compare_zero --configs {what}", "tools/compare_zero.py",
-                   (*TOOLS["tools/compare_zero.py"], "--configs", path), path.rsplit("/", 1)[1][:250])
+                   (*TOOLS["tools/compare_zero.py"], "--configs", path), _name_of(path))
     for what, path in UNREADABLE.items():
         yield Case(f"compare_zero --model {what}", "tools/compare_zero.py", ("--model", path, "--world_size", "8"),
                    "--model")

@@ -103,7 +103,7 @@ def test_prune(run: Path) -> None:
 def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
     _fails(2, "found no checkpoint", "list", tmp_path)
     _fails(2, "found no checkpoint", "diff", tmp_path, tmp_path)
-    _fails(2, "invalid choice: 'lst'", "lst", tmp_path)
+    _fails(2, "found 'lst'", "lst", tmp_path)
     _fails(2, "COMMAND", )
     _fails(2, "'-1'", "prune", tmp_path, "--keep_checkpoints=-1")
     _fails(2, "--keep_checkpoints", "prune", tmp_path)

@@ -148,7 +148,7 @@ def test_damaged_newest_checkpoint_is_passed_over(interrupted: tuple[Path, Path,
 
 def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "6", config=ROOT / "ds_configs" / "zero1_bf16.json")
-    _refused(alone([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "seq_length"?')
+    _refused(alone([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "--seq_length"?')
     _refused(alone(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"

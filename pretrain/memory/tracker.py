@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo  # inside a dispatch mode torch imports it anew, which fails under zero.Init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -28,6 +27,8 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        import torch._dynamo  # takes a second; inside the mode torch would import it, which fails under zero.Init
+
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
