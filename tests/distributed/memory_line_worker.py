@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pretrain.arguments import RunArguments
 from pretrain.device import detect_device
-from pretrain.distributed import running_environment
+from pretrain.distributed import prepare_deepspeed, running_environment
 from pretrain.engine import build_engine, deepspeed_output, remove_swap_files, train_batch
 from pretrain.memory.advice import REPORTED_STEP, MemoryWatch
 from pretrain.memory.steps import plan_without_data, random_batches
@@ -37,5 +37,6 @@ def printed(case: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    prepare_deepspeed(detect_device())
     each_case(printed)
     end_process(0)
