@@ -11,8 +11,8 @@ import psutil
 from pretrain.distributed import World
 from pretrain.status import clear_status
 
-_ENDED_WITHIN_S = 30.0  # by the launcher, once the first rank has ended: on a busy machine that rank may be far behind
-_SRUN_ENDS_NOBODY_S = 5.0
+_ENDED_WITHIN_S = 5.0  # by the launcher, once the first rank has ended
+_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # on a busy machine the first rank may be far behind
 _DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 # Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
 _PRINT_AFTER = """
@@ -30,30 +30,37 @@ def print_error(world: World, error: Exception) -> None:
     The other ranks of a host wait, as launchers end all ranks when the first one has ended. One that is not ended
     meanwhile has found what its host's first rank has not, and prints it.
     """
+    launcher = _deepspeed_launcher()
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
-    if world.local_rank != 0 and world.launcher == "slurm":  # where all ranks live on, each would print
-        time.sleep(_SRUN_ENDS_NOBODY_S)
-        return
     if world.local_rank != 0:
-        time.sleep(_ENDED_WITHIN_S)
+        time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
+        if world.launcher == "slurm":  # srun ends nobody by itself: each rank would print
+            return
         host = f"rank {world.rank} on {host}"
     line = f"ds-pretrain: error: {host}{error}"
     clear_status()
-    if not _print_after_launcher(line):
+    if launcher is None or not _print_after(launcher, line):
         print(line, file=sys.stderr, flush=True)
 
 
-def _print_after_launcher(line: str) -> bool:
+def _deepspeed_launcher() -> psutil.Process | None:
+    """DeepSpeed's launcher of this host, if it started this process."""
+    try:
+        launcher = psutil.Process().parent()
+        return launcher if launcher is not None and _DEEPSPEED_LAUNCHER in launcher.cmdline() else None
+    except psutil.Error:
+        return None
+
+
+def _print_after(launcher: psutil.Process, line: str) -> bool:
     """Let `line` follow what DeepSpeed's launcher logs about a rank that failed.
 
     The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
     end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
-    False, and nothing done, where another launcher started this process, or where this one logs nothing.
+    False, and nothing done, where the launcher logs nothing.
     """
-    launcher = psutil.Process().parent()
     try:
-        words = launcher.cmdline() if launcher is not None else []
-        if launcher is None or _DEEPSPEED_LAUNCHER not in words or "--log_level=critical" in words:
+        if "--log_level=critical" in launcher.cmdline():
             return False
         descriptor = os.pidfd_open(launcher.pid)
         subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],
