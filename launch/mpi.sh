@@ -25,9 +25,9 @@ command -v "$mpirun" >/dev/null ||
 
 # Reject a run before mpirun starts: it prints ten lines about a rank that ends with an error.
 ranks=
-for ((i = 0; i + 1 < ${#flags[@]}; i++)); do
+for ((i = 0; i < ${#flags[@]}; i++)); do
     case ${flags[i]} in
-        -np | -n | -c | --np) ranks=${flags[i + 1]} ;;
+        -np | -n | -c | --np) ranks=${flags[i + 1]:-} ;;
         *host* | -H | -f) ranks= && break ;;  # other hosts may have other devices
     esac
 done

@@ -14,12 +14,12 @@ _DEFAULTS = {field.name: field.default for field in fields(Settings)}
 _SECONDS = number(0, LONGEST_SECONDS)
 _FLAGS = {
     "max_restarts": (whole_number(), "restarts in a row without a step beyond the last, until it gives up"),
-    "min_hosts": (whole_number(1), "go on with so many hosts while others are not well, at the same global batch "
+    "min_hosts": (whole_number(1), "continue with N healthy hosts while others are not, at the same global batch "
                                    "(default: wait for all)"),
     "backoff_s": (_SECONDS, "seconds before a restart; doubled for each one without progress"),
     "backoff_max_s": (_SECONDS, "longest pause, in seconds"),
     "grace_s": (_SECONDS, "seconds that the run has to save and end after a signal"),
-    "health_command": (text, "shell command that succeeds on a host that is well "
+    "health_command": (text, "shell command that succeeds on a healthy host "
                              "(default: torch and each GPU compute)"),
     "health_timeout_s": (number(1, LONGEST_SECONDS), "seconds that it may take"),
 }

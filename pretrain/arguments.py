@@ -20,7 +20,7 @@ from pretrain.flag_help import help_text
 
 
 def _flag(default: Any, help: str, *, unset: str = "none", **words: str) -> Any:
-    """A field with argparse's words for it. Its help ends with the default; `unset`: what it means to leave it out."""
+    """A field with argparse's settings. Its help ends with the default; `unset` says what its absence means."""
     if default is None or default == "":
         shown = unset
     else:
@@ -57,8 +57,8 @@ class RunArguments:
     eod_mask_loss: bool = _flag(False, "ignore the prediction that follows an end-of-document token in the loss")
 
     # length and schedule
-    train_steps: int | None = _flag(None, "optimizer steps of the whole run", unset="or --train_tokens: required")
-    train_tokens: int | None = _flag(None, "tokens of the whole run", unset="or --train_steps: required")
+    train_steps: int | None = _flag(None, "optimizer steps of the whole run", unset="this or --train_tokens: required")
+    train_tokens: int | None = _flag(None, "tokens of the whole run", unset="this or --train_steps: required")
     lr_schedule: str = _flag("cosine", "learning-rate schedule: cosine, linear, constant or wsd (warm-up, stable, "
                                        "decay)", metavar="NAME")
     lr_warmup_steps: int | None = _flag(None, "steps from 0 to the peak rate", unset="1% of the run")
@@ -87,7 +87,7 @@ class RunArguments:
     keep_every: int = _flag(0, "with --keep_checkpoints: also keep those of every N-th step; 0: none")
     keep_best: int = _flag(0, "with --keep_checkpoints: also keep the N of lowest validation loss; 0: none")
     checkpoint_mirror: str | None = _flag(None, "folder or fsspec URL (s3://...) that receives a copy of each "
-                                                "checkpoint; a start takes one from there if --save has none as new",
+                                                "checkpoint; a start takes one from there if --save has none as recent",
                                           metavar="URL")
 
     # values for "auto" in the DeepSpeed JSON; the defaults are those of ds_auto.py
@@ -95,7 +95,8 @@ class RunArguments:
     gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps", unset="1")
     global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together",
                                           unset="follows from the two above")
-    learning_rate: float | None = _flag(None, "optimizer.params.lr, the peak rate", unset="0.0003")
+    learning_rate: float | None = _flag(None, 'optimizer.params.lr, the peak rate; required if the JSON has no '
+                                              '"optimizer"', unset="0.0003")
     weight_decay: float | None = _flag(None, "optimizer.params.weight_decay, applied to matrices only", unset="0.1")
     adam_beta1: float | None = _flag(None, "optimizer.params.betas[0]", unset="0.9")
     adam_beta2: float | None = _flag(None, "optimizer.params.betas[1]", unset="0.95")
@@ -138,9 +139,9 @@ def _parser() -> Any:
 
 
 def read_yaml(path: str) -> dict[str, tuple[int, str]]:
-    """Key -> (line, value as the command line would give it) of a run's YAML file; keys without a value are left out.
+    """Read a run's YAML file: key -> (line, value as on the command line), without the keys that have no value.
 
-    Keys are spelt with _. Raises ConfigError for what is no mapping of single values, and for a key twice.
+    Keys are spelt with _. Raises ConfigError unless the file is a mapping of unique keys to single values.
     """
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
@@ -173,24 +174,24 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _check_twice(path: str, document: yaml.MappingNode) -> None:
-    """Raises ConfigError for a key that stands there twice, under either spelling: YAML would take the last one."""
+    """Raises ConfigError for a duplicate key, in either spelling (- or _): YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key, _ in document.value:
         name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
         if name in lines:
-            raise ConfigError(f"{path}:{line}: {name}", problem=f"the key stands on line {lines[name]} already",
+            raise ConfigError(f"{path}:{line}: {name}", problem=f"the same key is on line {lines[name]}",
                               remedy="remove one of the two")
         lines[name] = line
 
 
 def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | None:
-    """A scalar as a flag's word; None for null. Where a string is wanted, `no` and 0123 stay what they are."""
+    """A scalar as on the command line; None for null. For flags of text, `no` and 0123 keep their spelling."""
     where = f"{path}:{key.start_mark.line + 1}: {key.value}"
     if not isinstance(value, yaml.ScalarNode):
         raise ConfigError(where, found=_kind(value), expected="a single value")
     try:
         meant = loader.construct_object(value)
-    except ValueError:  # a date such as 2024-99-99, or thousands of digits: its type's parser rejects the text
+    except ValueError:  # a date such as 2024-99-99, or thousands of digits: the flag's own type rejects the text
         meant = value.value
     if meant is None:
         return None
@@ -210,7 +211,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
 
 
 def _check_values(parsed: RunArguments) -> None:
-    """What is wrong for every flag of a type: numbers that no file can hold, empty text, paths that are none."""
+    """Raises ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths, of any flag."""
     for f in dataclasses.fields(parsed):
         value, flag = getattr(parsed, f.name), f"--{f.name}"
         if isinstance(value, float) and not math.isfinite(value):

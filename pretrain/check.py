@@ -27,7 +27,7 @@ SAVE_BUSY_WORDS = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCANNED_TOKENS = 16 * 2**20  # at either end of a data file without a sidecar; more would take seconds
 _CHUNK_TOKENS = 2**20
-_PADDING = 256  # rows of the vocabulary without a token that get no note
+_PADDING = 256  # unused rows of the vocabulary that are usual padding: more of them get a note
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,10 @@ def _check_save(save: str) -> None:
 
 
 def _check_mirror(mirror: str, save: str) -> None:
-    """The URL's form and its package; a folder as --save, unless there is a checkpoint to resume without the mirror.
+    """Validate a mirror: of a URL its form and that its package is installed, of a folder that it can be written to.
 
-    Whether a server answers is asked later, by rank 0.
+    A folder is not checked if the run has a checkpoint, as it resumes without the mirror too. Rank 0 contacts the
+    server of a URL later. Raises ConfigError.
     """
     import fsspec
 

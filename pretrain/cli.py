@@ -1,4 +1,4 @@
-"""What every program's `main` shares: one-line errors, exit codes, both spellings of a flag, kinds of numbers."""
+"""What every program's `main` shares: one-line errors, exit codes, both spellings of a flag, argument types."""
 
 import argparse
 import errno
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pretrain.errors import ConfigError, did_you_mean, shorten
 
 LARGEST_INT = 2**63 - 1
-LONGEST_SECONDS = 31_536_000.0  # a year; threading and select fail on what no timestamp holds
+LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
 _KINDS = {"int": "a whole number", "float": "a number"}
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         return declared.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
 
     def takes_value(self, word: str) -> bool | None:
-        """Whether the flag `word` is followed by a value; None for a word that is no flag of this parser."""
+        """Whether the flag `word` is followed by a value; None for a word that is not a flag of this parser."""
         action = self._option_string_actions.get(self._as_declared(word).partition("=")[0])
         return None if action is None else action.nargs != 0 and "=" not in word
 
@@ -77,10 +77,10 @@ def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
 
 
 def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
-    """The error of a word that is no flag of the program."""
+    """Error for a word that is not a flag of the program."""
     name = word.split("=")[0]
     if not word.startswith("-"):
-        return ConfigError("command line", problem=f"{shorten(word)!r} stands there without a flag",
+        return ConfigError("command line", problem=f"{shorten(word)!r} is not the value of any flag",
                            remedy="quote values that hold spaces; --help lists the flags")
     close = did_you_mean(name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1), flags)
     return ConfigError(shorten(name), problem="there is no such flag", remedy=close or "--help lists the flags")
@@ -118,7 +118,7 @@ def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = 
 
 
 def text(word: str) -> str:
-    """An argparse type: any text but none, which an unset shell variable leaves."""
+    """An argparse type: text that is not empty, as it is where a shell variable is unset."""
     if not word or "\0" in word:
         raise argparse.ArgumentTypeError("the value is empty" if not word else "the value holds a NUL character")
     return word
@@ -138,7 +138,7 @@ def place(word: str) -> str:
 
 
 def bad_path(word: str) -> str:
-    """What makes `word` no path on any machine; "" where nothing does. Shells do not expand `~` behind `=`."""
+    """Why `word` cannot be a path on any machine; "" if it can be one. Shells do not expand `~` behind `=`."""
     if word.startswith("~"):
         return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the path out"
     try:
@@ -150,7 +150,7 @@ def bad_path(word: str) -> str:
 
 
 def prefix(word: str) -> str:
-    """An argparse type: what the names of a .bin and an .idx file begin with."""
+    """An argparse type: the common prefix of a .bin and an .idx file."""
     if word.endswith(("/", "/.", "/..")) or word in (".", ".."):
         raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a folder; give a prefix such as data/corpus, which "
                                          "becomes data/corpus.bin and data/corpus.idx")

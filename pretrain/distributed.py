@@ -175,7 +175,7 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def prepare_deepspeed(device: Device) -> None:
-    """To be called before DeepSpeed is imported (imports torch).
+    """Prepare this process for DeepSpeed, before DeepSpeed is imported (imports torch).
 
     Names the accelerator, which DeepSpeed would otherwise guess with a warning; puts this environment's `ninja` first
     in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
@@ -228,7 +228,7 @@ def init_process_group(world: World) -> None:
 
     from pretrain.upstream import remove_shared_memory_names
 
-    if world.size == 1:  # it shares memory with no other rank, and would compile the operator for it
+    if world.size == 1:  # a rank alone needs no operator for shared memory, and would compile it
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     choose_interface(world, os.environ)
     _one_timeout_for_all_groups()

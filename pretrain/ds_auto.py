@@ -17,6 +17,7 @@ from pretrain.ds_schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.schedule import default_warmup_steps
+from pretrain.writable import check_folder
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_BETAS = (0.9, 0.95)
@@ -221,8 +222,9 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         if not path:
             raise ConfigError(file.where(dotted), found="no path", expected="a folder on a fast local disk",
                               remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
-        if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        if not Path(path).is_dir():
             raise ConfigError(file.where(dotted), found=path, expected="an existing folder that can be written to")
+        check_folder(Path(path), file.where(dotted))
         own["nvme_path"] = str(swap_folder(path, args.save))
     if args.nvme_path is not None and not used:
         raise ConfigError("--nvme_path", found=args.nvme_path, expected="no value",

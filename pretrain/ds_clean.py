@@ -1,4 +1,4 @@
-"""Leave out the keys of a DeepSpeed JSON that have no effect in a run, with a note for each; spell the others anew."""
+"""Remove the keys of a DeepSpeed JSON that have no effect, with a note for each; spell the others as DeepSpeed does."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def is_comment(name: str) -> bool:
 
 
 def is_idle(value: Any, key: Key | None = None) -> bool:
-    """Whether a value asks for nothing, as blocks copied from elsewhere do: {"enabled": false}."""
+    """Whether a value requests nothing, as in blocks copied from elsewhere: {"enabled": false}."""
     if value is None or value is False or value == {}:
         return True
     if key is not None and any(value == idle and isinstance(value, bool) == isinstance(idle, bool)
@@ -35,14 +35,14 @@ def is_idle(value: Any, key: Key | None = None) -> bool:
 
 
 def takes_default(dotted: str) -> bool:
-    """Whether DeepSpeed takes "auto" under this key for its default (runtime/config_utils.py); it must know a stage."""
+    """Whether DeepSpeed reads "auto" as the key's default (runtime/config_utils.py). A ZeRO stage must be a number."""
     block, _, rest = dotted.partition(".")
     return block in BLOCKS_WITH_DEFAULTS and rest not in ("", "stage")
 
 
 def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[Idle]]:
-    """A copy in DeepSpeed's own spelling without the keys that have no effect in any run, and those that ask for
-    something all the same.
+    """A copy in DeepSpeed's own spelling without the keys that never have an effect here; and those of them that
+    request something, to be noted.
     """
     idle: list[Idle] = []
     config = _clean(values, TREE, "", idle)
@@ -80,7 +80,7 @@ def _clean(values: dict[str, Any], tree: Tree, prefix: str, idle: list[Idle]) ->
 
 
 def _as_deepspeed_spells(value: Any, key: Key) -> Any:
-    """5e8 as an integer where one is meant, and "CPU" as "cpu" where that is the word."""
+    """5e8 becomes an integer where the key takes one, and "CPU" becomes "cpu" where that is a legal string."""
     if key.kind == "int" and isinstance(value, float):
         return int(value)
     if key.words and isinstance(value, str):
@@ -94,7 +94,7 @@ def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
 
 
 def drop_idle(config: dict[str, Any], stage: int) -> list[Idle]:
-    """Remove what has no effect at this ZeRO stage and without NVMe; those keys that ask for something all the same."""
+    """Remove keys without an effect at this ZeRO stage or without NVMe. Returns those that request something."""
     idle: list[Idle] = []
     zero = config.get("zero_optimization", {})
     for name in list(zero):

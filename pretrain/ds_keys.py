@@ -75,7 +75,7 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
 
 
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
-    """The error of a key that is not in `tree`. Files of other programs have many: one line names them all."""
+    """Error for a key that is not in `tree`. Files of other programs have many of them: one line names up to eight."""
     found, remedy = "an unknown key", suggest_key(name, tree)
     if not remedy:
         unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
@@ -86,7 +86,7 @@ def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name
 
 
 def _known(tree: Tree, prefix: str) -> str:
-    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"keys of {prefix.rstrip('.') or 'DeepSpeed'}"
+    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"a key of {prefix.rstrip('.') or 'DeepSpeed'}"
 
 
 def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:

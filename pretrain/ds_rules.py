@@ -3,7 +3,6 @@ combinations in the middle of its set-up, and quietly does something else on the
 """
 
 import importlib.util
-import os
 from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
@@ -14,6 +13,7 @@ from pretrain.ds_config import DsSettings
 from pretrain.ds_optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
 from pretrain.ds_schema import DEFAULT_PARTITION_METHOD
 from pretrain.errors import ConfigError
+from pretrain.writable import check_folder
 
 _ZERO = "zero_optimization"
 _NO_ADAM_FUSED = ("set_grad_none",)
@@ -179,7 +179,7 @@ def optimizer_arguments(s: DsSettings) -> None:
 
 
 def torch_arguments(s: DsSettings) -> None:
-    """What torch.optim's own constructors and steps refuse."""
+    """Reject what torch.optim's own constructors and steps would reject."""
     params = s.get("optimizer.params", {})
     if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
         raise s.refuse("optimizer.params.nesterov", "false without momentum, or with dampening")
@@ -227,23 +227,13 @@ def measuring(s: DsSettings) -> None:
 
 
 def report_folders(s: DsSettings) -> None:
-    """Where monitors and the profiler write, on this machine: DeepSpeed would find out while the run starts."""
+    """Folders of monitors and the profiler must be writable on this machine: DeepSpeed would fail during the start."""
     places = [(f"{name}.output_path", s.get(f"{name}.output_path")) for name in ("tensorboard", "csv_monitor")
               if s.get(f"{name}.enabled")]
     if s.get("flops_profiler.enabled") and s.get("flops_profiler.output_file"):
         places.append(("flops_profiler.output_file", str(Path(s.get("flops_profiler.output_file")).parent)))
     for where, place in places:
-        if not _can_be_made(Path(place).absolute()):
-            raise s.refuse(where, "a folder that can be made and written to")
-
-
-def _can_be_made(folder: Path) -> bool:
-    try:
-        while not folder.exists():
-            folder = folder.parent
-        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    except OSError:  # a name of too many characters
-        return False
+        check_folder(Path(place), s.file.where(where))
 
 
 def notes(s: DsSettings) -> tuple[str, ...]:
@@ -259,7 +249,7 @@ def notes(s: DsSettings) -> tuple[str, ...]:
     interval = s.file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= s.train_steps:
         if s.zero_stage < 2:  # PipelineEngine prints, whatever the log level
-            said.append("steps_per_print: DeepSpeed prints lines of its own next to the progress line")
+            said.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
         elif s.args.deepspeed_log_level not in ("debug", "info") and not s.get("wall_clock_breakdown"):
             said.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(said)

@@ -70,7 +70,7 @@ _OFFLOAD_OPTIMIZER: Tree = {
     "super_offload": _no(f"SuperOffload is {_NOT_YET}; remove the key"),
     "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
 }
-_GATHER = _ignored("tools/checkpoint.py consolidate writes the whole weights")
+_GATHER = _ignored("tools/checkpoint.py consolidate writes the complete weights")
 _STAGE3: Tree = {
     "prefetch_bucket_size": Key("int", low=0, auto=True),
     "param_persistence_threshold": Key("int", low=0, auto=True),

@@ -48,16 +48,16 @@ def shown(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean "x"?`, or "" where `word` is a misspelling of none in `known`."""
+    """`did you mean "x"?`, or "" where no word in `known` is similar to `word`."""
     meant = closest(word, known)
     return f'did you mean "{meant}"?' if meant else ""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` is a misspelling or a beginning of, or has the parts of in another order; "": none.
+    """The known word that `word` misspells or abbreviates, or that has the same parts in another order; "": none.
 
-    Short words get one letter, since at two most of them resemble one another ("fp8", "fp16"). A word with digits and
-    one without are different names ("gptj", "gpt2").
+    Short words may differ by one letter only: with two, most of them are similar ("fp8", "fp16"). A word with digits
+    and one without are different names ("gptj", "gpt2").
     """
     names = list(known)
     most = min(3, 1 + len(word) // 8)

@@ -40,7 +40,7 @@ class TrainedModel:
 
 
 def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
-    """A checkpoint's folder, or of a run folder the newest whole checkpoint or that of `step`. Raises ConfigError."""
+    """Load the checkpoint in `path`; of a run folder the newest complete one, or that of `step`. Raises ConfigError."""
     folder, manifest = chosen_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))

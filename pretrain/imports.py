@@ -1,4 +1,4 @@
-"""A run that compiles nothing does without torch's compiler, whose import takes two of its five seconds of start-up.
+"""Keep runs that compile nothing from importing torch's compiler, which takes two of their five seconds of start-up.
 
 Measured with torch 2.13 on 2 cores, seconds of CPU: `torch._dynamo` 1.1, `torch._inductor.compile_fx` 1.0, of the 4.4
 that three steps of a small ZeRO-2 run take from the start of the process. ZeRO-3 imports the first all the same

@@ -3,8 +3,8 @@
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
 
-The flags are those of the `deepspeed` command, followed by those of pretrain/train.py. What is wrong is reported before
-torch or DeepSpeed are imported: `deepspeed` itself imports both twice until the first rank can look at its flags.
+The flags are those of the `deepspeed` command (cluster/flags.py), followed by those of pretrain/train.py. Errors are
+reported before torch or DeepSpeed is imported: `deepspeed` itself imports both twice before a rank reads its flags.
 """
 
 import argparse
@@ -64,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.hostfile = NO_HOSTFILE
     if flags.hostfile is not None and (flags.force_multi or flags.no_ssh or not _is_this_host(chosen_hosts(flags))):
         return launch_on_hosts(flags, train)
-    for name in _FOR_HOSTS if flags.hostfile is None else ():
+    for name in _FOR_HOSTS:
         if getattr(flags, name) != parser.get_default(name):
-            raise ConfigError(f"--{name}", found="no --hostfile", expected="other hosts, which this flag is for",
-                              remedy=f"leave --{name} out, or give --hostfile")
+            found = "no --hostfile" if flags.hostfile is None else f"{flags.hostfile}, which names this host alone"
+            raise ConfigError(f"--{name}", found=found, expected="other hosts, which this flag is for",
+                              remedy=f"leave --{name} out, or give a --hostfile of several hosts")
     return _launch_here(flags, train)
 
 
@@ -97,7 +98,7 @@ def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
     if flags.num_gpus == 0 or flags.num_gpus < -1:
         raise ConfigError("--num_gpus", found=flags.num_gpus, expected="at least 1")
     visible = [int(word) if word.isdecimal() else word
-               for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+               for word in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if word]
     if device.kind != "cuda":
         slots: list[int | str] = list(range(max(flags.num_gpus, _numa_nodes())))
     elif visible and not (flags.include or flags.exclude):
@@ -117,7 +118,7 @@ def _gpus() -> int:
 
 
 def _numa_nodes() -> int:
-    """Those with cores: DeepSpeed starts a rank on each where nobody says how many."""
+    """Number of NUMA nodes with cores: DeepSpeed starts a rank on each unless a flag gives the number."""
     files = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
     return max(1, sum(bool(file.read_text().strip()) for file in files))
 
@@ -137,7 +138,7 @@ def _port(wanted: int | None) -> int:
 
 
 def _command(flags: argparse.Namespace, slots: Sequence[int | str], port: int, train: Sequence[str]) -> list[str]:
-    """DeepSpeed's launcher of one host, which `deepspeed` would start once it has imported torch by itself."""
+    """Command of DeepSpeed's launcher for one host, which `deepspeed` would start after its own import of torch."""
     world = base64.urlsafe_b64encode(json.dumps({_LOCAL: slots}).encode()).decode()
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}",
                "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level or 'critical'}"]
@@ -150,8 +151,8 @@ def _command(flags: argparse.Namespace, slots: Sequence[int | str], port: int, t
 def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
     """Run DeepSpeed's launcher to its end. Returns the exit code of the run.
 
-    SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1: all ranks save and end; before they can, or at a second Ctrl-C, all
-    end at once. The launcher is in a session of its own, where Ctrl-C cannot end it before its ranks have saved.
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1: all ranks save and end. Before training begins, or at a later Ctrl-C,
+    all end at once. The launcher is in a session of its own, where Ctrl-C cannot end it before its ranks have saved.
     """
     asked = False
     with _heard() as signals:
@@ -172,8 +173,8 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
 
 
 def _reported(code: int) -> int:
-    """The launcher's exit code as a shell would show it. A rank that was killed could not say so itself."""
-    number = -code if code < 0 else 256 - code if code > 224 else 0  # sys.exit(-9) of a rank's -9
+    """The launcher's exit code as a shell would show it. A killed rank could not report it itself."""
+    number = -code if code < 0 else 256 - code if 224 < code < 255 else 0  # sys.exit(-9) of a rank's -9
     if number in set(signal.Signals):
         say(f"{'DeepSpeed launcher' if code < 0 else 'a rank'} ended by {signal.Signals(number).name}")
     return code if code >= 0 else 128 - code
@@ -186,7 +187,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _heard() -> Iterator[list[int]]:
-    """The signals that arrive, in their order. One that this process was started to ignore (nohup) stays ignored."""
+    """Collect signals in order of arrival. One that this process was started to ignore (nohup) remains ignored."""
     heard: list[int] = []
 
     def hear(number: int, frame: FrameType | None) -> None:

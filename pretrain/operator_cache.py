@@ -23,14 +23,13 @@ processes.
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -44,6 +43,7 @@ import torch
 import torch.utils.cpp_extension
 
 from pretrain.errors import ConfigError
+from pretrain.metrics.screen import is_watched
 from pretrain.model.cpu_kernels import cpu_features
 
 _TORCHS_LOAD = torch.utils.cpp_extension.load
@@ -53,7 +53,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 def cache_operators() -> None:
-    """Let DeepSpeed load its operators by `_load`. To be called before it loads the first one."""
+    """Make DeepSpeed load its operators with `_load`. Call this before it loads the first one."""
     torch.utils.cpp_extension.load = _load  # type: ignore[assignment]
 
 
@@ -91,14 +91,17 @@ def _import_built(folder: Path) -> ModuleType | None:
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so") if name else None
     if spec is None or spec.loader is None:
         return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError:  # a library that it was built with is gone: it is built again
+        return None
     return module
 
 
 def _build(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType:
     compiler = torch.utils.cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
+    if shutil.which((shlex.split(compiler) or [""])[0]) is None:  # CXX may be `ccache g++`
         raise ConfigError(f"DeepSpeed's operator {name}", found=f"no C++ compiler ({compiler})",
                           expected="one to compile it with", remedy="sudo apt-get install g++")
     settings = {**settings, "build_directory": str(folder)}
@@ -110,8 +113,8 @@ def _build(name: str, sources: list[str], settings: dict[str, Any], folder: Path
 
 
 def _build_as_one_file(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType | None:
-    """None for CUDA's sources, and where it fails."""
-    if not all(source.endswith(".cpp") for source in sources):
+    """Returns None for CUDA sources, and where compilation fails."""
+    if not _is_cpp(sources):
         return None
     # Not all headers guard against a second inclusion: GCC's #import does it for them.
     headers = sorted({header for source in sources for header in Path(source).parent.glob("*.h")})
@@ -144,22 +147,22 @@ def _build_as_deepspeed(name: str, sources: list[str], settings: dict[str, Any],
                           remedy=f"The compiler's messages are in {log}") from None
 
 
+def _is_cpp(sources: list[str]) -> bool:
+    return all(source.endswith(".cpp") for source in sources)
+
+
 def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str:
-    """Hash of all that the library is made from and made for. Paths of the environment are not part of it."""
+    """Hash of all that the library is made from and made for.
+
+    Neither paths of the environment nor the compiler are part of it: a machine without one can use what another built.
+    """
+    # DeepSpeed sets the variable while it builds for CUDA, in whichever thread.
+    cuda_architectures = None if _is_cpp(sources) else os.environ.get("TORCH_CUDA_ARCH_LIST")
     flags = [settings.get(key) for key in ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")]
     parts = [name, importlib.metadata.version("deepspeed"), torch.__version__, sysconfig.get_config_var("SOABI"),
-             platform.libc_ver(), _compiler_version(), cpu_features(), flags, os.environ.get("TORCH_CUDA_ARCH_LIST"),
+             platform.libc_ver(), cpu_features(), flags, cuda_architectures,
              [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources]]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _compiler_version() -> str:
-    try:
-        return subprocess.run([torch.utils.cpp_extension.get_cxx_compiler(), "--version"], capture_output=True,
-                              text=True, check=True).stdout.partition("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "none"
 
 
 _since: dict[str, float] = {}  # operators that this process compiles at the moment
@@ -168,7 +171,7 @@ _changed = threading.Condition()
 
 @contextlib.contextmanager
 def _announced(name: str) -> Iterator[None]:
-    """Tell that the operator is compiled, at a terminal in a line that counts the seconds, else every minute."""
+    """Report that an operator is being compiled: a terminal gets a line that counts seconds, a log one a minute."""
     with _changed:
         if not _since:
             threading.Thread(target=_report, daemon=True).start()
@@ -186,13 +189,13 @@ def _announced(name: str) -> Iterator[None]:
 
 
 def _line_start() -> str:
-    return "\r\033[K" if sys.stderr.isatty() else ""
+    return "\r\033[K" if is_watched(sys.stderr) else ""
 
 
 def _report() -> None:
-    terminal = sys.stderr.isatty()
     with _changed:
         while _since:
+            terminal = is_watched(sys.stderr)
             seconds = time.monotonic() - min(_since.values())
             line = f"ds-pretrain: compiling DeepSpeed's {', '.join(_since)}, once for this machine: {seconds:.0f} s"
             print(_line_start() + line, end="" if terminal else "\n", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from pretrain.cli import Parser, run_main
 from pretrain.device import detect_device, has_nvcc
 from pretrain.distributed import prepare_deepspeed
 
-# op_builder class names, by what they serve; the longest to compile first
+# op_builder class name -> its purpose; the longest to compile first
 _OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
             "CPULionBuilder": "offloaded Lion"}
 _OPERATORS = {
@@ -47,7 +47,7 @@ def _build(name: str) -> str:
 
 
 def _compilers_at_once() -> int:
-    """One a core, where the memory suffices for as many."""
+    """Number of compilers: one a core, or fewer where memory is short."""
     import psutil
 
     return max(1, min(len(os.sched_getaffinity(0)), int(psutil.virtual_memory().available / 2**30 / _GIB_PER_COMPILER)))
@@ -56,19 +56,20 @@ def _compilers_at_once() -> int:
 def build_operators(*, offload: bool) -> bool:
     """Compile what this device uses; True if all of it is there."""
     prepare_deepspeed(detect_device())
-    os.environ.setdefault("MAX_JOBS", "1")  # compilers that ninja starts for one operator
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     accelerator = get_accelerator()
     operators = {**(_OFFLOAD if offload else {}), **_OPERATORS.get(accelerator.device_name(), {})}
+    compilers = _compilers_at_once()
+    os.environ.setdefault("MAX_JOBS", str(max(1, compilers // len(operators))))  # that ninja starts for one operator
     start = time.perf_counter()
-    with ThreadPoolExecutor(max_workers=_compilers_at_once()) as pool:
+    with ThreadPoolExecutor(max_workers=compilers) as pool:
         failures = dict(zip(operators, pool.map(_build, operators), strict=True))
     for name, purpose in operators.items():
         print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
-    print(f"  all of it in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"  all in {time.perf_counter() - start:.0f} s", flush=True)
     has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
     return has_substitutes or not any(failures.values())
 

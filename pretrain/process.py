@@ -12,6 +12,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 _FIRST_FREE_PORT = 1024  # those below are reserved
+_ENOUGH_PORTS = 4096  # for programs that choose at the same moment
 _TRIES = 100
 
 
@@ -46,7 +47,8 @@ def free_port() -> int:
     """
     kernel_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_of_kernel = int(kernel_range.read_text().split()[0]) if kernel_range.exists() else 32768
-    ports = range(_FIRST_FREE_PORT, max(first_of_kernel, _FIRST_FREE_PORT + 1))
+    enough = first_of_kernel - _FIRST_FREE_PORT >= _ENOUGH_PORTS  # some clusters give the kernel nearly all
+    ports = range(_FIRST_FREE_PORT, first_of_kernel if enough else 2**16)
     generator = random.SystemRandom()  # a program's own seed must not make two runs choose the same port
     tries = (generator.choice(ports) for _ in range(_TRIES))
     return next((port for port in tries if port_is_free(port)), 0) or _any_port()

@@ -1,4 +1,4 @@
-"""The one line of a rejected run: printed once on each host, and last."""
+"""Print why a run is rejected: one line on each host, the last one of the output."""
 
 import os
 import socket
@@ -25,10 +25,10 @@ os.write(2, os.fsencode(sys.argv[2] + "\\n"))
 
 
 def print_error(world: World, error: Exception) -> None:
-    """Print why the run is rejected, from each host: what is missing on one of them may be there on the others.
+    """Print why the run is rejected, from each host: what is missing on one of them may exist on the others.
 
-    The other ranks of a host wait, as launchers end all ranks when the first one has ended. One that is not ended
-    meanwhile has found what its host's first rank has not, and prints it.
+    The other ranks of a host wait, because launchers end all ranks once the first one has ended. A rank that is still
+    there after the wait has found an error that its host's first rank has not, and prints it.
     """
     launcher = _deepspeed_launcher()
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
@@ -53,11 +53,11 @@ def _deepspeed_launcher() -> psutil.Process | None:
 
 
 def _print_after(launcher: psutil.Process, line: str) -> bool:
-    """Let `line` follow what DeepSpeed's launcher logs about a rank that failed.
+    """Print `line` after what DeepSpeed's launcher logs about a rank that failed.
 
     The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
     end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
-    False, and nothing done, where the launcher logs nothing.
+    Returns False and does nothing if the launcher logs nothing.
     """
     try:
         if "--log_level=critical" in launcher.cmdline():

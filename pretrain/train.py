@@ -23,11 +23,11 @@ from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
 from pretrain.imports import leave_out_compiler
 from pretrain.process import end_process
 from pretrain.refusal import print_error
-from pretrain.status import status
+from pretrain.status import clear_status, status
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 refused, 75 stopped by a signal, 130
+    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 rejected, 75 stopped by a signal, 130
     interrupted before it trained, or by a second Ctrl-C.
 
     Whatever can be refused is, before torch is imported or a process joins.
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         return CRASHED
     except KeyboardInterrupt:
         if world.rank == 0:
-            print("ds-pretrain: interrupted, and nothing was saved", file=sys.stderr, flush=True)
+            clear_status()
+            print("ds-pretrain: interrupted; nothing was saved since the last checkpoint", file=sys.stderr, flush=True)
         return INTERRUPTED
 
 

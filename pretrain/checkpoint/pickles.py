@@ -61,7 +61,7 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
     raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
 
 
-# what a checkpoint of DeepSpeed 0.19.8 holds beside tensors and plain containers; none of them runs code when built
+# what a checkpoint of DeepSpeed 0.19.8 holds besides tensors and plain containers; none of them runs code when built
 _ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
                        (_zero_stage, "builtins.getattr")]
 

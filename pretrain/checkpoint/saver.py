@@ -134,7 +134,7 @@ class Saver:
             self._screen.line(self._saved(Path(reply["path"]), reply.get("bytes"), reply.get("seconds")))
 
     def _saved(self, path: Path, num_bytes: int | None, seconds: float | None) -> str:
-        """One line; a writer that ended before it could reply has left no figures."""
+        """The line of a saved checkpoint. Size and time are unknown if its writer ended before it replied."""
         line = f"saved {self._folder.path / 'checkpoints' / path.name}"
         if num_bytes is None or seconds is None:
             return line

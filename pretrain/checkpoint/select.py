@@ -1,4 +1,4 @@
-"""Which checkpoint a tool reads, and with which tokenizer: found without importing torch."""
+"""Find the checkpoint and the tokenizer that a tool reads, without importing torch."""
 
 from pathlib import Path
 

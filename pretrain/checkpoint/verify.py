@@ -1,4 +1,4 @@
-"""Whether a checkpoint still holds what was written (every file against its hash), and can be read."""
+"""Verify that a checkpoint holds what was written (every file against its hash), and that it can be loaded."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor

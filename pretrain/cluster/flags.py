@@ -1,4 +1,4 @@
-"""Flags of `ds-pretrain` and launch/cluster.sh: those of `deepspeed`, with the same meaning, and a few more.
+"""Flags of `ds-pretrain` and launch/cluster.sh: most of those of `deepspeed`, and a few more.
 
     [flags of the launcher] [pretrain/train.py | --] FLAGS OF pretrain/train.py
 """
@@ -6,8 +6,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.cli import Parser
+from pretrain.cli import LONGEST_SECONDS, Parser, number, whole_number
 
+_PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
+_SECONDS = number(0, LONGEST_SECONDS)
 LAUNCHERS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}  # what DeepSpeed looks for
 NO_HOSTFILE = "/job/hostfile"  # DeepSpeed's default: only where it exists do other hosts take part
 
@@ -21,17 +23,18 @@ def command_line(program: str) -> Parser:
     _add_hosts(parser)
     add = parser.add_argument
     add("--master_addr", default="", help="address of the first host (default: on the interface to the others)")
-    add("--master_port", type=int, help="a free port there (default: any on one host, 29500 on several)")
-    add("--launcher", choices=sorted(LAUNCHERS), default="pdsh", help="of other hosts' ranks (default: %(default)s)")
-    add("--launcher_args", default="", help="more flags for it, as one word")
-    add("--ssh_port", type=int, help="of every host")
+    add("--master_port", type=_PORT, help="a free port there (default: on one host MASTER_PORT or any, on several "
+                                          "29500)")
+    add("--launcher", choices=sorted(LAUNCHERS), default="pdsh", help="for other hosts' ranks (default: %(default)s)")
+    add("--launcher_args", default="", help="more flags for the launcher, in one pair of quotes")
+    add("--ssh_port", type=_PORT, help="of every host")
     add("--force_multi", action="store_true", help="reach a single host through --launcher too")
     add("--no_ssh", action="store_true", help="run this command on every host, each with its --node_rank; they meet "
                                               "at --master_addr, port --master_port + 1")
-    add("--node_rank", type=int, default=-1, help="with --no_ssh: this host's place in the hostfile, from 0")
-    add("--meet", type=float, default=60, help="with --no_ssh: seconds for the other hosts' launchers to come "
+    add("--node_rank", type=whole_number(), default=-1, help="with --no_ssh: this host's place in the hostfile, from 0")
+    add("--meet", type=_SECONDS, default=60, help="with --no_ssh: seconds for the other hosts' launchers to come "
                                                "(default: %(default)s)")
-    add("--grace", type=float, default=30, help="seconds from a host's failure until the others are ended "
+    add("--grace", type=_SECONDS, default=30, help="seconds from a host's failure until the others are ended "
                                                 "(default: %(default)s)")
     add("--check_only", action="store_true", help="check the run and its hosts, and start nothing")
     passed = parser.add_argument_group("passed on to `deepspeed`")
@@ -49,9 +52,21 @@ def _add_hosts(parser: Parser) -> None:
     hosts.add_argument("--hostfile", "-H", help="a line `NAME slots=RANKS` for each host; rank 0 is on the first")
     hosts.add_argument("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: only these of the hostfile")
     hosts.add_argument("--exclude", "-e", default="", help="HOST[:SLOT,SLOT][@HOST...]: all but these")
-    hosts.add_argument("--num_nodes", type=int, default=-1, help="the first so many hosts")
-    hosts.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1,
-                       help="ranks on each host, one a GPU (default: all slots; without a hostfile all GPUs)")
+    hosts.add_argument("--num_nodes", type=_COUNT, default=-1, help="use the first N hosts")
+    hosts.add_argument("--num_gpus", "--num_accelerators", type=_COUNT, default=-1,
+                       help="ranks on each host, one a GPU (default: all slots; without a hostfile one on each GPU, "
+                            "or on each NUMA node of CPUs)")
+
+
+def _separator(words: Sequence[str], parser: Parser) -> int | None:
+    """Where the first `--` or train.py stands that is no flag's value; None where there is none."""
+    at = 0
+    while at < len(words):
+        may_be_value = at > 0 and words[at - 1].startswith("-") and parser.takes_value(words[at - 1]) is not False
+        if words[at] == "--" or (Path(words[at]).name == "train.py" and not may_be_value):
+            return at
+        at += 2 if parser.takes_value(words[at]) else 1
+    return None
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -59,12 +74,11 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
     `--` or train.py separates the two. Without either, the launcher's flags are known by their names.
     """
-    names = [Path(word).name for word in words]
-    end = next((names.index(name) for name in ("--", "train.py") if name in names), None)
-    if end is not None:
-        rest = list(words[end + 1:])
-        return list(words[:end]), rest[1:] if rest and Path(rest[0]).name == "train.py" else rest
     parser, rest = command_line(""), list(words)
+    end = _separator(words, parser)
+    if end is not None:
+        rest = rest[end + 1:]
+        return list(words[:end]), rest[1:] if rest and Path(rest[0]).name == "train.py" else rest
     launcher: list[str] = []
     train: list[str] = []
     while rest:

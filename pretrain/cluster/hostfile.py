@@ -8,6 +8,7 @@ from pretrain.errors import ConfigError, did_you_mean
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name, user@name or address that no shell takes apart
 EXPECTED = "NAME slots=N"
+_MOST_SLOTS = 100_000
 
 
 def read_hostfile(path: str) -> dict[str, int]:
@@ -48,6 +49,8 @@ def _parse_line(where: str, text: str) -> tuple[str, int]:
     if int(match["slots"]) == 0:
         raise ConfigError(where, found="slots=0", expected="at least 1",
                           remedy="start the line with # to leave the host out")
+    if int(match["slots"]) > _MOST_SLOTS:
+        raise ConfigError(where, found=f"slots={match['slots']}", expected=f"at most {_MOST_SLOTS}")
     return match["host"], int(match["slots"])
 
 

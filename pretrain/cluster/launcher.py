@@ -74,7 +74,7 @@ def _check_run(args: RunArguments, facts: Mapping[str, Facts], ranks: Mapping[st
 
 
 def _device_of(facts: Mapping[str, Facts]) -> Device:
-    """The device of the hosts, which this one may lack; what only they know counts as there."""
+    """The device of the hosts. Where this host lacks it, fp16 and bf16 are assumed to work on it."""
     if not any(found.gpus for found in facts.values()):
         return cpu_device()
     here = detect_device()

@@ -269,7 +269,7 @@ class IndexedWriter:
         self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
-        for folder in self._made:  # that finalize() has put nothing into
+        for folder in self._made:  # rmdir removes those that finalize() left empty
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

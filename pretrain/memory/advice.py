@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REPORTED_STEP = 2  # of this start: the first step makes the optimizer's states
 _NEARLY = 0.85  # of what the failed layout was predicted to take: a change must save at least the rest
 _CHANGES = 3
-# What a process on a CPU grows by from its start to the end of a step, beside its tensors: code of libraries that is
+# What a process on a CPU grows by from its start to the end of a step, besides its tensors: code of libraries that is
 # touched, DeepSpeed's shared memory for collectives (66 MiB a rank), oneDNN's kernels, and freed memory that the
 # allocator keeps. Measured: 30 to 213 MiB, models of 0.3 to 25 M parameters.
 PROCESS_GROWTH_BYTES = 256 * 2**20
@@ -82,7 +82,7 @@ class MemoryWatch:
             self.tensors.begin(engine)
 
     def after_step(self, steps: int, say: Callable[[str], None]) -> None:
-        """Say one line after step REPORTED_STEP of this start. Collective at that step."""
+        """Report one line after step REPORTED_STEP of this start. Collective at that step."""
         if steps != REPORTED_STEP:
             return
         if self.tensors is not None:
@@ -96,7 +96,7 @@ class MemoryWatch:
             f"{self._measured(predicted)}")
 
     def _measured(self, predicted: Estimate | None) -> str:
-        """What the rank with the most has measured. Collective."""
+        """The measurement of the rank that takes the most memory. Collective."""
         from pretrain.ranks import gather
 
         if self.tensors is None:

@@ -20,7 +20,7 @@ from pretrain.memory.out_of_memory import kernel_oom_kills
 from pretrain.memory.run_ranks import FailedRank, failure, run_ranks
 
 _TRACKED_STEPS = 2
-_PORTS = 3  # that are tried
+_PORTS = 3  # to try, one after another
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def print_observed(found: list[Observed], unit: str, console: Console | None = N
     """The table: estimate, what was found, and the difference in per cent; notes and failures below it."""
     console = console or wide_console()
     rows = [_cells(one, unit) for one in found]
-    left_out = ("rank", "micro x acc.")  # where the terminal is narrow, the first one first
+    left_out = ("rank", "micro x acc.")  # in a narrow terminal, the first of them first
     titles = shown_columns(rows, console.width, keep=tuple(title for title in rows[0] if title not in left_out))
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for title in titles:

@@ -69,7 +69,7 @@ def _parser() -> Parser:
     _add_layouts(parser.add_argument_group("the layouts (several values each)"))
     group = parser.add_argument_group("what is asked")
     group.add_argument("--find", choices=KINDS, help="the largest that fits each layout")
-    group.add_argument("--tokens", type=number(1, 1e20), help="of the run whose cost is told (default: 20 a parameter)")
+    group.add_argument("--tokens", type=number(1, 1e20), help="of the run, for its cost (default: 20 a parameter)")
     group.add_argument("--mfu", type=number(1e-4, 1), help="for the cost, instead of the predicted one")
     group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,
                        help=f"share of the peak rate while nothing waits ({KERNEL_EFFICIENCY})")

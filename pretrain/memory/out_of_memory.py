@@ -1,4 +1,4 @@
-"""Tell whether memory ran out: by an error, by what a process printed, by the kernel's count of its kills."""
+"""Detect that memory ran out: from an error, from what a process printed, from the kernel's count of its kills."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""The ranks of a measured run on this machine: started, watched, and what is said where one fails."""
+"""Start and watch the ranks of a measured run on this machine, and explain the failure of one."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ class FailedRank:
 
 
 def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRank]:
-    """Run all ranks to their end, each with its output in a file; those that failed by themselves.
+    """Run all ranks to their end, each with its output in a file. Returns those that failed by themselves.
 
     When one fails, the others are ended: they would wait for it.
     """
@@ -82,7 +82,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
-    """Wait until all have ended, or one has failed and the others had a moment to fail too. False: too late."""
+    """Wait until all have ended, or one has failed and the others had a moment to fail too. False: timed out."""
     deadline, failed = time.monotonic() + timeout_s, False
     while None in (codes := [process.poll() for process in processes]):
         if not failed and any(codes):

@@ -103,7 +103,7 @@ def print_report(report: Report, unit: str, console: Console | None = None) -> N
 
 
 def wide_console() -> Console:
-    """The terminal's width; a pipe or a file has none that a row could be cut to."""
+    """A console as wide as the terminal; for a pipe or a file, wide enough for every row."""
     return Console() if sys.stdout.isatty() else Console(width=_WIDE)
 
 
@@ -114,7 +114,7 @@ def print_lines(lines: list[str], console: Console) -> None:
 
 
 def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...]) -> list[str]:
-    """The titles that fit `width` together: the last ones that are not in `keep` go first."""
+    """The columns that fit `width` together. The last ones are left out first, but none of `keep`."""
     titles = list(rows[0])
     needed = {title: max(len(title), *(len(row[title]) for row in rows)) + 1 for title in titles}
     for title in reversed(rows[0]):

@@ -117,7 +117,7 @@ class Meter:
         return value
 
     def _show_progress(self, step: int) -> None:
-        """The status line. Before the first row the host's time since the start serves as that of the steps."""
+        """Show the status line. Before the first row, the host's time since the start gives the time of a step."""
         if not self.screen.wants_status():
             return
         seconds = self._step_seconds or (time.perf_counter() - self._last_time) / max(step - self._last_step, 1)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 _SECONDS_BETWEEN = 0.2  # of two status lines
 _CLEAR_LINE = "\r\033[K"
-_SMALLEST = 20  # columns; what says that it has fewer says nonsense
+_SMALLEST = 20  # columns; a terminal that reports fewer is not believed
 
 
 def terminal_columns(stream: TextIO) -> int | None:
@@ -50,11 +50,11 @@ def _is_foreground(descriptor: int) -> bool:
 
 
 class Screen:
-    """A context manager. Prints to stdout if it is `active`; a status line is shown only to somebody who watches."""
+    """Context manager that prints to stdout if it is `active`. Only a watched terminal has the status line."""
 
     def __init__(self, *, active: bool = True) -> None:
-        self._active, self._stream = active, sys.stdout
-        self._may_be_watched = active and self._stream.isatty()  # a file or a pipe costs nothing more
+        self._active, self._stream = active and sys.stdout is not None, sys.stdout  # it is None where it was closed
+        self._may_be_watched = self._active and self._stream.isatty()  # a file or a pipe costs nothing more
         self._status, self._shown_at = "", 0.0
 
     @property
@@ -87,7 +87,7 @@ class Screen:
             self._write(_CLEAR_LINE + self._cut(text))
 
     def clear(self) -> None:
-        """Take the status line away."""
+        """Remove the status line."""
         if self._status and is_watched(self._stream):
             self._write(_CLEAR_LINE)
         self._status = ""
@@ -97,7 +97,7 @@ class Screen:
         return text[:(self.columns or 80) - 1]
 
     def _write(self, text: str) -> None:
-        """What cannot be printed is no reason to stop training.
+        """Print, or do nothing: a failed write is no reason to stop training.
 
         `... | tee log` loses its reader by the Ctrl-C that asks for a save; a log may be on a full disk.
         """
@@ -105,7 +105,7 @@ class Screen:
             self._stream.write(text)
             self._stream.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # nor of an error at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # the flush at exit works then
         except OSError:
             pass
 

@@ -33,7 +33,7 @@ _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # of positions that are learned
 _LARGEST_THETA = 1e12
-_OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # their names are no slips of the finger
+_OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # other architectures, not misspellings
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
                           expected=f"a number above 0, up to {_LARGEST_THETA:g}")
     if not 0 < share <= 1:
         raise ConfigError(f"{where}: {names.get('partial_rotary_factor', share_key)}", found=share,
-                          expected="a share above 0, up to 1")
+                          expected="a fraction above 0, up to 1")
     for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", share)):  # gpt_neox files may say it twice
         if values.get(name) is not None and name != theta_key and values[name] != resolved:
             raise ConfigError(f"{where}: {name}", found=values[name],

@@ -15,18 +15,19 @@ from pretrain.cluster.flags import split_words
 from pretrain.cluster.hostfile import choose_hosts, read_hostfile
 from pretrain.errors import ConfigError
 
-_OWN = ("ds-pretrain", "cluster.sh")  # need no word between the launcher's flags and those of train.py
+_OWN = ("ds-pretrain", "cluster.sh")  # need no separator between the launcher's flags and those of train.py
 _TAKE_HOSTFILE = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")
 _FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
     """The same command, with `--` before the flags of train.py where it may be left out."""
-    at = next((at for at, word in enumerate(command) if Path(word).name in _OWN), None)
+    launcher = command[:_split(command)] or command  # behind it such a word is a flag's value
+    at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN), None)
     if at is None:
         return list(command)
-    launcher, train = split_words(command[at + 1:])
-    return [*command[:at + 1], *launcher, "--", *train]
+    flags, train = split_words(command[at + 1:])
+    return [*command[:at + 1], *flags, "--", *train]
 
 
 def _split(command: Sequence[str]) -> int:

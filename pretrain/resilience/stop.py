@@ -77,8 +77,12 @@ class Stop:
         """The end has begun, and no signal disturbs it but a second Ctrl-C. Collective."""
         self._answer()
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, _ignore)
         signal.set_wakeup_fd(-1)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler, so that a launcher still sees that this process expects the signal (SIG_IGN does not say so)."""
 
 
 def _end_with_siblings() -> socket.socket | None:
