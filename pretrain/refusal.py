@@ -34,13 +34,18 @@ def print_error(world: World, error: Exception) -> None:
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
     if world.local_rank != 0:
         time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
-        if world.launcher == "slurm":  # srun ends nobody by itself: each rank would print
+        if not (launcher or _ends_all(world)):  # such as srun: each rank would print
             return
         host = f"rank {world.rank} on {host}"
     line = f"ds-pretrain: error: {host}{error}"
     clear_status()
     if launcher is None or not _print_after(launcher, line):
         print(line, file=sys.stderr, flush=True)
+
+
+def _ends_all(world: World) -> bool:
+    """Whether the launcher, torchrun or one of MPI, ends the other ranks when one has failed."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or world.launcher in ("openmpi", "pmi", "mpi")
 
 
 def _deepspeed_launcher() -> psutil.Process | None:

@@ -37,10 +37,10 @@ _NUMBERS = (  # name, type, default, help
     ("message_mib", whole_number(1, _MOST_MIB), None, "MiB of a transfer (16 on CPUs, 256 otherwise)"),
     ("disk_mib", whole_number(1, _MOST_MIB), 256, "MiB written on each host (%(default)s)"),
     ("rounds", whole_number(), 32, "other hosts that each host is measured with; 0: all (%(default)s)"),
-    ("timeout", _SECONDS, 60.0, "seconds that one measurement may take; the ranks may come within twice that "
+    ("timeout", _SECONDS, 60.0, "seconds that one measurement may take; the ranks may join within twice that "
      "(%(default)s)"),
     ("min_ratio", number(0.001, 1), None,
-     "share of the median below which a rate stands out, and above whose inverse a latency does "
+     "fraction of the median below which a rate stands out, and above whose inverse a latency does "
      "(products and free memory 0.8, memory and inside a host 0.7, network 0.6, disk 0.4, latency 0.25)"),
     ("min_gbit", number(0, 1e6), 0.0, "Gbit/s that every pair of hosts must reach (none)"),
     ("max_clock_skew", number(0, LONGEST_SECONDS), 1.0, "seconds (%(default)s)"),
