@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.generated_wrong_inputs import LEGAL, ROOT, TOOLS, Case, cases, made_cases
+from tests.generated_wrong_inputs import cases, made_cases
+from tests.wrong_case import LEGAL, ROOT, TOOLS, Case
 from tests.wrong_inputs import make_world
 
 CASES = cases()
