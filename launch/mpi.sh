@@ -33,7 +33,7 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
 done
 [ -z "$ranks" ] || PYTHONPATH=$code python "$code/tools/check_config.py" --world_size "$ranks" "$@" > /dev/null || exit
 
-export MASTER_PORT=${MASTER_PORT:-$(PYTHONPATH=$code python -c 'from pretrain.process import free_port
+export MASTER_PORT=${MASTER_PORT:-$(PYTHONPATH=$code python -c 'from pretrain.distributed.process import free_port
 print(free_port())')}
 travels='^(MASTER_|NCCL_|GLOO_|UCX_|OMP_|KMP_|MKL_|CUDA_|DS_|TORCH|HF_|PYTHON|PATH$|LD_LIBRARY_PATH$)'
 names=$(compgen -e | grep -E "$travels")

@@ -78,5 +78,5 @@ say "packages: $((SECONDS - start)) s"
 export PATH="$VENV/bin:$PATH"
 say "DeepSpeed's compiled operators (once; kept in ${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions})"
 before=$SECONDS
-"$VENV/bin/python" -m pretrain.ops ${offload:+--offload}
+"$VENV/bin/python" -m pretrain.engine.build_ops ${offload:+--offload}
 say "compiled operators: $((SECONDS - before)) s"

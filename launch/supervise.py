@@ -5,10 +5,10 @@ import sys
 from dataclasses import fields
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, place, run_main, text, whole_number
+from pretrain.cluster.supervise.hosts import reach_hosts
+from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
+from pretrain.cluster.supervise.supervisor import Settings, supervise
 from pretrain.errors import ConfigError
-from pretrain.resilience.hosts import reach_hosts
-from pretrain.resilience.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
-from pretrain.resilience.supervisor import Settings, supervise
 
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
 _SECONDS = number(0, LONGEST_SECONDS)

@@ -1,10 +1,20 @@
-"""The exceptions that end a run with one line: bad input, and checkpoints that cannot be written."""
+"""Exit codes, and the exceptions that end a program with one line."""
 
 from collections.abc import Iterable
 from typing import Any
 
 _LONGEST_PLACE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value that a message shows
+
+FINISHED = 0
+CRASHED = 1  # the last checkpoint was not written either; and whatever else is not named here
+REFUSED = 2  # bad input: another start would end the same
+STOPPED = 75  # saved on a signal or at a time limit, start me again (EX_TEMPFAIL of sysexits.h)
+GUARD = 76  # stopped by the bad-step guard
+HANG = 77
+INTERRUPTED = 130  # by Ctrl-C, without a save: what a shell reports of a program that SIGINT ended
+
+NEVER_AGAIN = {REFUSED: "the run was refused", GUARD: "the bad-step guard stopped it"}
 
 
 class ConfigError(ValueError):

@@ -9,21 +9,20 @@ from pathlib import Path
 
 if __name__ == "__main__":  # the folder of this file has modules with common names: let it shadow none
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pretrain.allocator import restart_with_jemalloc
+    from pretrain.distributed.allocator import restart_with_jemalloc
 
     restart_with_jemalloc()
 
-from pretrain.arguments import RunArguments, parse_arguments
-from pretrain.check import Plan, check_run
-from pretrain.checkpoint.resume import choose_resume
-from pretrain.device import detect_device
-from pretrain.distributed import ALONE, World, prepare_deepspeed, running_environment
-from pretrain.errors import ConfigError, SaveError
-from pretrain.exit_codes import CRASHED, INTERRUPTED, REFUSED
-from pretrain.imports import leave_out_compiler
-from pretrain.process import end_process
-from pretrain.refusal import print_error
-from pretrain.status import clear_status, status
+from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.config.arguments import RunArguments, parse_arguments
+from pretrain.config.validate import Plan, check_run
+from pretrain.console.status import clear_status, status
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.print_error import print_error
+from pretrain.distributed.process import end_process
+from pretrain.distributed.world import ALONE, World, prepare_deepspeed, running_environment
+from pretrain.engine.lazy_imports import leave_out_compiler
+from pretrain.errors import CRASHED, INTERRUPTED, REFUSED, ConfigError, SaveError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,8 +57,8 @@ def run(args: RunArguments, world: World) -> int:
     prepare_deepspeed(device)
     if not _compiles(plan):
         leave_out_compiler()
-    from pretrain.loop import train  # imports torch and deepspeed
-    from pretrain.memory.advice import MemoryWatch, print_advice
+    from pretrain.memory.report.advice import MemoryWatch, print_advice
+    from pretrain.trainer import train  # imports torch and deepspeed
 
     watch = MemoryWatch.start(plan, world)
     try:

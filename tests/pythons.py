@@ -127,7 +127,7 @@ def save(python: Python) -> None:
     python.folder.mkdir(parents=True)
     python.do("compile", "-W", "error", "-m", "compileall", "-q", *(ROOT / name for name in ("pretrain", "tools",
                                                                                              "launch", "tests")))
-    text = [str(path) for path in sorted(ROOT.glob("pretrain/*.py"))]
+    text = [str(path) for path in sorted(ROOT.glob("pretrain/**/*.py"))]
     tools(python, "data", ["train_tokenizer.py", *text, "--out", "tokenizer", "--vocab_size", 512],
           ["prepare_data.py", *text, "--tokenizer", "tokenizer", "--out", "tokens"])
     train(python, "save", python.run, python.folder, steps=2, resume="never", launcher=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.manifest import MANIFEST, newest_whole
-from tests.distributed.launch import ROOT, free_port, train_ranks
+from pretrain.checkpoint.format.manifest import MANIFEST, newest_whole
+from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
            "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pretrain.arguments import parse_arguments
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
 from pretrain.cluster.health.settings import Settings
-from pretrain.device import detect_device
-from pretrain.distributed import ALONE, prepare_deepspeed, running_environment
+from pretrain.config.arguments import parse_arguments
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.print_error import print_error
+from pretrain.distributed.world import ALONE, prepare_deepspeed, running_environment
 from pretrain.errors import ConfigError
-from pretrain.refusal import print_error
-from pretrain.writable import check_folder
+from pretrain.paths import check_folder
 
 _MIB = 2**20
 

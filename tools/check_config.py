@@ -3,11 +3,11 @@
 
 import sys
 
-from pretrain.arguments import parse_arguments
-from pretrain.check import Plan, check_run
-from pretrain.checkpoint.resume import choose_resume
+from pretrain.checkpoint.load.resume import choose_resume
 from pretrain.cli import Parser, run_main, whole_number
-from pretrain.device import cpu_device, cuda_device, detect_device
+from pretrain.config.arguments import parse_arguments
+from pretrain.config.validate import Plan, check_run
+from pretrain.distributed.device import cpu_device, cuda_device, detect_device
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.checkpoint.commands import (
+from pretrain.checkpoint.convert.commands import (
     Found,
     check_new_folder,
     checkpoints_of,
@@ -23,9 +23,9 @@ from pretrain.checkpoint.commands import (
     verify,
     written,
 )
-from pretrain.checkpoint.retention import prune
+from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
-from pretrain.data.progress import Progress
+from pretrain.console.progress import Progress
 from pretrain.errors import ConfigError, SaveError
 
 _RUN = "run folder, its checkpoints folder, or one global_stepN folder"
@@ -84,7 +84,7 @@ def _convert(args: argparse.Namespace) -> int:
     check_new_folder(args.out)
     if _verified(source):
         return 1
-    from pretrain.checkpoint.export import convert
+    from pretrain.checkpoint.convert.export import convert
 
     convert(source.folder, args.out)
     print(written(args.out))
@@ -96,7 +96,7 @@ def _consolidate(args: argparse.Namespace) -> int:
     check_new_folder(args.out)
     if _verified(source):
         return 1
-    from pretrain.checkpoint.export import consolidate
+    from pretrain.checkpoint.convert.export import consolidate
 
     consolidate(source.folder, args.out, dtype=args.dtype)
     print(written(args.out))
@@ -107,7 +107,7 @@ def _diff(args: argparse.Namespace) -> int:
     a, b = find_one(args.a), find_one(args.b)
     if max(_verified(a), _verified(b)):
         return 1
-    from pretrain.checkpoint.export import diff
+    from pretrain.checkpoint.convert.export import diff
 
     differences = diff(a.folder, b.folder)
     for difference in differences:

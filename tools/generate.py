@@ -1,10 +1,10 @@
 """Sample text from a run's checkpoint: tools/generate.py RUN --prompt 'def '"""
 
-from pretrain.checkpoint.select import chosen_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
 from pretrain.cli import Parser, number, path, place, run_main, whole_number
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.device import detect_device
-from pretrain.distributed import prepare_deepspeed
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.world import prepare_deepspeed
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     chosen_checkpoint(args.run, args.step)
     load_tokenizer(args.tokenizer or tokenizer_of(args.run))
     prepare_deepspeed(detect_device())
-    from pretrain.generate import Sampling, generate, load_trained_model
+    from pretrain.analysis.generate import Sampling, generate, load_trained_model
 
     trained = load_trained_model(args.run, step=args.step, tokenizer=args.tokenizer)
     print(generate(trained, args.prompt, Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p,

@@ -1,7 +1,7 @@
 """Where a run stands, in a few lines: tools/summarize.py RUN"""
 
+from pretrain.analysis.summary import Summary, summarize
 from pretrain.cli import Parser, path, run_main
-from pretrain.metrics.summary import Summary, summarize
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -18,7 +18,7 @@ class Lever:
 
 
 LEVERS = (
-    Lever("attention of matrix products", "pretrain/model/cpu_attention.py",
+    Lever("attention of matrix products", "pretrain/model/kernels/cpu_attention.py",
           "Causal attention in blocks of 128 query rows, each two matrix products and a softmax; what lies above the "
           "diagonal is not computed; the backward pass computes the probabilities anew, so that q, k and v are all "
           "that is kept.",
@@ -26,19 +26,19 @@ LEVERS = (
           "CUDA: its flash or cuDNN kernel, whichever torch picks).",
           "CPU: forward and backward in half of torch's time at 512 positions, 0.8 of it at 2,048 (8 heads of 64, "
           "AVX512_BF16)."),
-    Lever("the MLP's second half as one operator", "pretrain/model/activation.py",
+    Lever("the MLP's second half as one operator", "pretrain/model/kernels/activation.py",
           "down(activation(up)), with a gate or without, keeps its inputs alone and computes the activation anew in "
           "the backward pass.",
           "Unless --plain_operators asks for torch's own.",
           "Memory on every device: a quarter of what a GPT-2 block keeps. It costs one more pass over the MLP's inner "
           "elements. CUDA: not measured."),
-    Lever("GELU in C", "pretrain/model/cpu_kernels.c, cpu_kernels.py",
+    Lever("GELU in C", "pretrain/model/kernels/cpu_kernels.c, cpu_kernels.py",
           "The tanh approximation and its derivative in one vectorised loop over bf16 numbers, compiled when first "
           "used, in a tenth of a second.",
           "CPU, bf16, activation gelu_new or gelu_pytorch_tanh, where there is a C compiler; otherwise torch's "
           "operator.",
           "CPU: 0.5 ns an element forward and 0.6 ns backward, where torch's takes 2.0 ns each (an AVX512_BF16 core)."),
-    Lever("head and loss as one operator", "pretrain/model/fused_loss.py",
+    Lever("head and loss as one operator", "pretrain/model/kernels/fused_loss.py",
           "Logits, cross-entropy and their gradients chunk by chunk of 1,024 tokens, in the forward pass: the logits "
           "never exist as a whole.",
           "Always when training or evaluating a loss, on every engine, tied and untied heads alike. Generation takes "
@@ -46,7 +46,7 @@ LEVERS = (
           "Memory on every device: the logits of a micro-batch in 16 bits and, several times, in fp32 (4,096 tokens x "
           "16k words: 0.13 GB and 0.27 GB each). Time on CPU: what is beside the three matrix products falls from "
           "0.26 s to 0.12 s at that size. CUDA: not measured."),
-    Lever("memory kept between steps", "pretrain/allocator.py",
+    Lever("memory kept between steps", "pretrain/distributed/allocator.py",
           "Freed blocks stay with the process; glibc gives every large one back to the kernel, which maps, zeroes and "
           "faults it in anew in each step. With jemalloc (Debian's libjemalloc2; train.py starts itself anew with it) "
           "or, where there is none, with glibc told to keep its heap.",
@@ -55,7 +55,7 @@ LEVERS = (
           "CPU: 12 ms instead of 36 ms for a bf16 softmax of 32 MiB, 4 ms instead of 20 ms for an fp32 copy of it. "
           "A step of the preset cpu peaks at 1.22 GB with jemalloc, at 1.45 to 1.64 GB with glibc's heap, and takes "
           "as long."),
-    Lever("reduce buckets no larger than the model", "pretrain/ds_auto.py",
+    Lever("reduce buckets no larger than the model", "pretrain/config/auto.py",
           "DeepSpeed allocates a bucket for gradients of reduce_bucket_size elements, 5e8 unless told; here at most as "
           "many as the model has parameters, which hold all gradients as well.",
           "ZeRO-1, 2 and 3.",
@@ -72,7 +72,7 @@ LEVERS = (
           "DeepSpeed's FusedAdam (compiled ahead by launch/setup.sh): one pass over weights and moments.",
           "Adam and AdamW on CPU, and on CUDA where nvcc is there; otherwise torch's AdamW.",
           "A part of the bare DeepSpeed loop's time too: no difference between the two."),
-    Lever("nothing waits in the loop", "pretrain/loop.py, pretrain/data/loader.py",
+    Lever("nothing waits in the loop", "pretrain/trainer.py, pretrain/data/loader.py",
           "The next step's samples are read in a thread while this one computes; the loss is read from the device on "
           "logged steps only (--log_interval).",
           "Always.", "Every device: see --what overhead."),
@@ -80,7 +80,7 @@ LEVERS = (
           "Training waits for a copy in host memory only; a process beside it writes and commits.",
           "With --async_save: it takes host memory for a copy of each rank's files.",
           "Every device: see --what checkpoint."),
-    Lever("operators compiled ahead", "launch/setup.sh, python -m pretrain.ops",
+    Lever("operators compiled ahead", "launch/setup.sh, python -m pretrain.engine.build_ops",
           "DeepSpeed's C++ operators are built once per machine, not within the first step; whatever can be refused is "
           "refused before torch is imported.",
           "After launch/setup.sh.", "Every device: minutes at the first start; see --what startup."),

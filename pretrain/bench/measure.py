@@ -4,16 +4,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.bench.checkpoint import checkpoint_stall
-from pretrain.bench.job import Workshop
-from pretrain.bench.offload import offload
-from pretrain.bench.overhead import overhead
-from pretrain.bench.pipeline import STAGES, pipeline
-from pretrain.bench.scaling import scaling
+from pretrain.bench.processes.job import Workshop
+from pretrain.bench.processes.turns import Say, Section
+from pretrain.bench.sections.checkpoint import checkpoint_stall
+from pretrain.bench.sections.offload import offload
+from pretrain.bench.sections.overhead import overhead
+from pretrain.bench.sections.pipeline import STAGES, pipeline
+from pretrain.bench.sections.scaling import scaling
+from pretrain.bench.sections.startup import startup
+from pretrain.bench.sections.step import compare
 from pretrain.bench.settings import Settings
-from pretrain.bench.startup import startup
-from pretrain.bench.step import compare
-from pretrain.bench.turns import Say, Section
 
 _SECTIONS: dict[str, Callable[[Workshop, Say], Section]] = {
     "step": compare, "overhead": overhead, "pipeline": pipeline, "checkpoint": checkpoint_stall, "startup": startup,

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.bench.job import shape
+from pretrain.bench.processes.job import shape
+from pretrain.bench.processes.turns import Section
 from pretrain.bench.settings import Settings
-from pretrain.bench.turns import Section
-from pretrain.device import nvidia_smi
+from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError
-from pretrain.metrics.run_folder import versions
+from pretrain.monitor.run_folder import versions
 
 
 def gpu_names() -> list[str]:

@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pretrain.arguments import parse_arguments
 from pretrain.cli import LONGEST_SECONDS, Parser, number, place, text, whole_number
-from pretrain.device import Device, cpu_device, cuda_device, detect_device
+from pretrain.config.arguments import parse_arguments
+from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError, did_you_mean
 
 WHAT = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")

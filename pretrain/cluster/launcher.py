@@ -10,21 +10,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrain.arguments import RunArguments, parse_arguments
-from pretrain.check import check_run
-from pretrain.checkpoint.resume import choose_resume
+from pretrain.checkpoint.load.resume import choose_resume
 from pretrain.cli import run_main
-from pretrain.cluster.ending import Job, run_job
-from pretrain.cluster.environment import launcher_environment, own_variables, run_variables, write_environment
 from pretrain.cluster.flags import LAUNCHERS, command_line, split_words
-from pretrain.cluster.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.meeting import PORT_OFFSET, join
-from pretrain.cluster.preflight import ROOT, Facts, Question, examine_hosts, question_of
-from pretrain.cluster.remote import by_srun, by_ssh, here, ssh_options
-from pretrain.device import Device, cpu_device, detect_device
-from pretrain.distributed import DEFAULT_MASTER_PORT
-from pretrain.errors import ConfigError
-from pretrain.exit_codes import REFUSED
+from pretrain.cluster.hosts.ending import Job, run_job
+from pretrain.cluster.hosts.environment import launcher_environment, own_variables, run_variables, write_environment
+from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.hosts.meeting import PORT_OFFSET, join
+from pretrain.cluster.hosts.preflight import ROOT, Facts, Question, examine_hosts, question_of
+from pretrain.cluster.hosts.remote import by_srun, by_ssh, here, ssh_options
+from pretrain.config.arguments import RunArguments, parse_arguments
+from pretrain.config.validate import check_run
+from pretrain.distributed.device import Device, cpu_device, detect_device
+from pretrain.distributed.world import DEFAULT_MASTER_PORT
+from pretrain.errors import REFUSED, ConfigError
 
 _PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}  # Debian's
 _PLAIN = re.compile(r"[\w@%+=:,./-]+")

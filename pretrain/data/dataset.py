@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.arguments import RunArguments
+from pretrain.config.arguments import RunArguments
 from pretrain.data.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
 from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.writable import check_folder
+from pretrain.paths import check_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
 """characters: the trainer would drop a line of more than max_sentence_length (4192) bytes without a word"""

@@ -6,9 +6,9 @@ them has a flag. Rates are one way.
 
 from dataclasses import dataclass, replace
 
-from pretrain.device import nvidia_smi
+from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError, did_you_mean
-from pretrain.metrics.flops import peak_tflops
+from pretrain.monitor.peak_flops import peak_tflops
 
 GIB = 2**30
 GB = 10**9
@@ -24,7 +24,7 @@ class Gpu:
 
     name: str
     memory_bytes: int  # as torch sees it: a little less than the label says
-    label: str  # as pretrain.metrics.flops knows it
+    label: str  # as pretrain.monitor.peak_flops knows it
     memory_rate: float
     peer_rate: float  # to the other devices of its node
     pcie_rate: float

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
-from pretrain.model.fused_loss import fused_linear_cross_entropy
+from pretrain.model.kernels.fused_loss import fused_linear_cross_entropy
 
 Labels = tuple[torch.Tensor, torch.Tensor]  # (labels_BT int64, weights_BT float32)
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_to_cut_by
-from pretrain.model.fused_loss import carry
+from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
 from pretrain.model.rope import Rope

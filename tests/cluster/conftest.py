@@ -1,5 +1,5 @@
 """Fixtures that the tests of this folder share."""
 
-from tests.cluster.ssh_hosts import hosts
+from tests.cluster.workers.ssh_hosts import hosts
 
 __all__ = ["hosts"]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.manifest import newest_whole
-from pretrain.cluster.ending import LOST
-from tests.cluster.mpi import mpi
-from tests.cluster.ssh_hosts import Host, Hosts
-from tests.distributed.launch import LIMIT_S, ROOT, free_port
+from pretrain.checkpoint.format.manifest import newest_whole
+from pretrain.cluster.hosts.ending import LOST
+from tests.cluster.workers.mpi import mpi
+from tests.cluster.workers.ssh_hosts import Host, Hosts
+from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import _flags, launch, losses, rows
 
 __all__ = ["mpi"]  # the fixture

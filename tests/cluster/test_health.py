@@ -27,7 +27,7 @@ from pretrain.cluster.health.reach import ClockServer, Reach, reach
 from pretrain.cluster.health.report import Report
 from pretrain.cluster.health.verdict import culprits, slow
 from pretrain.errors import ConfigError
-from tests.distributed.launch import ROOT, free_port, run_ranks
+from tests.support.launch import ROOT, free_port, run_ranks
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
 
@@ -164,7 +164,7 @@ class Switch:
         hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup,
                   "environ": {**host, "LOCAL_RANK": str(local)}}
                  for number, setup in enumerate(setups) for local in range(per_host)]
-        command = [str(Path(__file__).with_name("as_host.py")), str(ROOT / "tools" / "check_cluster.py"),
+        command = [str(Path(__file__).parent / "workers" / "as_host.py"), str(ROOT / "tools" / "check_cluster.py"),
                    "--save", str(folder), *flags]
         ranks = 1 if environ else len(hosts)
         logs = folder.parent / f"{folder.name}-logs"

@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.ending import exit_code
-from pretrain.cluster.environment import interface_variables, own_variables, run_variables, threads, write_environment
 from pretrain.cluster.flags import command_line
-from pretrain.cluster.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.hosts.ending import exit_code
+from pretrain.cluster.hosts.environment import (
+    interface_variables,
+    own_variables,
+    run_variables,
+    threads,
+    write_environment,
+)
+from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.hosts.preflight import Facts
 from pretrain.cluster.launcher import deepspeed_command, main, quoted_for_pdsh
-from pretrain.cluster.preflight import Facts
 from pretrain.errors import ConfigError
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.mpi import mpi
-from tests.distributed.launch import LIMIT_S, ROOT, free_port
+from tests.cluster.workers.mpi import mpi
+from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import losses, rows
 
 __all__ = ["mpi"]  # the fixture
 _TELL = """
 import os, sys
-from pretrain.distributed import running_environment
+from pretrain.distributed.world import running_environment
 world = running_environment()
 words = world.rank, world.size, world.local_rank, world.local_size, world.launcher, os.environ["MASTER_ADDR"]
 sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: mpirun mixes the ranks' output

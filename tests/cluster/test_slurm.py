@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from pretrain.cluster.slurm import RECORD, after, check_time_limit, seconds
 from pretrain.errors import ConfigError
-from pretrain.slurm import RECORD, after, check_time_limit, seconds
-from tests.cluster.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
-from tests.distributed.launch import ROOT
+from tests.cluster.workers.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
+from tests.support.launch import ROOT
 from tests.test_train import rows
 
 __all__ = ["slurm"]  # the fixture

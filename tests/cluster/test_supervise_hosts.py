@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.resilience.hosts import ranks_on, reach_hosts, unhealthy
-from pretrain.resilience.ledger import read_ledger
-from tests.cluster.ssh_hosts import Host, Hosts, two_hosts
-from tests.distributed.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.distributed.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until
+from pretrain.cluster.supervise.hosts import ranks_on, reach_hosts, unhealthy
+from pretrain.cluster.supervise.ledger import read_ledger
+from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
+from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
+from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until
 
 STEPS = 30
 JSON = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.ops import missing_operator
-from tests.distributed.cases import case, flags
-from tests.distributed.launch import ROOT, run_cases
+from pretrain.engine.build_ops import missing_operator
+from tests.support.cases import case, flags
+from tests.support.launch import ROOT, run_cases
 
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 NO_NVME = missing_operator("AsyncIOBuilder")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import case, flags
-from tests.distributed.launch import run_cases
-from tests.foreign_jsons import read_foreign_jsons
+from tests.support.cases import case, flags
+from tests.support.foreign_jsons import read_foreign_jsons
+from tests.support.launch import run_cases
 
 SOURCES = (
     "OpenGVLab/InternVL/internvl_chat/zero_stage1_config.json",

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import case, config, flags
-from tests.distributed.launch import run_cases
+from tests.support.cases import case, config, flags
+from tests.support.launch import run_cases
 
 LAYOUTS = {"zero1": (1, 1), "zero2": (2, 1), "zero3": (3, 1), "zero0": (0, 1), "pipeline2_zero0": (0, 2),
            "pipeline2_zero1": (1, 2)}  # name -> (stage, pipeline stages)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import CPU, case, config, flags
-from tests.distributed.launch import run_cases
+from tests.support.cases import CPU, case, config, flags
+from tests.support.launch import run_cases
 
 STEPS = 6
 PEAK = 2e-3

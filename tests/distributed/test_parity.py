@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.ops import missing_operator
-from tests.distributed.cases import CPU, case, config, flags, nvme, nvme_param
-from tests.distributed.launch import run_cases
+from pretrain.engine.build_ops import missing_operator
+from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.launch import run_cases
 
 FP32_TOLERANCE = 1e-6  # relative
 BF16_TOLERANCE = 5e-4

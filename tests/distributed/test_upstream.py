@@ -1,5 +1,6 @@
-"""Every defect of DeepSpeed 0.19.8 that `pretrain/upstream.py` lists: the right result with us, and the wrong one of
-DeepSpeed as it is. The second half fails on the day that upstream mends a defect, and says what can then be removed.
+"""Every defect of DeepSpeed 0.19.8 that `pretrain/patches/upstream.py` lists: the right result with us, and the
+wrong one of DeepSpeed as it is. The second half fails on the day that upstream fixes a defect, and
+says what can then be removed.
 """
 
 import copy
@@ -13,17 +14,16 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from pretrain.arguments import parse_arguments
-from pretrain.check import check_run
-from pretrain.device import Device
-from pretrain.distributed import World, world_from_environment
+from pretrain.config.arguments import parse_arguments
+from pretrain.config.validate import check_run
+from pretrain.distributed.device import Device
+from pretrain.distributed.world import World, world_from_environment
 from pretrain.errors import ConfigError
-from pretrain.upstream import correct_bias_by_the_step_alone
-from tests.distributed.launch import ROOT, free_port, run_ranks
+from pretrain.patches.upstream import correct_bias_by_the_step_alone
+from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
 
 Results = dict[str, Any]
 
-HERE = Path(__file__).parent
 CPU = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
 SCALE = 2.0**8  # fp16's first loss scale here
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
@@ -112,7 +112,7 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder, *disks = (tmp_path_factory.mktemp(name) for name in ("upstream", "nvme", "nvme"))
     cases = [*pipeline_cases(corpus), *nvme_cases(corpus, disks[0]), *plain_cases(corpus, disks[1])]
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = run_ranks([str(HERE / "upstream_worker.py"), "cases.json", "results.json"], 2, cwd=folder)
+    done = run_ranks([str(WORKERS / "upstream_worker.py"), "cases.json", "results.json"], 2, cwd=folder)
     assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stdout[-4000:] for rank in done)
     return dict(json.loads((folder / "results.json").read_text()))
 
@@ -268,7 +268,7 @@ def test_j_slurm_ranks_are_derived() -> None:
 def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ds_config(1, **BF16)))
     words = [f"--{name}={value}" for name, value in flags(corpus, train_steps=1, split="1,0,0", save="run").items()]
-    done = run_ranks([str(HERE / "as_slurm.py"), str(ROOT / "pretrain" / "train.py"), "--deepspeed_config=ds.json",
+    done = run_ranks([str(WORKERS / "as_slurm.py"), str(ROOT / "pretrain" / "train.py"), "--deepspeed_config=ds.json",
                       *words], 2, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [0, 0], done[0].stdout[-4000:]
     (start,) = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -276,7 +276,7 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
 
     code = f"import deepspeed; deepspeed.init_distributed(distributed_port={free_port()}); " \
            "print('world of', deepspeed.comm.get_world_size())"
-    for rank in run_ranks([str(HERE / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
+    for rank in run_ranks([str(WORKERS / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
         # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
         assert "world of 2" not in rank.stdout, "DeepSpeed mended defect J: it reads SLURM's variables"
         assert "world of 1" in rank.stdout or rank.returncode != 0
@@ -338,7 +338,7 @@ def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
             segment.unlink()
         return len(left)
 
-    assert left_by("from pretrain.distributed import init_process_group, running_environment\n"
+    assert left_by("from pretrain.distributed.world import init_process_group, running_environment\n"
                    "init_process_group(running_environment())") == 0
     assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
         "DeepSpeed unlinks its shared memory: remove upstream.remove_shared_memory_names")

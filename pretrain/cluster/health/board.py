@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from pretrain.cluster.listening import listens
-from pretrain.distributed import World, taken_port
-from pretrain.process import port_is_free
+from pretrain.cluster.hosts.listening import listens
+from pretrain.distributed.process import port_is_free
+from pretrain.distributed.world import World, taken_port
 
 T = TypeVar("T")
 D = TypeVar("D")

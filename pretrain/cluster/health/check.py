@@ -14,9 +14,8 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.check import check_run
-from pretrain.checkpoint.resume import checkpoints_of
-from pretrain.checkpoint.space import checkpoint_bytes
+from pretrain.checkpoint.load.resume import checkpoints_of
+from pretrain.checkpoint.save.space import checkpoint_bytes
 from pretrain.cluster.health.board import START_SHARE, Board, SilentRanksError, bounded, first_line, join
 from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
 from pretrain.cluster.health.judge import judge_collectives, judge_devices, judge_disks, judge_links, judge_reach
@@ -33,9 +32,10 @@ from pretrain.cluster.health.links import (
 from pretrain.cluster.health.reach import ClockServer, Reach, host_name, own_address, reach_all
 from pretrain.cluster.health.report import Report
 from pretrain.cluster.health.settings import Settings
-from pretrain.device import detect_device
-from pretrain.distributed import World, init_process_group
-from pretrain.engine import deepspeed_output
+from pretrain.config.validate import check_run
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.world import World, init_process_group
+from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.files import free_bytes
+from pretrain.checkpoint.format.files import free_bytes
 
 _PIECE_BYTES = 2**26
 _LARGEST_SUM = 256  # integers up to here are exact in bf16

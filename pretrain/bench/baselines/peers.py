@@ -1,0 +1,144 @@
+"""What people would use instead, as contenders. Each function is a child's main and never returns.
+
+All train transformers' model of the same config.json from this project's initial weights, on the same samples in the
+same order; the labels are shifted already, as they are here, so that every position has a loss.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.bench.baselines.ours import loader_of
+from pretrain.bench.processes.job import LEARNING_RATE, Job
+from pretrain.bench.processes.rounds import Rounds
+from pretrain.config.validate import Plan
+from pretrain.data.dataset import SampleDataset
+from pretrain.distributed.world import init_process_group, running_environment
+from pretrain.engine.build import deepspeed_output
+from pretrain.engine.parameter_groups import parameter_groups
+from pretrain.errors import ConfigError
+from pretrain.model.hf import to_transformers
+from pretrain.model.init import initialize_parameters
+from pretrain.model.specs import as_module
+
+
+def _model(plan: Plan) -> torch.nn.Module:
+    """transformers' own, in training mode, with the initial weights that this project has."""
+    ours = as_module(plan.model)
+    initialize_parameters(ours, plan.model, seed=plan.args.seed)
+    values = {key: value for key, value in plan.model.hf_config.items() if key != "architectures"}
+    config = AutoConfig.for_model(**values)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(to_transformers(ours.state_dict(), plan.model))
+    return model.train()
+
+
+def _parameters(model: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _batches(plan: Plan, device: torch.device) -> Any:
+    """Endless (tokens, labels), both int64 [B, T]."""
+    loader, consumed_samples = loader_of(plan), 0
+    while True:
+        for tokens_BT, (labels_BT, _) in loader.step(consumed_samples):
+            yield tokens_BT.to(device, non_blocking=True), labels_BT.to(device, non_blocking=True)
+        consumed_samples += plan.global_batch_size
+
+
+def torch_loop(job: Job, rounds: Rounds) -> NoReturn:
+    """fp32 weights, autocast, gradient clipping, fused AdamW: a training loop as tutorials have it."""
+    plan = job.plan()
+    device = torch.device("cuda" if job.device_kind == "cuda" else "cpu")
+    model = _model(plan).to(device)
+    optimizer = torch.optim.AdamW(parameter_groups(model.parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8,
+                                  weight_decay=0.1, fused=True)
+    rounds.built(_parameters(model))
+    for tokens_BT, labels_BT in _batches(plan, device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bf16"):
+            loss = model(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        rounds.after_step(loss)
+    rounds.end()
+
+
+def deepspeed_loop(job: Job, rounds: Rounds) -> NoReturn:
+    """deepspeed.initialize around transformers' model: forward, backward, step."""
+    import deepspeed
+
+    with deepspeed_output("error"):
+        init_process_group(running_environment())
+        plan = job.plan()
+        model = _model(plan)
+        parameters = _parameters(model)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model.parameters()),
+                                          config=job.option("ds_config"))
+    rounds.built(parameters)
+    for tokens_BT, labels_BT in _batches(plan, engine.device):
+        loss = engine(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
+        engine.backward(loss)
+        engine.step()
+        rounds.after_step(loss)
+    rounds.end()
+
+
+class _Samples(Dataset[dict[str, torch.Tensor]]):
+    """What the Trainer's own data loader reads, one sample at a time."""
+
+    def __init__(self, dataset: SampleDataset, length: int) -> None:
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = torch.from_numpy(self._dataset.sample(index))
+        return {"input_ids": sample[:-1], "labels": sample[1:], "shift_labels": sample[1:]}
+
+
+def trainer(job: Job, rounds: Rounds) -> NoReturn:
+    """transformers.Trainer with the same DeepSpeed JSON, left at its defaults but for logs and checkpoints."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("accelerate, which transformers.Trainer needs", found="not installed", expected="it",
+                          remedy="pip install -c launch/constraints.txt -e '.[bench]'")
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    with deepspeed_output("error"):
+        init_process_group(running_environment())
+    plan = job.plan()
+    losses: list[torch.Tensor] = []
+
+    class Watched(Trainer):
+        def training_step(self, *inputs: Any, **named: Any) -> torch.Tensor:
+            losses.append(super().training_step(*inputs, **named))
+            return losses[-1]
+
+    class Gate(TrainerCallback):
+        def on_train_begin(self, *unused: Any, **named: Any) -> None:
+            rounds.built(parameters)
+
+        def on_step_end(self, *unused: Any, **named: Any) -> None:
+            rounds.after_step(losses.pop())
+
+    arguments = TrainingArguments(
+        output_dir=str(Path(job.option("ds_config")).with_suffix("")), max_steps=plan.train_steps,
+        per_device_train_batch_size=plan.micro_batch_size, learning_rate=LEARNING_RATE, weight_decay=0.1,
+        adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, max_grad_norm=1.0, lr_scheduler_type="constant",
+        bf16=plan.precision == "bf16", deepspeed=job.option("ds_config"), use_cpu=job.device_kind == "cpu",
+        train_sampling_strategy="sequential", remove_unused_columns=False, save_strategy="no", report_to="none",
+        logging_strategy="no", disable_tqdm=True)
+    model = _model(plan)
+    parameters = _parameters(model)
+    length = plan.train_steps * plan.micro_batch_size
+    with deepspeed_output("error"):
+        Watched(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),
+                callbacks=[Gate()]).train()
+    rounds.end()

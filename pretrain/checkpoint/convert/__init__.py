@@ -1,0 +1,1 @@
+"""pretrain/checkpoint/convert"""

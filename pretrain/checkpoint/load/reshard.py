@@ -1,0 +1,239 @@
+"""A checkpoint of one layout into an engine of another: each rank reads the pieces that its own tensors consist of.
+
+Nothing is gathered or converted on the way: fp32 weights and optimizer states go from the saved files, which are
+memory-mapped, straight into the live tensors.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch._utils import _unflatten_dense_tensors
+
+from pretrain.checkpoint.format.fragments import (
+    FlatTensor,
+    base_optimizer,
+    flat_tensors,
+    group_of,
+    index_json,
+    index_name,
+    is_elementwise,
+)
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED, Reader, optimizer_kind, state_name
+from pretrain.console.progress import Progress
+from pretrain.distributed.collectives import gather
+from pretrain.errors import ConfigError
+
+# those whose update of a weight takes nothing but that weight's own gradient and states
+ELEMENTWISE = ("Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+
+
+def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
+    """Weights, optimizer states, rates, schedule, counters and loss scale, from a checkpoint of any layout; collective.
+
+    The random number generators begin anew, each rank's from (seed, step, rank). Raises ConfigError, the same on every
+    rank, where the checkpoint is not of this model and optimizer, or damaged.
+    """
+    refusal = ""
+    try:
+        with torch.no_grad():
+            reader = Reader(folder)
+            _check(engine, reader)
+            _fill(engine, reader)
+            _set_groups(engine, reader)
+            _set_counters(engine, reader)
+    except ConfigError as error:
+        refusal = str(error)
+    for line in filter(None, gather(refusal)):
+        raise ConfigError.of_line(line)
+    with torch.no_grad():
+        _refresh(engine)
+    set_loss_scale(engine, manifest.loss_scale)
+    digest = hashlib.sha256(f"{manifest.seed} {manifest.step} {dist.get_rank()}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
+    """Whether the engine cuts everything up as the one that wrote `folder`; collective. The optimizer must be the same
+    too before DeepSpeed can read its own files back.
+    """
+    path = folder / index_name(dist.get_rank())
+    saved, now = (_cut(text) for text in (path.read_text(encoding="utf-8") if path.is_file() else "{}",
+                                          index_json(engine)))
+    return all(gather(saved == now))
+
+
+def _cut(index: str) -> Any:
+    values = json.loads(index)
+    return [values.get("optimizer"), [[tensor[key] for key in ("group", "weights", "fragments")]
+                                      for tensor in values.get("tensors", [])]]
+
+
+def _check(engine: DeepSpeedEngine, reader: Reader) -> None:
+    """The same parameters, and an optimizer whose states can be cut up. Raises ConfigError."""
+    saved, now = reader.optimizer, type(base_optimizer(engine)).__name__
+    if optimizer_kind(saved) not in ELEMENTWISE or optimizer_kind(saved) != optimizer_kind(now):
+        raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {now} in this run",
+                          expected=f"one of {', '.join(ELEMENTWISE)} in both",
+                          remedy="the layout can change with these only: go on in the layout that saved")
+    for name, parameter in engine.module.named_parameters():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if reader.shapes.get(name) != shape:
+            raise ConfigError(f"{reader.folder}: {name}", found=f"the shape {reader.shapes.get(name)}",
+                              expected=f"{shape}, as in this run's model")
+
+
+def _fill(engine: DeepSpeedEngine, reader: Reader) -> None:
+    """The flat fp32 weights and their states; at stage 3 the 16-bit weights too."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        engine.optimizer.checkpoint_event_prologue()  # no parameter is gathered
+    flats = flat_tensors(engine)
+    template = _state_template(engine, flats[0].parameter) if reader.states != [FP32] else {}
+    _check_states(engine, reader, template)
+    bytes_each = 4 * len(reader.states)
+    total = bytes_each * sum(flat.numel for flat in flats)
+    with Progress("changing the layout", total, active=dist.get_rank() == 0) as progress:
+        for flat in flats:
+            with _in_memory(engine, flat):
+                for fragment in flat.fragments:
+                    target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
+                    reader.copy(fragment.name, FP32, fragment.start, target)
+                _fill_states(engine, flat, reader, template)
+            progress.advance(bytes_each * flat.numel, reader.folder.name)
+
+
+@contextlib.contextmanager
+def _in_memory(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
+    """At stage 3: swap in from NVMe what lies there, and afterwards give the 16-bit weights the new values."""
+    optimizer = engine.optimizer
+    stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    swapped = stage_3 and optimizer._swappable_optimizer_subgroup(flat.number)
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_in(flat.number)
+    yield
+    if stage_3:
+        optimizer._reassign_or_swap_out_partitioned_parameters(flat.number)
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_out(flat.number)
+
+
+def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, Any]:
+    """The states that the base optimizer keeps for a tensor, as it makes them itself, in a step of two weights."""
+    optimizer = base_optimizer(engine)
+    live = next((state for state in optimizer.state.values() if state), None)
+    if live is not None:
+        return dict(live)
+    dummy = torch.zeros(2, dtype=like.dtype, device=like.device, requires_grad=True)
+    dummy.grad = torch.zeros_like(dummy)
+    groups = [group["params"] for group in optimizer.param_groups]
+    hooks, optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks, type(
+        optimizer._optimizer_step_pre_hooks)()
+    try:
+        for i, group in enumerate(optimizer.param_groups):
+            group["params"] = [dummy] if i == 0 else []
+        optimizer.step()
+    finally:
+        optimizer._optimizer_step_pre_hooks = hooks
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+    return dict(optimizer.state.pop(dummy, {}))
+
+
+def _check_states(engine: DeepSpeedEngine, reader: Reader, template: dict[str, Any]) -> None:
+    kind = type(base_optimizer(engine)).__name__
+    tensors = {key for key, value in template.items() if torch.is_tensor(value) and value.dim() > 0}
+    needed = {name for key in tensors if (name := state_name(kind, key)) is not None}
+    needed |= {key for key, value in template.items() if key not in tensors and value is not None}
+    saved = {*reader.states, *reader.scalars} - {FP32}
+    if not needed <= saved or (set(reader.states) - {FP32}) - needed:
+        raise ConfigError(f"{reader.folder}: optimizer states", found=", ".join(sorted(saved)) or "none",
+                          expected=f"those of this run's optimizer, {', '.join(sorted(needed)) or 'none'}")
+
+
+def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: Reader, template: dict[str, Any]) -> None:
+    """Set every state of one flat tensor; those that are not there yet are made like those of the template."""
+    optimizer = base_optimizer(engine)
+    state = optimizer.state[flat.parameter]
+    if not template:
+        _forget(engine, state)
+    for key, like in template.items():
+        if torch.is_tensor(like) and like.dim() > 0:
+            if not is_elementwise(state.get(key), flat):
+                state[key] = torch.zeros_like(flat.parameter, dtype=like.dtype, device=like.device)
+            if (name := state_name(type(optimizer).__name__, key)) is not None:
+                for fragment in flat.fragments:
+                    target = state[key].view(-1).narrow(0, fragment.offset, fragment.length)
+                    reader.copy(fragment.name, name, fragment.start, target)
+        elif torch.is_tensor(like):
+            state[key] = torch.full_like(like, reader.scalars[key])
+        elif like is not None:
+            state[key] = type(like)(reader.scalars[key])
+
+
+def _forget(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
+    """As before the first step; the NVMe swapper needs the tensors that it knows of."""
+    if not getattr(engine.optimizer, "swap_optimizer", False):
+        state.clear()
+    for key, value in state.items():
+        state[key] = value.zero_() if torch.is_tensor(value) else 0
+
+
+def _set_groups(engine: DeepSpeedEngine, reader: Reader) -> None:
+    """The rates that the schedule has reached, by parameter group; a group that is all padding takes the first's."""
+    names: dict[int, str] = {}
+    for flat in flat_tensors(engine):
+        for fragment in flat.fragments[:1]:
+            names.setdefault(group_of(engine, flat), fragment.name)
+    for i, group in enumerate(base_optimizer(engine).param_groups):
+        saved = reader.group(names.get(i, next(iter(reader.shapes))))
+        for key in set(SCHEDULED) & group.keys() & saved.keys():
+            group[key] = type(group[key])(saved[key])
+
+
+def _set_counters(engine: DeepSpeedEngine, reader: Reader) -> None:
+    saved = reader.engine_state()
+    engine.global_steps = saved["global_steps"]
+    engine.global_samples = saved["global_samples"]
+    engine.skipped_steps = saved["skipped_steps"]
+    if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+
+
+def _refresh(engine: DeepSpeedEngine) -> None:
+    """The 16-bit weights from the fp32 ones; collective."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.checkpoint_event_epilogue()
+    elif isinstance(optimizer, FP16_Optimizer):
+        for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            for parameter, values in zip(parameters, _unflatten_dense_tensors(flat, parameters), strict=True):
+                parameter.data.copy_(values)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for tensors, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for parameter, values in zip(parameters, tensors, strict=True):
+                parameter.data.copy_(values)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer._hp_optimizer_states_linked = False  # to views of the states, some of which are new
+        optimizer.update_lp_params()
+
+
+def set_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float] | None) -> None:
+    """fp16's scale and its counters where both runs adapt it; otherwise the JSON's own holds."""
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
+    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+    if engine.fp16_enabled() and dynamic and saved is not None and "cur_iter" in saved:
+        for key, value in saved.items():
+            if hasattr(scaler, key):
+                setattr(scaler, key, value if key == "cur_scale" else int(value))

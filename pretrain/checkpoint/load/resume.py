@@ -1,0 +1,108 @@
+"""Which checkpoint a run goes on from, and whether it can: judged before a process group forms."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, manifest_of, newest_whole
+from pretrain.config.validate import Plan
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to go on from."""
+
+    folder: Path
+    manifest: Manifest
+    warnings: list[str]  # newer checkpoints that are damaged, and inputs that differ from the run that saved
+
+
+def checkpoints_of(plan: Plan) -> Path:
+    return Path(plan.args.save) / "checkpoints"
+
+
+def choose_resume(plan: Plan) -> Resume | None:
+    """The newest checkpoint of the run folder by its manifest and sizes, as --resume asks; None: begin at step 0.
+
+    What it holds is compared with the manifest later, and the mirror is looked at, by all ranks together (`agree.py`).
+    Raises ConfigError.
+    """
+    checkpoints, has_mirror = checkpoints_of(plan), plan.args.checkpoint_mirror is not None
+    if plan.args.resume == "never":
+        refuse_to_overwrite(checkpoint_folders(checkpoints))
+        return None
+    try:
+        found = newest_whole(checkpoints)
+    except ConfigError:
+        if not has_mirror:
+            raise
+        return None
+    if found is None:
+        if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
+            raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}", expected="at least one",
+                              remedy="--resume auto begins at step 0")
+        return None
+    return judged(*found, plan)
+
+
+def refuse_to_overwrite(found: Sequence[Path | str]) -> None:
+    """Raises ConfigError unless `found` is empty."""
+    if found:
+        raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
+                          expected="no checkpoints", remedy="choose another --save and --checkpoint_mirror")
+
+
+def judged(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
+    """The checkpoint as one to go on from. Raises ConfigError where `plan` cannot go on from it exactly."""
+    check_continuity(manifest, plan, folder)
+    changes = changed_inputs(manifest, plan)
+    if changes:
+        complaints = [*complaints, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
+    return Resume(folder, manifest, complaints)
+
+
+def same_layout(manifest: Manifest, plan: Plan) -> bool:
+    """Whether the engine can read its own files back; otherwise each rank picks what it needs out of them."""
+    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
+    names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype")
+    # CPU and NVMe hold the same; the device's own optimizer and the host's do not
+    return manifest.optimizer["type"] == now.optimizer["type"] and all(
+        getattr(manifest, name) == getattr(now, name) for name in names) and (
+        manifest.offload_optimizer == "none") == (now.offload_optimizer == "none")
+
+
+def check_continuity(manifest: Manifest, plan: Plan, folder: Path) -> None:
+    """Refuse to go on where the result would be another run's. The layout may change. Raises ConfigError."""
+    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
+    # the optimizer's settings come back with its state: other ones would have no effect
+    _refuse_change(folder, "optimizer", {
+        f"optimizer {key}": (manifest.optimizer.get(key), now.optimizer.get(key)) for key in ("type", "params")})
+    # both say which samples come next: with others, some would come again and some never
+    _refuse_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
+                                               "--seq_length": (manifest.seq_length, now.seq_length)})
+    # each scheduler keeps a state of its own
+    _refuse_change(folder, "source of the learning rate", {"scheduler of": (manifest.scheduler, now.scheduler)})
+    saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
+    _refuse_change(folder, "model", {
+        f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
+        for f in fields(saved) if f.name != "hf_config"})
+    if plan.args.train_tokens is not None:
+        _refuse_change(folder, "batch, or --train_steps instead of --train_tokens", {
+            "global batch size": (manifest.global_batch_size, now.global_batch_size)})
+
+
+def _refuse_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    for name, (saved, now) in pairs.items():
+        if saved != now:
+            raise ConfigError(f"{folder}: {name}", found=f"{saved} in the checkpoint and {now} in this run",
+                              expected=f"the same {what}", remedy="go on as it was saved, or choose another --save")
+
+
+def changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
+    """What differs from the run that saved, and is allowed to: worth a warning."""
+    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
+    return [name for name in ("data_fingerprint", "tokenizer_fingerprint", "global_batch_size")
+            if getattr(manifest, name) != getattr(now, name)]

@@ -1,0 +1,223 @@
+"""The background process of one rank: writes snapshots, commits, prunes and mirrors, beside the training process.
+
+It imports neither torch nor DeepSpeed, talks to its training process in lines of JSON (a `Job` in, replies out), and
+to the writers of other ranks through files alone. When the training process dies, even by SIGKILL, it ends what it was
+told to do and exits: a checkpoint whose snapshots were all taken is not lost.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.files import FileRecord, HashedFile
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
+from pretrain.checkpoint.save.mirror import finish_upload, upload
+from pretrain.checkpoint.save.retention import prune
+from pretrain.checkpoint.save.snapshot import Region
+from pretrain.checkpoint.save.writer_locks import has_ended, hold_lock
+from pretrain.errors import ConfigError, SaveError
+
+_REPLY_LOCK = threading.Lock()  # the writing thread and the one of `_after` both reply
+_ASK_S = 1.0
+
+
+@dataclass(frozen=True)
+class After:
+    """What comes when a checkpoint is committed."""
+
+    keep_checkpoints: int = 0
+    keep_every: int = 0
+    keep_best: int = 0
+    mirror: str | None = None
+
+
+@dataclass(frozen=True)
+class Snapshotted:
+    """Files that are still to be written. Paths are absolute."""
+
+    temporary: str
+    files: list[Region]  # in the snapshot
+    error: str | None  # why the training process could not make them
+    manifest: str | None  # rank 0's, without files
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint as one rank's writer sees it."""
+
+    step: int
+    final: str
+    rank: int
+    save_id: str
+    timeout_s: float
+    locks_are_shared: bool  # every host sees those of `writer_locks`
+    names: list[str]  # of the files that this rank mirrors
+    after: After
+    snapshot: Snapshotted | None = None  # None: the training processes have written and committed it
+
+
+def main(descriptor: int, checkpoints: Path, rank: int) -> None:
+    """Work until the training process closes our standard input."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # they are meant for the training process
+        signal.signal(number, signal.SIG_IGN)
+    verified: set[str] = set()
+    # a slow mirror holds up neither the next save nor, as the lock is given back first, the next start
+    with ThreadPoolExecutor(1) as after, hold_lock(checkpoints, rank):
+        _reply({"event": "ready"})
+        for line in sys.stdin:
+            job = _read_job(line)
+            if job.snapshot is not None:
+                reply = _save(job, job.snapshot, descriptor)
+                _reply(reply)
+                if reply["event"] == "save_failed":
+                    continue
+            after.submit(_after, job, verified)
+
+
+def _read_job(line: str) -> Job:
+    values = json.loads(line)
+    snapshot = values.pop("snapshot")
+    if snapshot is not None:
+        snapshot = Snapshotted(**{**snapshot, "files": [Region(*file) for file in snapshot["files"]]})
+    return Job(**{**values, "after": After(**values["after"]), "snapshot": snapshot})
+
+
+def _reply(reply: dict[str, Any]) -> None:
+    with _REPLY_LOCK, contextlib.suppress(OSError):  # nobody may listen any more
+        os.write(1, json.dumps(reply).encode() + b"\n")
+
+
+def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
+    """Write this rank's files and, on rank 0, commit when every rank's are there."""
+    start = time.perf_counter()
+    temporary = Path(snapshot.temporary)
+    error = snapshot.error
+    committed: Manifest | None = None
+    try:
+        if error is None:
+            write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor))
+    except OSError as failure:
+        error = f"{failure.filename or temporary}: {failure.strerror}"
+    if error is not None:
+        give_up(job, error)
+    elif snapshot.manifest is not None:
+        try:
+            committed = commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
+                               has_ended=partial(_has_ended, job))
+        except SaveError as failure:
+            error = str(failure)
+    if error is not None:
+        return {"event": "save_failed", "step": job.step, "reason": error}
+    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None  # rank 0 knows
+    return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
+            "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _write_files(snapshot: Snapshotted, descriptor: int) -> dict[str, FileRecord]:
+    """Raises OSError."""
+    records: dict[str, FileRecord] = {}
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    for region in snapshot.files:
+        with HashedFile(Path(snapshot.temporary) / region.name) as file:
+            file.write(memoryview(memory)[region.offset:region.offset + region.length])
+            records[region.name] = file.close()
+    return records
+
+
+def give_up(job: Job, error: str) -> None:
+    """Tell rank 0's writer that this rank's files will not come; as rank 0, end the save."""
+    if job.snapshot is None:
+        return
+    temporary = Path(job.snapshot.temporary)
+    if job.rank == 0:
+        discard(temporary)
+        return
+    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # they did come
+        return
+    with contextlib.suppress(OSError):  # the folder is gone; or the time-out has to tell it
+        for region in job.snapshot.files:  # room for the part, on a full disk
+            (temporary / region.name).unlink(missing_ok=True)
+        write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
+
+
+def _after(job: Job, verified: set[str]) -> None:
+    """Mirror this rank's files; on rank 0 complete the mirror's copy, then prune."""
+    final = Path(job.final)
+    try:
+        if job.snapshot is not None and not _becomes_committed(job):
+            return  # rank 0's writer has said why
+        if job.after.mirror is not None:
+            _told(job, partial(_mirror, job, final, job.after.mirror))
+        if job.rank == 0 and job.after.keep_checkpoints > 0:  # mirror or not: a full disk would end it all
+            _told(job, partial(_prune, job, final.parent, verified))
+    finally:
+        _reply({"event": "after_save", "step": job.step})
+
+
+def _told(job: Job, action: Callable[[], None]) -> None:
+    """Run it; what goes wrong is a reply."""
+    try:
+        action()
+    except Exception as failure:  # of any storage's client: told, and the next checkpoint has its own chance
+        ours = isinstance(failure, (ConfigError, SaveError))
+        _reply({"event": "after_save_failed", "step": job.step,
+                "reason": str(failure) if ours else f"{type(failure).__name__}: {failure}"})
+
+
+def _mirror(job: Job, final: Path, url: str) -> None:
+    start = time.perf_counter()
+    upload(final, url, job.names, rank=job.rank, save_id=job.save_id)
+    if job.rank == 0:
+        finish_upload(final, url, timeout_s=job.timeout_s)
+        _reply({"event": "mirror", "step": job.step, "path": url, "seconds": round(time.perf_counter() - start, 3)})
+
+
+def _prune(job: Job, checkpoints: Path, verified: set[str]) -> None:
+    keep = {name: value for name, value in asdict(job.after).items() if name.startswith("keep_")}
+    for removed in prune(checkpoints, verified=verified, **keep):
+        _reply({"event": "prune", "step": job.step, "path": str(removed)})
+
+
+def is_committed(job: Job) -> bool:
+    """Whether this very save has become a checkpoint."""
+    try:
+        return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
+    except (OSError, ValueError):
+        return False
+
+
+def _becomes_committed(job: Job) -> bool:
+    """Wait for rank 0's writer; False: it will not make a checkpoint of this save."""
+    assert job.snapshot is not None
+    start = asked = time.monotonic()
+    ended = False
+    while not is_committed(job):
+        now = time.monotonic()
+        if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
+            return is_committed(job)  # it may have been renamed between the two looks
+        if now > asked + _ASK_S:
+            asked, ended = now, _has_ended(job, 0)
+        time.sleep(min(1.0, 0.05 + (now - start) / 10))
+    return True
+
+
+def _has_ended(job: Job, rank: int) -> bool:
+    return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:  # no child of the training process: launchers end all of those, within seconds
+        os.setsid()
+        main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

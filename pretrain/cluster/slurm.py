@@ -1,0 +1,200 @@
+"""What a SLURM job asks around its ranks: is there time for a save, which node failed, is it worth another start?
+
+launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm before` on every node, and `after` where a run
+failed.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.manifest import newest_step
+from pretrain.checkpoint.load.resume import checkpoints_of, choose_resume
+from pretrain.checkpoint.save.space import checkpoint_bytes
+from pretrain.cli import Parser, run_main, say
+from pretrain.config.arguments import parse_arguments
+from pretrain.config.validate import Plan, check_run
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.print_error import print_error
+from pretrain.distributed.world import World
+from pretrain.errors import NEVER_AGAIN, REFUSED, STOPPED, ConfigError
+from pretrain.monitor.rows import read_metrics, read_rows
+
+RECORD = "slurm.jsonl"
+STARTS_WITHOUT_PROGRESS = 3
+_PROBE_BYTES = 32 * 2**20
+_PROBE_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job: a row of slurm.jsonl in the run folder."""
+
+    job: str
+    nodes: list[str]
+    step: int  # that it resumed from
+    time: float  # seconds since 1970
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`before`: 0, or 2 and one line from each node that cannot run this. `after`: 0 where the job should start again.
+
+    Raises ConfigError.
+    """
+    parser = Parser(prog="python -m pretrain.cluster.slurm")
+    parser.add_argument("when", choices=("before", "after"))
+    parser.add_argument("--world_size", type=int, default=1, help="ranks of the run")
+    parser.add_argument("--signal_seconds", type=int, default=0, help="of #SBATCH --signal=B:USR1@SECONDS")
+    parser.add_argument("--exit_code", type=int, default=1, help="of the run that has ended")
+    known, train_flags = parser.parse_known_args(argv)
+    if known.when == "after":
+        return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=known.exit_code)
+    node = int(os.environ.get("SLURM_NODEID", "0"))
+    try:
+        plan = check_run(parse_arguments(train_flags), world_size=known.world_size, device=detect_device())
+        choose_resume(plan)
+        if node == 0:
+            before(plan, os.environ, signal_s=known.signal_seconds)
+    except ConfigError as error:
+        print_error(World(rank=node, size=node + 1, local_rank=0, local_size=1, launcher="slurm"), error)
+        return REFUSED
+    return 0
+
+
+def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
+    """Judge the time limit, name nodes that failed since the start before, and record this one. Raises ConfigError."""
+    run, job = Path(plan.args.save), environ["SLURM_JOB_ID"]
+    limit_s = seconds(_output("squeue", "--noheader", "--jobs", job, "--format", "%L"))
+    check_time_limit(limit_s=limit_s, signal_s=signal_s, save_s=save_seconds(plan, run), step_s=step_seconds(run))
+    starts = read_record(run, job)
+    nodes = _output("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]).split()
+    if starts:
+        say(f"start {len(starts) + 1} of job {job}, on {' '.join(nodes)}")
+        for line in failed_nodes(starts[-1].nodes, since=starts[-1].time):
+            say(line)
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / RECORD, "a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(Start(job, nodes, newest_step(checkpoints_of(plan)), time.time()))) + "\n")
+
+
+def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
+    """0 where the job should go back into the queue, otherwise 1; says why."""
+    starts = read_record(run, environ["SLURM_JOB_ID"])
+    step = newest_step(run / "checkpoints")
+    if exit_code != STOPPED:
+        for node in silent_nodes(starts[-1].nodes if starts else []):
+            say(f"node {node} does not answer")
+    reason = NEVER_AGAIN.get(exit_code)
+    fruitless = [start for start in starts[-STARTS_WITHOUT_PROGRESS:] if start.step == step]
+    if len(fruitless) == STARTS_WITHOUT_PROGRESS:
+        reason = f"{STARTS_WITHOUT_PROGRESS} starts in a row went no further than step {step}"
+    verdict = f"not started again, as {reason}" if reason else "back to the queue"
+    say(f"exit code {exit_code}, step {step}: {verdict}")
+    return 1 if reason else 0
+
+
+def check_time_limit(*, limit_s: float, signal_s: float, save_s: float, step_s: float) -> None:
+    """All in seconds: of the time limit, between the signal and it, of a save and of a step. Raises ConfigError."""
+    need_s = step_s + save_s
+    if need_s > signal_s:
+        raise ConfigError(f"--signal=B:USR1@{signal_s:.0f}", found=f"{signal_s:.0f} s before the time limit",
+                          expected=f"at least {need_s:.0f} s, for one step and one save of {save_s:.0f} s",
+                          remedy=f"--signal=B:USR1@{2 * need_s + 60:.0f} in pretrain.sbatch")
+    if limit_s <= signal_s + need_s:
+        raise ConfigError("--time", found=f"{limit_s:.0f} s", remedy="sbatch --time=H:MM:SS",
+                          expected=f"more than {signal_s + need_s:.0f} s: {signal_s:.0f} s of --signal, one step and "
+                                   f"one save of {save_s:.0f} s")
+
+
+def save_seconds(plan: Plan, run: Path) -> float:
+    """The longest of the run's last saves, or else an estimate from its size and the disk's speed."""
+    took = [float(row["seconds"]) for row in read_rows(run / "events.jsonl")
+            if row.get("event") == "save" and "seconds" in row]
+    if took:
+        return max(took[-10:])
+    folder = next(path for path in (run.absolute(), *run.absolute().parents) if path.is_dir())
+    return checkpoint_bytes(plan, checkpoints_of(plan)) / _bytes_per_second(folder)
+
+
+def step_seconds(run: Path) -> float:
+    """The longest of the run's last logged steps; 0 where there is none."""
+    took = [float(row["step_time_ms"]) / 1000 for row in read_metrics(run)[-10:] if row.get("step_time_ms")]
+    return max(took, default=0.0)
+
+
+def _bytes_per_second(folder: Path) -> float:
+    """How fast one process writes to this disk."""
+    path = folder / f".tmp-speed-{os.getpid()}"
+    start = time.perf_counter()
+    try:
+        with open(path, "wb") as file:
+            file.write(os.urandom(2**20) * (_PROBE_BYTES // 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+    return _PROBE_BYTES / (time.perf_counter() - start)
+
+
+def read_record(run: Path, job: str) -> list[Start]:
+    """The job's starts, the newest last."""
+    return [Start(**row) for row in read_rows(run / RECORD) if row["job"] == job]
+
+
+def seconds(text: str) -> float:
+    """SLURM's [days-][[hours:]minutes:]seconds, or UNLIMITED. Raises ConfigError."""
+    days, _, clock = text.strip().rpartition("-")
+    if clock in ("UNLIMITED", "NOT_SET"):
+        return float("inf")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        return int(days or 0) * 86400.0 + sum(part * 60**power for power, part in enumerate(reversed(parts)))
+    except ValueError:
+        raise ConfigError("squeue", found=repr(text), expected="the job's time left, such as 1-02:03:04") from None
+
+
+def failed_nodes(nodes: Sequence[str], *, since: float) -> list[str]:
+    """A line on each node that is down now, or whose slurmd began after `since` (seconds since 1970)."""
+    text = _output("scontrol", "show", "node", ",".join(nodes), "--oneliner")
+    lines = []
+    for words in (dict(word.partition("=")[::2] for word in line.split()) for line in text.splitlines()):
+        state, began = words.get("State", ""), words.get("SlurmdStartTime", "")
+        if any(bad in state for bad in ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING")) or state.endswith("*"):
+            lines.append(f"node {words['NodeName']} of the start before is {state}")
+        elif began[:1].isdigit() and time.mktime(time.strptime(began, "%Y-%m-%dT%H:%M:%S")) > since:
+            lines.append(f"node {words['NodeName']} of the start before was lost: its slurmd began anew at {began}")
+    return lines
+
+
+def silent_nodes(nodes: Sequence[str]) -> list[str]:
+    """Those on which not even `true` can be run within 20 s."""
+    command = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--quiet")
+    probes = [subprocess.Popen([*command, "--nodelist", node, "true"], stderr=subprocess.DEVNULL) for node in nodes]
+    end = time.monotonic() + _PROBE_TIMEOUT_S
+    return [node for node, probe in zip(nodes, probes, strict=True) if not _succeeds(probe, end)]
+
+
+def _succeeds(probe: "subprocess.Popen[Any]", end: float) -> bool:
+    try:
+        return probe.wait(max(0.0, end - time.monotonic())) == 0
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.wait()
+        return False
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(command[0], found=str(error), expected="SLURM's answer",
+                          remedy="run it within a job of SLURM") from None
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,105 @@
+"""Validate flags by themselves: ranges, choices, the run folder and the mirror."""
+
+import math
+import os
+from pathlib import Path
+
+from pretrain.cli import LONGEST_SECONDS
+from pretrain.config.arguments import RunArguments
+from pretrain.config.schedule import KINDS, check_schedule_words
+from pretrain.errors import ConfigError, did_you_mean
+from pretrain.paths import check_folder
+
+RESUME_WORDS = ("auto", "required", "never")
+SAVE_BUSY_WORDS = ("wait", "skip")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def check_flags(args: RunArguments) -> None:
+    """Validate the flags that need nothing else to be known. Raises ConfigError."""
+    at_least_one = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
+                    "global_batch_size", "train_steps", "train_tokens")
+    at_least_zero = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
+                     "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
+                     "weight_decay", "adam_epsilon", "gradient_clipping")
+    at_most = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
+               "save_timeout": LONGEST_SECONDS}
+    above_zero = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
+    for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (math.isfinite(value) and (value > low if strict else value >= low)):
+                raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
+    for name, high in at_most.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:g}")
+    if args.seed >= 2**31:
+        raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
+    words = (("resume", RESUME_WORDS), ("save_busy", SAVE_BUSY_WORDS), ("deepspeed_log_level", LOG_LEVELS),
+             ("lr_schedule", KINDS))
+    for name, known in words:
+        if getattr(args, name) not in known:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
+                              remedy=did_you_mean(getattr(args, name), known))
+    check_schedule_words(args)
+    _check_checkpoint_flags(args)
+    if (args.train_steps is None) == (args.train_tokens is None):
+        raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
+                          found="neither of them" if args.train_steps is None else "both")
+
+
+def _check_checkpoint_flags(args: RunArguments) -> None:
+    """Reject flags that would have no effect, and a number that would leave no checkpoint to fall back to."""
+    if args.keep_checkpoints == 1:
+        raise ConfigError("--keep_checkpoints", found=1, expected="at least 2, or 0 for all",
+                          remedy="one of them may turn out to be damaged")
+    for name in ("keep_every", "keep_best"):
+        if getattr(args, name) and not args.keep_checkpoints:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected="0, as all checkpoints are kept",
+                              remedy="add --keep_checkpoints N")
+    if args.keep_best and not args.eval_interval:
+        raise ConfigError("--keep_best", found=args.keep_best, expected="0 without evaluations",
+                          remedy="give --eval_interval, a divisor of --save_interval")
+    if args.save_busy != "wait" and not args.async_save:
+        raise ConfigError("--save_busy", found=args.save_busy, expected="wait, for saves that training waits for",
+                          remedy="add --async_save")
+
+
+def check_save(save: str) -> None:
+    """The run folder, or the nearest folder above it that exists, must be one in which a folder can be made."""
+    if not save:
+        raise ConfigError("--save", found="nothing", expected="a run folder, made where it does not exist")
+    check_folder(Path(save), "--save")
+
+
+def check_mirror(mirror: str, save: str) -> None:
+    """Validate a mirror: of a URL its form and that its package is installed, of a folder that it can be written to.
+
+    A folder is not checked if the run has a checkpoint, as it resumes without the mirror too. Rank 0 contacts the
+    server of a URL later. Raises ConfigError.
+    """
+    import fsspec
+
+    protocol, separator, _ = mirror.partition("://")
+    local = not separator or protocol in ("file", "local")
+    if separator and not protocol:
+        raise ConfigError("--checkpoint_mirror", found=mirror, expected="a folder, or a URL such as s3://bucket/run")
+    if not local:
+        try:
+            for name in protocol.split("::"):  # simplecache::s3://bucket is one URL
+                fsspec.get_filesystem_class(name)
+        except ImportError as error:
+            raise ConfigError("--checkpoint_mirror", problem=f"{protocol}:// needs a package: {error}") from None
+        except ValueError:
+            known = fsspec.available_protocols()
+            raise ConfigError("--checkpoint_mirror", found=f"the protocol {protocol}://",
+                              expected="a folder, or a URL that fsspec knows such as s3://bucket/run",
+                              remedy=did_you_mean(protocol, known)) from None
+        return
+    folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
+    if folder == run or run in folder.parents:
+        raise ConfigError("--checkpoint_mirror", problem=f"{folder} lies in the run folder (--save {save})",
+                          remedy="a copy protects from the loss of the run folder only if it is elsewhere")
+    if not any(Path(save, "checkpoints").glob("global_step*")):
+        check_folder(folder, "--checkpoint_mirror")

@@ -1,0 +1,210 @@
+"""Each key of a DeepSpeed JSON validated by itself: known, of the right type and range, and supported."""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pretrain.config.ds_json.clean import is_comment, is_idle, takes_default
+from pretrain.config.ds_json.optimizers import (
+    DEEPSPEED_REFUSED,
+    KNOWN_NAMES,
+    OPTIMIZERS,
+    SCHEDULERS,
+    TORCH_REFUSED,
+    optimizer_params,
+)
+from pretrain.config.ds_json.read import DsFile
+from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, Key, Tree
+from pretrain.errors import ConfigError, closest, did_you_mean
+
+# Names of older versions and of other programs.
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
+                "check_overflow": "check_grad_overflow",
+                "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
+                "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
+          "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
+_TOO_LARGE = 2**63  # for DeepSpeed and torch
+
+
+def check_keys(file: DsFile) -> None:
+    """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or not supported."""
+    _check_tree(file, file.values, TREE, "")
+    _check_old_names(file)
+    if "optimizer" in file.values:
+        _check_optimizer(file)
+    if "scheduler" in file.values:
+        _check_scheduler(file)
+
+
+def _check_old_names(file: DsFile) -> None:
+    """An old name next to the new one, with another value: DeepSpeed would take one of them, or stop."""
+    pairs = [("bfloat16", "bf16", file.get("bfloat16") not in (None, file.get("bf16")))]
+    pairs += [(f"zero_optimization.{old}", f"zero_optimization.{new}", file.get(f"zero_optimization.{old}") is True)
+              for old, new in OLD_OFFLOAD.items()]
+    for old, new, differs in pairs:
+        if differs and file.get(new) is not None:
+            raise ConfigError(file.where(old), found=f'it next to "{new}", with another value',
+                              expected="one of the two", remedy="they are names of the same setting")
+
+
+def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -> None:
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        if dotted in REMOVED:
+            if not is_idle(value) and not (name == "mics_shard_size" and value == -1):
+                raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
+                                  remedy=REMOVED[dotted])
+            continue
+        if dotted in ("optimizer.params", "scheduler.params"):
+            _expect(file, dotted, value, dict, "an object: { ... }")
+            continue
+        key = tree.get(name)
+        if key is None and is_comment(name):
+            continue
+        if key is None:
+            raise _unknown(file, values, tree, prefix, name)
+        if value == "auto" and takes_default(dotted):
+            continue
+        if isinstance(key, Key):
+            check_value(file, dotted, value, key)
+        elif not (value is None and prefix):  # "offload_param": null is how DeepSpeed writes its default
+            _expect(file, dotted, value, dict, "an object: { ... }")
+            _check_tree(file, value, key, f"{dotted}.")
+
+
+def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
+    """Error for a key that is not in `tree`. Files of other programs have many of them: one line names up to eight."""
+    found, remedy = "an unknown key", suggest_key(name, tree)
+    if not remedy:
+        unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
+        if len(unknown) > 1:
+            found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
+        remedy = "remove what DeepSpeed 0.19.8 " + ("does not know" if prefix else "would ignore")
+    return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
+
+
+def _known(tree: Tree, prefix: str) -> str:
+    return f"one of: {', '.join(tree)}" if len(tree) < 8 else f"a key of {prefix.rstrip('.') or 'DeepSpeed'}"
+
+
+def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
+    """One value against its Key. Raises ConfigError."""
+    where = file.where(dotted)
+    if key.refused:
+        if not is_idle(value, key):
+            idle = key.idle[0] if key.idle else "no such key"
+            raise ConfigError(where, found=_show(value), expected=_show(idle) if key.idle else str(idle),
+                              remedy=key.refused)
+        return
+    if value is None and key.null:
+        return
+    if value == "auto" and key.auto:
+        return
+    expected = _expected(key)
+    if value == "auto":
+        raise ConfigError(where, found='"auto"', expected=expected,
+                          remedy='nothing fills "auto" here; remove the key for DeepSpeed\'s default')
+    if not _has_kind(value, key):
+        raise ConfigError(where, found=_show(value), expected=expected)
+    if key.words and value.lower() not in [word.lower() for word in key.words]:
+        raise ConfigError(where, found=_show(value), expected=expected, remedy=did_you_mean(value, key.words))
+    for number in value if key.kind == "pair" else [value]:
+        if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
+            raise ConfigError(where, found=_show(value), expected=expected)
+
+
+def _has_kind(value: Any, key: Key) -> bool:
+    if key.kind == "bool":
+        return isinstance(value, bool)
+    if key.kind == "int":
+        return _is_number(value) and float(value).is_integer() and abs(value) < _TOO_LARGE
+    if key.kind == "number":
+        return _is_number(value)
+    if key.kind == "interval":
+        return _is_number(value) or value == math.inf
+    if key.kind == "str":
+        return isinstance(value, str)
+    if key.kind == "list":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if key.kind == "pair":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _expected(key: Key) -> str:
+    if key.words:
+        return "one of " + ", ".join(f'"{word}"' for word in key.words)
+    text = _KINDS.get(key.kind, "another value")
+    if key.low is not None:
+        text += f" from {key.low:.10g}"
+    if key.high is not None:
+        text += f" {'to' if key.low is not None else 'up to'} {key.high:.10g}"
+    return text + (' or "auto"' if key.auto else "")
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(file.where(dotted), found=_show(value), expected=expected)
+
+
+def suggest_key(name: str, tree: Tree) -> str:
+    """Where an unknown key belongs, or what it was meant to be: siblings first, then the whole tree."""
+    if _OTHER_NAMES.get(name) in tree:
+        return f'did you mean "{_OTHER_NAMES[name]}"?'
+    everywhere = list(_walk(TREE, ""))
+    homes = [parent for parent, known in everywhere if known == name]
+    if homes:
+        places = " or ".join(f'"{home}"' for home in homes[:3])
+        return f"it belongs under {places}" if "" not in homes else "it belongs at the top level"
+    if meant := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
+        return meant
+    for parent, known in everywhere:
+        if closest(name, [known]):
+            return f'did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
+    return ""
+
+
+def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
+    """(dotted parent, key) of every key of the tree, and of the optimizers' and schedulers' parameters."""
+    for name, key in tree.items():
+        yield parent, name
+        if not isinstance(key, Key):
+            yield from _walk(key, f"{parent}.{name}".lstrip("."))
+    if parent in ("optimizer", "scheduler"):
+        known = OPTIMIZERS if parent == "optimizer" else SCHEDULERS
+        yield from ((f"{parent}.params", name) for name in {n: None for params in known.values() for n in params})
+
+
+def _check_optimizer(file: DsFile) -> None:
+    kind = file.get("optimizer.type")
+    if kind is None:
+        raise ConfigError(file.where("optimizer.type"), found="nothing",
+                          expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
+                          remedy=f"known types: {', '.join(KNOWN_NAMES)}")
+    tree = optimizer_params(kind)
+    if tree is None:
+        reason = DEEPSPEED_REFUSED.get(kind.lower()) or TORCH_REFUSED.get(kind)
+        raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
+                          remedy=reason or did_you_mean(kind, KNOWN_NAMES))
+    _check_tree(file, file.get("optimizer.params") or {}, tree, "optimizer.params.")
+
+
+def _check_scheduler(file: DsFile) -> None:
+    kind = file.get("scheduler.type")
+    if kind not in SCHEDULERS:
+        found = "nothing" if kind is None else _show(kind)
+        raise ConfigError(file.where("scheduler.type"), found=found, expected=f"one of {', '.join(SCHEDULERS)}",
+                          remedy=did_you_mean(kind or "", SCHEDULERS)
+                          or "or remove the block and use --lr_schedule; torch's own need another optimizer class")
+    _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")

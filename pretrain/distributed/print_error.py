@@ -1,0 +1,76 @@
+"""Print why a run is rejected: one line on each host, the last one of the output."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+
+from pretrain.console.status import clear_status
+from pretrain.distributed.world import World
+
+_ENDED_WITHIN_S = 5.0  # by the launcher, once the first rank has ended
+_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # on a busy machine the first rank may be far behind
+_DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
+# Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
+_PRINT_AFTER = """
+import os, select, sys
+ended = select.poll()
+ended.register(int(sys.argv[1]), select.POLLIN)
+ended.poll(60_000)
+os.write(2, os.fsencode(sys.argv[2] + "\\n"))
+"""
+
+
+def print_error(world: World, error: Exception) -> None:
+    """Print why the run is rejected, from each host: what is missing on one of them may exist on the others.
+
+    The other ranks of a host wait, because launchers end all ranks once the first one has ended. A rank that is still
+    there after the wait has found an error that its host's first rank has not, and prints it.
+    """
+    launcher = _deepspeed_launcher()
+    host = f"{socket.gethostname()}: " if world.rank != 0 else ""
+    if world.local_rank != 0:
+        time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
+        if not (launcher or _ends_all(world)):  # such as srun: each rank would print
+            return
+        host = f"rank {world.rank} on {host}"
+    line = f"ds-pretrain: error: {host}{error}"
+    clear_status()
+    if launcher is None or not _print_after(launcher, line):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _ends_all(world: World) -> bool:
+    """Whether the launcher, torchrun or one of MPI, ends the other ranks when one has failed."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or world.launcher in ("openmpi", "pmi", "mpi")
+
+
+def _deepspeed_launcher() -> psutil.Process | None:
+    """DeepSpeed's launcher of this host, if it started this process."""
+    try:
+        launcher = psutil.Process().parent()
+        return launcher if launcher is not None and _DEEPSPEED_LAUNCHER in launcher.cmdline() else None
+    except psutil.Error:
+        return None
+
+
+def _print_after(launcher: psutil.Process, line: str) -> bool:
+    """Print `line` after what DeepSpeed's launcher logs about a rank that failed.
+
+    The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
+    end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
+    Returns False and does nothing if the launcher logs nothing.
+    """
+    try:
+        if "--log_level=critical" in launcher.cmdline():
+            return False
+        descriptor = os.pidfd_open(launcher.pid)
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],
+                         pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                         start_new_session=True)
+    except (psutil.Error, OSError, AttributeError):  # no such system call: an old kernel, or not Linux
+        return False
+    return True

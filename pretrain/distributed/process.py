@@ -1,0 +1,81 @@
+"""This process's memory, and what the ones that it starts need."""
+
+import atexit
+import errno
+import os
+import random
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+_FIRST_FREE_PORT = 1024  # those below are reserved
+_ENOUGH_PORTS = 4096  # for programs that choose at the same moment
+_TRIES = 100
+
+
+def resident_bytes() -> tuple[int, int]:
+    """(now, highest) resident set of this process: VmRSS and VmHWM of proc(5)."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        values = dict(line.split(":", 1) for line in file)
+    now, highest = (int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, highest
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server of this host can listen on a TCP port: on every address, as torch's TCPStore does."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+        return True
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on, chosen at random: programs that start at the same moment get different ones.
+
+    It lies below the range from which the kernel takes ports for outgoing connections: one from there may be taken
+    again before the rank that is to listen on it has imported torch.
+    """
+    kernel_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_of_kernel = int(kernel_range.read_text().split()[0]) if kernel_range.exists() else 32768
+    enough = first_of_kernel - _FIRST_FREE_PORT >= _ENOUGH_PORTS  # some clusters give the kernel nearly all
+    ports = range(_FIRST_FREE_PORT, first_of_kernel if enough else 2**16)
+    generator = random.SystemRandom()  # a program's own seed must not make two runs choose the same port
+    tries = (generator.choice(ports) for _ in range(_TRIES))
+    return next((port for port in tries if port_is_free(port)), 0) or _any_port()
+
+
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def package_environment() -> dict[str, str]:
+    """This process's environment, for one that imports this package wherever it runs: the same checkout first."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with an exit code, after its exit handlers, but without finalizing the interpreter.
+
+    A thread of gloo frees the tensors of a collective a moment after the collective is over, which takes the
+    interpreter's lock. If the interpreter is being finalized at that moment, Python <= 3.13 ends the thread in the
+    middle of a destructor, and C++ aborts: "terminate called without an active exception", SIGABRT, after all work was
+    done (torch 2.13, PyObjectSlot::decref). Guarded by tests/distributed/memory/test_abort.py.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as sys.exit does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -1,0 +1,254 @@
+"""Environment -> ranks, process-group set-up, and output that only rank 0 prints.
+
+Ranks come from whichever launcher started us: `deepspeed`/torchrun (RANK ...), Open MPI (OMPI_COMM_WORLD_*),
+MPICH and Intel MPI (PMI_*), SLURM's srun (SLURM_*), or any other MPI launcher (PMIX_RANK alone: MPI itself is asked).
+torch itself reads only the first kind; a job started by the others would otherwise train N times alone as rank 0 of 1,
+without a word.
+"""
+
+import functools
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+
+from pretrain.cluster.hosts.probe import interface_towards
+from pretrain.distributed.device import Device
+from pretrain.distributed.process import free_port
+from pretrain.engine.lazy_imports import silence_renamed_collectives
+from pretrain.errors import ConfigError
+
+DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
+_FAR_ADDRESS = "203.0.113.1"  # of a network for examples; only the route to it is asked for
+# (rank, world size, local rank, local world size) of each kind of launcher, in order of precedence
+_LAUNCHERS = {
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all of them. `local_*` counts the processes of this host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(name, found=repr(environ[name]), expected="an integer in this environment variable") from None
+
+
+def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
+    """The tasks of this node, out of those of all: SLURM writes 2(x3),1 for 2 on each of three nodes and 1 on one."""
+    counts: list[int] = []
+    try:
+        for part in environ[name].split(","):
+            count, _, repeats = part.rstrip(")").partition("(x")
+            counts += [int(count)] * int(repeats or 1)
+        return counts[int(environ.get("SLURM_NODEID", "0"))]
+    except (ValueError, IndexError):
+        raise ConfigError(name, found=repr(environ[name]), expected="tasks per node, such as 2(x3),1") from None
+
+
+def world_from_environment(environ: Mapping[str, str]) -> World:
+    """Rank and world size as the launcher wrote them; a world of one where no launcher did.
+
+    A batch shell of SLURM (SLURM_PROCID set, no step) counts as no launcher: only srun's steps have ranks.
+    """
+    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
+        if rank not in environ or size not in environ:
+            continue
+        if launcher == "pmi" and local_rank not in environ and "SLURM_LOCALID" in environ:
+            continue  # srun --mpi=pmi2 sets PMI_RANK too, but only SLURM's variables know the place on the host
+        if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
+            continue
+        count = _slurm_local_size if launcher == "slurm" else _integer
+        world = World(rank=_integer(environ, rank), size=_integer(environ, size),
+                      local_rank=_integer(environ, local_rank) if local_rank in environ else 0,
+                      local_size=count(environ, local_size) if local_size in environ else 1, launcher=launcher)
+        if not 0 <= world.rank < world.size:
+            raise ConfigError(rank, found=f"{world.rank} of {size}={world.size}", expected="0 <= rank < world size")
+        return world
+    if "PMIX_RANK" in environ:
+        return _mpi_world(_integer(environ, "PMIX_RANK"))
+    return ALONE
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI, with the library of the launcher where several are installed."""
+    if any(name.startswith("OMPI_") for name in os.environ):
+        os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _mpi_world(rank: int) -> World:
+    """Of a launcher that says no more than the rank: MPI knows the rest."""
+    try:
+        ranks = _mpi().COMM_WORLD
+        if ranks.Get_rank() != rank:
+            raise RuntimeError(f"MPI library and launcher do not belong together: rank {ranks.Get_rank()}")
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError("PMIX_RANK", found=f"{rank}, but mpi4py cannot ask for the others ({error})",
+                          expected="the launcher's own MPI library",
+                          remedy="set RANK, WORLD_SIZE and LOCAL_RANK") from None
+    host = ranks.Split_type(_mpi().COMM_TYPE_SHARED)
+    return World(rank=ranks.Get_rank(), size=ranks.Get_size(), local_rank=host.Get_rank(), local_size=host.Get_size(),
+                 launcher="mpi")
+
+
+def _mpi_head_address(world: World) -> str:
+    """The first address of rank 0's host, which MPI sends to all ranks. Collective."""
+    try:
+        ranks = _mpi().COMM_WORLD
+        if ranks.Get_size() != world.size:
+            raise RuntimeError(f"MPI library and launcher do not belong together: {ranks.Get_size()} ranks")
+        mine = _output("hostname", "-I")
+        return str(ranks.bcast(mine[0] if mine else socket.gethostname()))
+    except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError("MASTER_ADDR", found=f"unset, and mpi4py cannot find it ({error})",
+                          expected="the address of rank 0's host",
+                          remedy="export it before mpirun (for example mpirun -x MASTER_ADDR=...)") from None
+
+
+def _slurm_head_address(node_list: str) -> str:
+    """The address by which SLURM reaches the first node: its name need not be one that resolves."""
+    try:
+        names = _output("scontrol", "show", "hostnames", node_list)
+        return _output("sinfo", "--noheader", "--nodes", names[0], "--format", "%o")[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise ConfigError("MASTER_ADDR", found=f"unset, and scontrol and sinfo cannot tell that of {node_list!r}",
+                          expected="the address of the first node", remedy="export MASTER_ADDR before srun") from None
+
+
+def _output(*command: str) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def export_world(world: World, environ: MutableMapping[str, str]) -> None:
+    """Write the variables that torch and DeepSpeed read, where the launcher left them unset."""
+    environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
+    environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
+    environ.setdefault("LOCAL_SIZE", environ["LOCAL_WORLD_SIZE"])
+    if world.launcher == "none":
+        environ.setdefault("MASTER_PORT", str(free_port()))  # nobody else needs to know it
+    environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
+    if "MASTER_ADDR" not in environ:
+        if world.launcher == "slurm" and world.size > 1:
+            nodes = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_NODELIST"]
+            environ["MASTER_ADDR"] = _slurm_head_address(nodes)
+        elif world.size == world.local_size or world.size == 1:
+            environ["MASTER_ADDR"] = "127.0.0.1"
+        else:
+            environ["MASTER_ADDR"] = _mpi_head_address(world)
+
+
+def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
+    """Between hosts gloo binds to the address of this host's name, often 127.0.0.1, unless an interface is named."""
+    on_one_host = int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+    if on_one_host or "GLOO_SOCKET_IFNAME" in environ:
+        return
+    found = interface_towards(environ["MASTER_ADDR"]) or interface_towards(_FAR_ADDRESS)
+    if found is not None:
+        environ["GLOO_SOCKET_IFNAME"] = found[0]
+
+
+def prepare_deepspeed(device: Device) -> None:
+    """Prepare this process for DeepSpeed, before DeepSpeed is imported (imports torch).
+
+    Names the accelerator, which DeepSpeed would otherwise guess with a warning; puts this environment's `ninja` first
+    in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
+    its compiled operators where `operator_cache` keeps them.
+    """
+    from pretrain.engine.operator_cache import cache_operators
+
+    silence_renamed_collectives()
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    os.environ.setdefault("DS_ACCELERATOR", device.kind)
+    scripts = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
+    cache_operators()
+
+
+def _one_timeout_for_all_groups() -> None:
+    """DeepSpeed 0.19.8 (comm/torch.py, new_group) gives the groups that it makes torch's default, 30 minutes of gloo,
+    whatever DEEPSPEED_TIMEOUT (minutes) says. Guarded by tests/cluster/test_cluster.py, test_a_cut_cable_...
+    """
+    from deepspeed.constants import default_pg_timeout
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = default_pg_timeout
+    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
+
+
+def taken_port(world: World) -> ConfigError:
+    """Error for a MASTER_PORT that another program listens on, with the remedy of the launcher in use."""
+    remedy = "MASTER_PORT=N before its command"
+    if world.launcher == "none":
+        remedy = "unset MASTER_PORT: one process takes a free port by itself"
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        remedy = "torchrun --master_port N"
+    elif "CROSS_RANK" in os.environ:  # of deepspeed/launcher/launch.py
+        remedy = "deepspeed --master_port N, or ds-pretrain, which chooses a free one"
+    elif world.launcher in ("openmpi", "pmi", "mpi"):
+        remedy = "MASTER_PORT=N before mpirun (Open MPI: mpirun -x MASTER_PORT=N)"
+    elif world.launcher == "slurm":
+        remedy = "MASTER_PORT=N before srun"
+    return ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
+                       expected="a free port on rank 0's host", remedy=remedy)
+
+
+def init_process_group(world: World) -> None:
+    """Form the process group; every rank checks that it has the size that the launcher promised."""
+    import deepspeed
+    import torch.distributed
+    from deepspeed.accelerator import get_accelerator
+
+    from pretrain.patches.upstream import remove_shared_memory_names
+
+    if world.size == 1:  # a rank alone needs no operator for shared memory, and would compile it
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    choose_interface(world, os.environ)
+    _one_timeout_for_all_groups()
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise taken_port(world) from None
+    if get_accelerator().device_name() == "cpu":
+        remove_shared_memory_names(world.rank)
+    else:
+        get_accelerator().set_device(world.local_rank)
+    formed = torch.distributed.get_world_size()
+    if formed != world.size:
+        raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")
+
+
+def running_environment() -> World:
+    """`world_from_environment` of this process, exported for torch and DeepSpeed."""
+    world = world_from_environment(os.environ)
+    export_world(world, os.environ)
+    return world

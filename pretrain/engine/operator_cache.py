@@ -1,0 +1,202 @@
+"""DeepSpeed's compiled operators: built fast, and found again by every environment that can load them.
+
+DeepSpeed 0.19.8 compiles an operator when it is first used (`OpBuilder.jit_load` in ops/op_builder/builder.py), with
+`torch.utils.cpp_extension.load` of torch 2.13. `cache_operators` replaces that function, because as it is
+
+- every source file (twelve for async_io) parses all of torch's C++ headers, with `-g`. Here an operator is one file
+  that includes the others, without `-g` and without the headers of the C++ frontend (`torch/all.h`), which no operator
+  uses: `torch/extension.h` skips them for TORCH_INDUCTOR_CPP_WRAPPER. All other flags (`-O3 -march=native`) remain.
+- everything is compiled again when the path of the environment, the checkout or ninja changes, or its version, and
+  nothing is when the CPU changes, which ends with SIGILL where hosts share a home folder. Here the folder's name has a
+  hash of what the library depends on.
+- a run that is killed meanwhile leaves a file (torch/utils/file_baton.py) for which every later start waits for ever.
+  Here the lock is the process's own.
+
+On two quiet cores (Xeon with AMX, gcc 12, November 2026) `time python -m pretrain.engine.build_ops` takes 24 s for the
+two operators of the quickstart and `--offload` 57 s for all five. As it was, the five took 437 s of CPU time without
+`-g`, and more with it. FusedAdam and CPUAdam give the same bits both ways.
+
+Where an operator does not compile in this way, it is compiled in DeepSpeed's. `tests/engine/test_operator_cache.py`
+fails if that happened to one of those that `launch/setup.sh` builds, and on the day that torch no longer waits for dead
+processes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils.cpp_extension
+
+from pretrain.console.screen import is_watched
+from pretrain.errors import ConfigError
+from pretrain.model.kernels.cpu_kernels import cpu_features
+
+_TORCHS_LOAD = torch.utils.cpp_extension.load
+# Static variables that two sources of one operator declare under the same name (csrc/cpu/comm, csrc/aio).
+_CLASHING_STATICS = ("c_block_size", "c_io_queue_depth", "c_library_name", "is_initialized", "world_rank", "world_size")
+_LOG_INTERVAL_S = 60.0
+
+
+def cache_operators() -> None:
+    """Make DeepSpeed load its operators with `_load`. Call this before it loads the first one."""
+    torch.utils.cpp_extension.load = _load  # type: ignore[assignment]
+
+
+def cache_folder() -> Path:
+    """Where torch keeps compiled extensions; the operators' folders have names that begin with `deepspeed_`."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root())
+
+
+def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
+    """`torch.utils.cpp_extension.load` for the arguments that DeepSpeed gives it."""
+    folder = cache_folder() / f"deepspeed_{name.removeprefix('deepspeed_')}_{_fingerprint(name, sources, settings)}"
+    module = _import_built(folder)
+    if module is not None:
+        return module
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "process_lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"the folder of compiled operators, {cache_folder()}", found=error.strerror,
+                          expected="a folder that can be written",
+                          remedy="TORCH_EXTENSIONS_DIR names another one") from None
+    with lock:  # the lock ends with the file's descriptor, and so with the process
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock").unlink(missing_ok=True)  # torch's, of a process that was killed
+        return _import_built(folder) or _build(name, sources, settings, folder)
+
+
+def _import_built(folder: Path) -> ModuleType | None:
+    """The operator from its folder, where it has been built; None where it has not."""
+    try:
+        name = (folder / "built").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so") if name else None
+    if spec is None or spec.loader is None:
+        return None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError:  # a library that it was built with is gone: it is built again
+        return None
+    return module
+
+
+def _build(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType:
+    compiler = torch.utils.cpp_extension.get_cxx_compiler()
+    if shutil.which((shlex.split(compiler) or [""])[0]) is None:  # CXX may be `ccache g++`
+        raise ConfigError(f"DeepSpeed's operator {name}", found=f"no C++ compiler ({compiler})",
+                          expected="one to compile it with", remedy="sudo apt-get install g++")
+    settings = {**settings, "build_directory": str(folder)}
+    with _announced(name):
+        module = _build_as_one_file(name, sources, settings, folder) or _build_as_deepspeed(
+            name, sources, settings, folder)
+    (folder / "built").write_text(module.__name__, encoding="utf-8")
+    return module
+
+
+def _build_as_one_file(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType | None:
+    """Returns None for CUDA sources, and where compilation fails."""
+    if not _is_cpp(sources):
+        return None
+    # Not all headers guard against a second inclusion: GCC's #import does it for them.
+    headers = sorted({header for source in sources for header in Path(source).parent.glob("*.h")})
+    lines = ["#include <torch/extension.h>", *(f'#import "{header}"' for header in headers)]
+    for number, source in enumerate(sources):
+        for static in _CLASHING_STATICS if number else ():
+            lines += [f"#undef {static}", f"#define {static} {static}_{number}"]
+        lines.append(f'#include "{source}"')
+    one_file = folder / f"{name}_one_file.cpp"
+    one_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    flags = [flag for flag in settings.get("extra_cflags") or [] if flag != "-g"]
+    settings = {**settings, "extra_cflags": [*flags, "-DTORCH_INDUCTOR_CPP_WRAPPER"]}
+    try:
+        return _TORCHS_LOAD(name, sources=[str(one_file)], **settings)
+    except (RuntimeError, ImportError) as error:
+        (folder / "one_file.log").write_text(str(error), encoding="utf-8")
+        return None
+
+
+def _build_as_deepspeed(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType:
+    try:
+        return _TORCHS_LOAD(name, sources=sources, **settings)
+    except (RuntimeError, ImportError) as error:
+        log = folder / "build.log"
+        log.write_text(str(error), encoding="utf-8")
+        lines = str(error).splitlines()
+        first = next((line for line in lines if "error:" in line or "Error:" in line), lines[-1])
+        raise ConfigError(f"DeepSpeed's operator {name}", found=f"that it does not compile: {first.strip()}",
+                          expected="a C++ compiler and headers that fit this PyTorch",
+                          remedy=f"The compiler's messages are in {log}") from None
+
+
+def _is_cpp(sources: list[str]) -> bool:
+    return all(source.endswith(".cpp") for source in sources)
+
+
+def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str:
+    """Hash of all that the library is made from and made for.
+
+    Neither paths of the environment nor the compiler are part of it: a machine without one can use what another built.
+    """
+    # DeepSpeed sets the variable while it builds for CUDA, in whichever thread.
+    cuda_architectures = None if _is_cpp(sources) else os.environ.get("TORCH_CUDA_ARCH_LIST")
+    flags = [settings.get(key) for key in ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")]
+    parts = [name, importlib.metadata.version("deepspeed"), torch.__version__, sysconfig.get_config_var("SOABI"),
+             platform.libc_ver(), cpu_features(), flags, cuda_architectures,
+             [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources]]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+_since: dict[str, float] = {}  # operators that this process compiles at the moment
+_changed = threading.Condition()
+
+
+@contextlib.contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Report that an operator is being compiled: a terminal gets a line that counts seconds, a log one a minute."""
+    with _changed:
+        if not _since:
+            threading.Thread(target=_report, daemon=True).start()
+        _since[name] = time.monotonic()
+    built = False
+    try:
+        yield
+        built = True
+    finally:
+        with _changed:
+            seconds = time.monotonic() - _since.pop(name)
+            _changed.notify_all()
+            end = f"ds-pretrain: DeepSpeed's operator {name}: compiled in {seconds:.0f} s" if built else ""
+            print(_line_start() + end, end="\n" if built else "", file=sys.stderr, flush=True)
+
+
+def _line_start() -> str:
+    return "\r\033[K" if is_watched(sys.stderr) else ""
+
+
+def _report() -> None:
+    with _changed:
+        while _since:
+            terminal = is_watched(sys.stderr)
+            seconds = time.monotonic() - min(_since.values())
+            line = f"ds-pretrain: compiling DeepSpeed's {', '.join(_since)}, once for this machine: {seconds:.0f} s"
+            print(_line_start() + line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+            _changed.wait(1 if terminal else _LOG_INTERVAL_S)

@@ -1,0 +1,157 @@
+"""Stacked bars of each layout's memory, the device's capacity as a line: a .png by matplotlib, a .html by itself."""
+
+import math
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError
+from pretrain.memory.footprint import ROLES
+from pretrain.memory.hardware import GIB
+from pretrain.memory.report.table import Report, verdict
+from pretrain.memory.sizes import in_unit
+
+COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
+                   strict=True))
+_BAR, _GAP, _WIDTH, _TOP = 18, 8, 640, 70  # pixels
+_CHARACTER = 7.3  # pixels of one in the labels: 12 px of a monospaced font
+_FADED = 0.3  # opacity of what does not fit
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One layout."""
+
+    name: str
+    parts: tuple[tuple[str, float], ...]  # (role, GiB of the device)
+    fits: bool
+    comment: str
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.parts)
+
+
+def bars(report: Report) -> list[Bar]:
+    """Of all rows, in their order."""
+    return [Bar(f"{row.candidate.name}  {row.candidate.layout.micro_batch_size}x"
+                f"{row.candidate.layout.gradient_accumulation_steps}",
+                tuple((role, row.estimate.peak.total(role, "device") / GIB) for role in ROLES), row.fits,
+                verdict(row)) for row in report.rows]
+
+
+def check_plot(path: str) -> None:
+    """Raises ConfigError for an ending other than .png and .html."""
+    kind = Path(path).suffix.lower()
+    if kind not in (".png", ".html"):
+        raise ConfigError(f"--plot {path}", found=kind or "no ending", expected=".png or .html")
+
+
+def save_plot(path: str, report: Report) -> None:
+    """To a path that `check_plot` passed. Raises ConfigError: no matplotlib for .png, no file that can be written."""
+    try:
+        if Path(path).suffix.lower() == ".html":
+            Path(path).write_text(html(report), encoding="utf-8")
+        else:
+            _figure(report).savefig(path, dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise ConfigError(f"--plot {path}", found=error.strerror or str(error),
+                          expected="a file in a folder that can be written to") from None
+
+
+def _title(report: Report) -> str:
+    cluster = report.subject.cluster
+    return f"{report.subject.name}: GiB of each of {cluster.world_size} {cluster.gpu.name}"
+
+
+def _limits(report: Report) -> tuple[float, float]:
+    """(GiB of the device, GiB for tensors)"""
+    cluster = report.subject.cluster
+    return cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
+
+
+def _right_end(rows: list[Bar], capacity: float) -> float:
+    """Of the axis, in GiB: what is far too large runs out of the picture."""
+    return min(max(*(bar.total for bar in rows), capacity) * 1.05, 3 * capacity)
+
+
+def html(report: Report) -> str:
+    """A page with one drawing and no other files; sizes and verdicts show under the pointer."""
+    rows = bars(report)
+    capacity, budget = _limits(report)
+    scale, left = _WIDTH / _right_end(rows, capacity), label_width(rows)
+    height = _TOP + len(rows) * (_BAR + _GAP) + 30
+    drawn = [_legend(), *(_bar(bar, number, scale, left) for number, bar in enumerate(rows))]
+    for gib, dash, word in ((capacity, "", "device"), (budget, "4 3", "less the margin")):
+        x = left + gib * scale
+        side = "start" if not dash else "end"
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 12}" y2="{height - 24}" stroke="black" '
+                     f'stroke-dasharray="{dash}"/><text x="{x:.1f}" y="{_TOP - 16 if dash else height - 8}" '
+                     f'text-anchor="{side}">{word} {gib:.4g}</text>')
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{escape(_title(report))}</title>
+<style>body {{ font: 14px sans-serif; margin: 2em }} text {{ font: 12px monospace }}</style>
+<h1>{escape(_title(report))}</h1>
+<svg width="{left + _WIDTH + 90}" height="{height}" role="img">
+{chr(10).join(drawn)}
+</svg>
+{"".join(f"<p>{escape(line)}</p>" for line in report.lines)}
+</html>
+"""
+
+
+def label_width(rows: list[Bar]) -> int:
+    """Pixels left of the bars: room for the longest name."""
+    return math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16
+
+
+def _legend() -> str:
+    items = []
+    for number, (role, colour) in enumerate(COLOURS.items()):
+        x, y = number % 4 * 170, number // 4 * 18 + 4
+        items.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
+                     f'<text x="{x + 17}" y="{y + 10}">{escape(role.replace("_", " "))}</text>')
+    return "".join(items)
+
+
+def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
+    y, x = _TOP + number * (_BAR + _GAP), float(left)
+    drawn = []
+    for role, gib in bar.parts:
+        width = min(gib * scale, left + _WIDTH - x)
+        if width > 0:
+            drawn.append(f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BAR}" fill="{COLOURS[role]}">'
+                         f"<title>{escape(role.replace('_', ' '))}: {gib:.2f} GiB</title></rect>")
+            x += width
+    return f'<g opacity="{1 if bar.fits else _FADED}"><title>{escape(bar.comment)}</title>' \
+           f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.name)}</text>{"".join(drawn)}' \
+           f'<text x="{x + 5:.1f}" y="{y + 13}">{in_unit(bar.total * GIB, "GiB")}</text></g>'
+
+
+def _figure(report: Report) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot", found="no matplotlib for a .png", expected="matplotlib, or a .html",
+                          remedy="pip install -e '.[plot]', or --plot FILE.html") from None
+    rows = bars(report)
+    figure = Figure(figsize=(11, 1.5 + 0.3 * len(rows)))
+    axes = figure.subplots()
+    left = [0.0] * len(rows)
+    for role in ROLES:
+        sizes = [dict(bar.parts)[role] for bar in rows]
+        drawn = axes.barh(range(len(rows)), sizes, left=left, color=COLOURS[role], label=role.replace("_", " "))
+        for patch, bar in zip(drawn, rows, strict=True):
+            patch.set_alpha(1.0 if bar.fits else _FADED)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    capacity, budget = _limits(report)
+    axes.axvline(capacity, color="black", label=f"device: {capacity:.4g} GiB")
+    axes.axvline(budget, color="black", linestyle="--", linewidth=0.8, label=f"less the margin: {budget:.4g} GiB")
+    axes.set_yticks(range(len(rows)), [bar.name for bar in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, _right_end(rows, capacity))
+    axes.set_xlabel("GiB")
+    axes.set_title(_title(report))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.6 / figure.get_figheight()), ncol=5, frameon=False)
+    return figure

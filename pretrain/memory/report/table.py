@@ -1,0 +1,211 @@
+"""A comparison as a table for people, as JSON and as CSV."""
+
+import csv
+import io
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pretrain.config.layout import LAYOUT_FIELDS
+from pretrain.memory.footprint import Footprint
+from pretrain.memory.search.combinations import Candidate
+from pretrain.memory.search.compare import Row, Subject
+from pretrain.memory.search.search import Largest
+from pretrain.memory.sizes import in_unit
+from pretrain.memory.step_time.cost import Cost
+from pretrain.memory.step_time.traffic import LINKS, total_bytes
+
+_WIDE = 2000  # characters: no row is cut or folded
+# columns of the device's memory: title -> roles
+DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
+                  "activ": ("activations", "logits"), "other": ("buffers", "margin")}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is printed or written of one comparison."""
+
+    subject: Subject
+    rows: list[Row]
+    recommended: Row | None
+    cost: Cost | None
+    impossible: dict[str, int]  # reason -> combinations
+    lines: list[str]  # for people: what was asked, and what follows
+
+
+def _sum(footprint: Footprint, roles: tuple[str, ...], place: str) -> int:
+    return sum(footprint.total(role, place) for role in roles)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def cells(row: Row, subject: Subject, unit: str) -> dict[str, str]:
+    """One line of the table: the content of each column by its title."""
+    layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
+    ranks = subject.cluster.gpus_per_node
+    device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
+    said = "" if row.deepspeed is None else \
+        f"{in_unit(row.deepspeed.device_bytes, unit)} / {in_unit(row.deepspeed.host_bytes, unit)}"
+    speed = ["", "", "", ""] if time is None else [
+        _seconds(time.total_seconds), f"{time.mfu:.0%}", f"{time.bubble_share:.0%}", f"{time.communication_share:.0%}"]
+    titles = ("layout", "micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble",
+              "comm.", "DeepSpeed", "verdict")
+    texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
+             in_unit(peak.total(place="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
+             in_unit(peak.total(place="nvme") * ranks, unit), *speed, said, verdict(row))
+    return dict(zip(titles, texts, strict=True))
+
+
+def verdict(row: Row) -> str:
+    """Whether it fits, and whether this project runs it."""
+    if row.misfit:
+        return f"too large: {row.misfit}"
+    return f"fits; not run here: {row.refusal}" if row.refusal else "fits"
+
+
+def short_verdict(row: Row) -> str:
+    """In a word or two: what is too small, or whether this project runs it."""
+    if row.misfit:
+        return "too large"
+    return "not run here" if row.refusal else "fits"
+
+
+def print_report(report: Report, unit: str, console: Console | None = None) -> None:
+    """The table, what does not fit greyed, and the lines below it."""
+    console = console or wide_console()
+    rows = [cells(row, report.subject, unit) for row in report.rows]
+    left_out = []
+    if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
+        for line, row in zip(rows, report.rows, strict=True):
+            line["verdict"] = short_verdict(row)
+        left_out = ["the verdict's reasons"]
+    titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
+    left_out = [title for title in rows[0] if title not in titles] + left_out
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for title in titles:
+        justify: Any = "left" if title in ("layout", "verdict") else "right"
+        table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
+    for line, row in zip(rows, report.rows, strict=True):
+        style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
+            "yellow" if row.refusal else ""
+        table.add_row(*(line[title] for title in titles), style=style)
+    console.print(table)
+    if left_out:
+        print_lines(["", f"not shown at {console.width} columns: {', '.join(left_out)} (a wider terminal, a pipe and "
+                         "--csv have them)"], console)
+    print_lines(report.lines, console)
+
+
+def wide_console() -> Console:
+    """A console as wide as the terminal; for a pipe or a file, wide enough for every row."""
+    return Console() if sys.stdout.isatty() else Console(width=_WIDE)
+
+
+def print_lines(lines: list[str], console: Console) -> None:
+    """Sentences, wrapped between words by a terminal's width only."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...]) -> list[str]:
+    """The columns that fit `width` together. The last ones are left out first, but none of `keep`."""
+    titles = list(rows[0])
+    needed = {title: max(len(title), *(len(row[title]) for row in rows)) + 1 for title in titles}
+    for title in reversed(rows[0]):
+        if sum(needed[title] for title in titles) > width and title not in keep:
+            titles.remove(title)
+    return titles
+
+
+def print_largest(found: list[Largest], lines: list[str], console: Console | None = None) -> None:
+    """What `--find` found, one line a layout, the largest first."""
+    console = console or wide_console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("layout")
+    table.add_column({"max_model": "parameters", "max_seq": "tokens", "max_micro_batch": "samples"}[found[0].kind],
+                     justify="right")
+    table.add_column("what the next larger one lacks", overflow="fold")
+    for one in sorted(found, key=lambda one: -one.value):
+        ended = "; the search ended here" if one.reached_end else ""
+        table.add_row(one.candidate.name, f"{one.value:,}", one.detail + ended,
+                      style="" if one.value else "bright_black")
+    console.print(table)
+    print_lines(lines, console)
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """Everything known of a row; bytes of one rank, seconds of one step."""
+    time, layout = row.time, row.candidate.layout
+    return {
+        "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.misfit,
+        "runs_here": not row.refusal, "refusal": row.refusal,
+        "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
+        "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
+        "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
+        "nvme_bytes": row.estimate.nvme_bytes,
+        "step_bytes": {link: round(total_bytes(row.traffic, link)) for link in LINKS},
+        "transfers": [asdict(transfer) for transfer in row.traffic],
+        "step_time": None if time is None else {
+            **asdict(time), "total_seconds": time.total_seconds, "mfu": time.mfu, "bubble_share": time.bubble_share,
+            "communication_share": time.communication_share},
+        "deepspeed_estimate": None if row.deepspeed is None else asdict(row.deepspeed),
+        "deepspeed_config": row.candidate.config,
+    }
+
+
+def report_json(report: Report) -> str:
+    """The whole comparison."""
+    subject = report.subject
+    return json.dumps({
+        "model": subject.name, "num_parameters": subject.num_parameters,
+        "cluster": {**asdict(subject.cluster), "device_budget_bytes": subject.cluster.device_budget_bytes,
+                    "host_budget_bytes": subject.cluster.host_budget_bytes},
+        "recommended": report.recommended.candidate.name if report.recommended else None,
+        "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,
+        "rows": [row_json(row) for row in report.rows]}, indent=2) + "\n"
+
+
+def largest_json(found: list[Largest]) -> str:
+    """What `--find` found."""
+    return json.dumps([{"name": one.candidate.name, "kind": one.kind, "value": one.value, "detail": one.detail,
+                        "reached_end": one.reached_end} for one in found], indent=2) + "\n"
+
+
+def report_csv(report: Report) -> str:
+    """A line a layout; bytes of one rank."""
+    text = io.StringIO()
+    lines = [_flat(row) for row in report.rows]
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
+    return {
+        "name": row.candidate.name, **_degrees(row.candidate),
+        **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
+        "device_bytes": peak.total(place="device"), "host_bytes": row.estimate.host_bytes,
+        "nvme_bytes": peak.total(place="nvme"),
+        **{f"{link}_step_bytes": round(total_bytes(row.traffic, link)) for link in LINKS},
+        "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
+        "bubble_share": time.bubble_share if time else None,
+        "communication_share": time.communication_share if time else None,
+        "deepspeed_device_bytes": row.deepspeed.device_bytes if row.deepspeed else None,
+        "deepspeed_host_bytes": row.deepspeed.host_bytes if row.deepspeed else None,
+        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.misfit, "refusal": row.refusal,
+    }
+
+
+def _degrees(candidate: Candidate) -> dict[str, Any]:
+    names = ("zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
+             "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
+             "activation_checkpoint_interval", "micro_batch_size", "gradient_accumulation_steps", "seq_length")
+    return {name: getattr(candidate.layout, name) for name in names}

@@ -1,0 +1,1 @@
+"""pretrain/memory/search"""

@@ -1,0 +1,163 @@
+"""What `simulate` runs in a process of its own: one rank of a world that is not there, on tensors that have no data.
+
+It replaces functions of torch and DeepSpeed 0.19.8 for the whole process.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import torch as comm_torch
+from deepspeed.ops import op_builder
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import partition_parameters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pretrain.config.arguments import RunArguments
+from pretrain.config.validate import Plan
+from pretrain.distributed.device import cpu_device
+from pretrain.engine import build as pretrain_engine
+from pretrain.engine.build import build_engine, deepspeed_output
+from pretrain.memory.footprint import Footprint
+from pretrain.memory.measure.inventory import role_of_file
+from pretrain.memory.measure.steps import observe, plan_without_data
+from pretrain.memory.measure.tracker import StorageTracker
+from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FakeStorageTracker(StorageTracker):
+    """Answers besides for a fake tensor whose value the host asks for: 1 for a float, 0 for anything else."""
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) \
+                and args[0].constant is None:
+            return 1.0 if args[0].is_floating_point() else 0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class FakeIO:
+    """DeepSpeed's `aio_handle` without a disk: keeps the sizes of the files that would be written."""
+
+    files: ClassVar[dict[str, int]] = {}  # bytes by path
+    locked: ClassVar[set[int]] = set()  # page-locked storages
+
+    def __init__(self, **_: Any) -> None:
+        self.pending = 0
+
+    def new_cpu_locked_tensor(self, numel: int, example: torch.Tensor) -> torch.Tensor:
+        tensor = torch.empty(int(numel), dtype=example.dtype)
+        FakeIO.locked.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in FakeIO.locked
+
+    def async_pread(self, tensor: torch.Tensor, path: str, offset: int) -> int:
+        self.pending += 1
+        return 0
+
+    def async_pwrite(self, tensor: torch.Tensor, path: str, offset: int) -> int:
+        FakeIO.files[path] = tensor.numel() * tensor.element_size()
+        self.pending += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self.pending = self.pending, 0
+        return done
+
+
+class FakeOperators:
+    """A compiled module of DeepSpeed: `aio_handle`, and functions that do nothing."""
+
+    aio_handle = FakeIO
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def enter_world(rank: int, world_size: int) -> None:
+    """Be rank `rank` of a process group whose collectives do nothing."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1",
+                      CROSS_RANK=str(rank), CROSS_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    comm_torch.build_shm_op = lambda: None
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def apply_to_fake(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """`torch.nn.Module._apply` for parameters without gradients; torch's own swaps fake tensors, which those that
+    something refers to weakly refuse.
+    """
+    with torch.no_grad():
+        for module in self.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.data = fn(parameter.data)
+            module._buffers.update({name: None if buffer is None else fn(buffer)
+                                    for name, buffer in module._buffers.items()})
+    return self
+
+
+def replace_what_needs_data() -> None:
+    """See the module's docstring, and that of `simulate`."""
+    setattr(torch.nn.Module, "_apply", apply_to_fake)  # noqa: B010 (mypy refuses an assignment)
+    def load(self: Any, verbose: bool = True) -> FakeOperators:
+        return FakeOperators()
+
+    for name in dir(op_builder):
+        builder = getattr(op_builder, name)
+        if isinstance(builder, type) and hasattr(builder, "load"):
+            builder.load = load
+    get_accelerator().create_op_builder("CPUAdamBuilder").__class__.load = load
+    pretrain_engine.gather = lambda value: [value] * dist.get_world_size()
+    for module in (partition_parameters, deepspeed.runtime.zero.utils, deepspeed.runtime.zero.stage3):
+        for name, function in (("get_lst_from_rank0", lambda lst: lst),
+                               ("assert_lst_len_same_as_other_ranks", lambda lst: None),
+                               ("assert_ints_same_as_other_ranks", lambda lst: None)):
+            if hasattr(module, name):
+                setattr(module, name, function)
+
+
+def fewer_micro_batches(plan: Plan) -> Plan:
+    """As many as change anything: one to accumulate on, and one in flight for each pipeline stage."""
+    steps = min(plan.gradient_accumulation_steps, max(2, plan.pipeline_stages + 1))
+    batch = steps * plan.micro_batch_size * plan.data_parallel_size
+    sizes = {"gradient_accumulation_steps": steps, "train_batch_size": batch}
+    return replace(plan, gradient_accumulation_steps=steps, global_batch_size=batch,
+                   ds_config={**plan.ds_config, **sizes})
+
+
+def receive_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
+    """What `_recv_tensor_meta` of a stage would learn from the one before it."""
+    shape = [plan.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
+    dtype = _DTYPES[plan.precision]
+    engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
+
+
+def observe_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
+    """{"held", "peak_bytes", "notes"} of one rank. Raises ConfigError."""
+    plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
+    replace_what_needs_data()
+    replace_loops_over_ranks()
+    with deepspeed_output("error"):
+        enter_world(rank, world_size)
+        with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
+            engine = build_engine(plan)
+            if isinstance(engine, PipelineEngine):
+                receive_hidden_states(engine, plan)
+            seen = observe(engine, plan, steps=steps, tracker=tracker)
+    files = Footprint.of(((role_of_file(Path(path)), "nvme"), size) for path, size in FakeIO.files.items())
+    return {"held": (seen.held + files).to_json(), "peak_bytes": seen.peak_bytes,
+            "unaccounted_bytes": seen.unaccounted_bytes, "buffers": seen.buffers, "notes": list(plan.notes)}

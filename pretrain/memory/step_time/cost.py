@@ -1,0 +1,70 @@
+"""What a whole run takes: days, GPU-hours, checkpoints."""
+
+from dataclasses import dataclass
+
+from pretrain.config.layout import DTYPE_BYTES, Layout
+from pretrain.memory.hardware import GB
+
+CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
+STORAGE_RATE = 2e9  # bytes a second that one node writes to where checkpoints go: an assumption
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a run of `tokens` tokens."""
+
+    tokens: float
+    chinchilla_tokens: float
+    flops: float  # model FLOPs: recomputation not counted
+    mfu: float
+    days: float
+    gpu_hours: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+
+
+def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, peak_flops: float, mfu: float,
+             nodes: int, tokens: float | None = None, storage_rate: float = STORAGE_RATE) -> Cost:
+    """The cost at a given share of the peak rate.
+
+    Args:
+        num_parameters: of the model, experts included.
+        peak_flops: of all devices, a second.
+        tokens: None: as many as Chinchilla's rule says for `num_parameters`.
+        storage_rate: bytes a second that a node writes; all nodes write at the same time.
+    """
+    optimal = float(CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters)
+    tokens = optimal if tokens is None else tokens
+    seconds = tokens * flops_per_token / (peak_flops * mfu)
+    size = checkpoint_bytes(layout, num_parameters)
+    return Cost(tokens=tokens, chinchilla_tokens=optimal, flops=tokens * flops_per_token, mfu=mfu,
+                days=seconds / 86400, gpu_hours=seconds / 3600 * layout.world_size, checkpoint_bytes=size,
+                checkpoint_seconds=size / nodes / storage_rate)
+
+
+def checkpoint_bytes(layout: Layout, num_parameters: int) -> int:
+    """fp32 weights, optimizer states and, but for ZeRO-3, the weights that the model computes with; a file's own
+    structure and padding come on top. fp32 at stage 0 has no second copy of its weights.
+    """
+    in_fp32 = layout.precision == "fp32"
+    masters = 0 if in_fp32 and layout.zero_stage == 0 else 2 if layout.masters_in_16bit else 4
+    moments = (2 if layout.moments_in_16bit else 4) * layout.optimizer_moments
+    computed_with = 0 if layout.zero_stage == 3 else DTYPE_BYTES[layout.precision]
+    return num_parameters * (masters + moments + computed_with)
+
+
+def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> list[str]:
+    """For people."""
+    rule = "Chinchilla's 20 a parameter" if cost.tokens == cost.chinchilla_tokens else \
+        f"Chinchilla's 20 a parameter would be {_tokens(cost.chinchilla_tokens)}"
+    return [f"{_tokens(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "
+            f"{cost.days:,.1f} days, {cost.gpu_hours:,.0f} GPU-hours",
+            f"a checkpoint has {cost.checkpoint_bytes / GB:,.1f} GB and takes {cost.checkpoint_seconds:,.1f} s "
+            f"at {storage_rate / GB:g} GB/s a node, {nodes} node{'s' * (nodes > 1)}"]
+
+
+def _tokens(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:,.4g} {unit}"
+    return f"{number:,.0f}"

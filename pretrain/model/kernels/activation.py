@@ -1,0 +1,81 @@
+"""The MLP's second half as one operator: down(activation(up)), or down(activation(gate) * up).
+
+Plain autograd keeps the activation's input, its output and, where there is a gate, the product: this keeps the inputs
+and computes the rest anew in the backward pass. Of a block's activations (16 times B T D elements with F = 4 D) that
+is a quarter, for one more pass over B T F elements.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pretrain.model.kernels import cpu_kernels
+
+
+def activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None, weight_DF: torch.Tensor,
+                     bias_D: torch.Tensor | None) -> torch.Tensor:
+    """[B, T, D]. `activation` is gelu, gelu_tanh or silu. Kept for the backward pass: up, gate and the weight."""
+    out: torch.Tensor = _ActivatedLinear.apply(activation, up_BTF, gate_BTF, weight_DF, bias_D)
+    return out
+
+
+def plain_activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
+                           weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
+    """The same, of torch's own operators and under plain autograd."""
+    activated_BTF = _torchs_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
+    return F.linear(activated_BTF if gate_BTF is None else activated_BTF * up_BTF, weight_DF, bias_D)
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
+                weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)  # type: ignore[arg-type]  # takes None as well
+        ctx.activation = activation  # type: ignore[attr-defined]
+        if gate_BTF is None:
+            return F.linear(activate(activation, up_BTF), weight_DF, bias_D)
+        return F.linear(activate(activation, gate_BTF) * up_BTF, weight_DF, bias_D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_ND = grads[0].flatten(0, -2)
+        up_BTF, gate_BTF, weight_DF = ctx.saved_tensors  # type: ignore[attr-defined]
+        activation, needed = ctx.activation, ctx.needs_input_grad  # type: ignore[attr-defined]
+        activated_BTF = activate(activation, up_BTF if gate_BTF is None else gate_BTF)
+        inner_BTF = activated_BTF if gate_BTF is None else activated_BTF * up_BTF
+        dweight_DF = grad_ND.t() @ inner_BTF.flatten(0, -2)
+        dbias_D = grad_ND.sum(0) if needed[4] else None
+        del inner_BTF  # a block's largest tensors: none lives longer than it must
+        if gate_BTF is None:
+            del activated_BTF
+        dinner_BTF = (grad_ND @ weight_DF).view_as(up_BTF)
+        if gate_BTF is None:
+            return None, activate_backward(activation, dinner_BTF, up_BTF), None, dweight_DF, dbias_D
+        dup_BTF = activated_BTF.mul_(dinner_BTF)
+        dgate_BTF = activate_backward(activation, dinner_BTF.mul_(up_BTF), gate_BTF)
+        return None, dup_BTF, dgate_BTF, dweight_DF, dbias_D
+
+
+def activate(name: str, x: torch.Tensor) -> torch.Tensor:
+    """gelu, gelu_tanh or silu of each element."""
+    if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
+        return cpu_kernels.gelu_tanh(x)
+    return _torchs_activation(name, x)
+
+
+def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """grad times the derivative at x."""
+    if name == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
+        return cpu_kernels.gelu_tanh_backward(grad, x)
+    return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
+
+
+def _torchs_activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate=_approximation(name))
+
+
+def _approximation(name: str) -> str:
+    return "tanh" if name == "gelu_tanh" else "none"

@@ -1,0 +1,97 @@
+"""The files of a run folder that this program appends to: run.json, events.jsonl, metrics.jsonl. Rank 0 only."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pretrain import __version__
+from pretrain.config.validate import Plan
+from pretrain.monitor.rows import read_starts
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and those that a result depends on."""
+    found = {"python": platform.python_version(), "ds-pretrain": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
+def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
+    """The training contract of one start: everything that its result depends on."""
+    return {
+        "time": time.time(),
+        "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer)}, "deepspeed_config": plan.ds_config,
+        "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
+        "train_steps": plan.train_steps,
+        "layout": {"world_size": plan.world_size, "data_parallel_size": plan.data_parallel_size,
+                   "pipeline_stages": plan.pipeline_stages, "zero_stage": plan.zero_stage,
+                   "precision": plan.precision},
+        "batch": {"micro_batch_size": plan.micro_batch_size,
+                  "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+                  "global_batch_size": plan.global_batch_size},
+        "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
+        "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
+        "versions": versions(), "git_commit": _git_commit(), "hosts": hosts,
+    }
+
+
+class RunFolder:
+    """Appends to the files of one run folder; on ranks other than 0 it does nothing."""
+
+    def __init__(self, path: Path, *, active: bool) -> None:
+        self.path, self._active = path, active
+        if active:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def start(self, record: dict[str, Any]) -> None:
+        """Add a start to run.json, a list of them, the newest last."""
+        if not self._active:
+            return
+        path = self.path / "run.json"
+        starts = read_starts(self.path) if path.is_file() else []
+        temporary = path.with_name(".tmp-run.json")
+        temporary.write_text(json.dumps([*starts, record], indent=1, default=str), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def event(self, kind: str, *, step: int, reason: str = "", **details: Any) -> None:
+        """A row of events.jsonl: start, resume, save, skip, stop ..."""
+        self._append("events.jsonl", {"time": time.time(), "event": kind, "step": step, "reason": reason, **details})
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl. JSON has no NaN or infinity: they become null."""
+        self._append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                                       for key, value in row.items()})
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if not self._active:
+            return
+        try:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk is no reason to stop training
+            print(f"warning: {self.path / name}: {error.strerror}", flush=True)

@@ -1,0 +1,33 @@
+"""What generation reports of limits; that weights of a real run generate is tested by the README's commands."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.analysis.generate import Sampling, TrainedModel, generate
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedModel:
+    """A model of 8 positions and random weights, and a tokenizer of single digits."""
+    config = AutoConfig.for_model("gpt2", vocab_size=10, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    tokenizer = Tokenizer(Path("digits"), 10, None, "", encode=lambda text: [int(digit) for digit in text],
+                          decode=lambda tokens: "".join(map(str, tokens)))
+    return TrainedModel(Path(), AutoModelForCausalLM.from_config(config).eval(), tokenizer, 8, [])
+
+
+@pytest.mark.parametrize(("asked", "given"), [(3, 3), (5, 5), (50, 5)])
+def test_a_cut_at_the_models_last_position_is_reported(trained: TrainedModel, capsys: pytest.CaptureFixture[str],
+                                                       asked: int, given: int) -> None:
+    assert len(generate(trained, "123", Sampling(max_new_tokens=asked))) == 3 + given
+    said = capsys.readouterr().err
+    expected = "ds-pretrain: note: --max_new_tokens 50 is cut to 5: the model has 8 positions, and the prompt takes 3\n"
+    assert said == (expected if asked > given else "")
+
+
+def test_a_prompt_that_leaves_no_room_is_rejected(trained: TrainedModel) -> None:
+    with pytest.raises(ConfigError, match="8 tokens"):
+        generate(trained, "12345678", Sampling())

@@ -1,0 +1,256 @@
+"""The commit protocol and pruning: killed before every call that changes a disk, on full disks, with absent ranks."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes
+from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, Manifest, whole_checkpoints
+from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.save.commit import (
+    check_space,
+    commit,
+    remove_leftovers,
+    temporary_folder,
+    write_part,
+)
+from pretrain.checkpoint.save.retention import prune
+from pretrain.errors import SaveError
+from tests.support.launch import ROOT
+
+RANKS = 2
+FILE_BYTES = 400_000
+
+
+def manifest(step: int, eval_loss: float | None = None, save_id: str = "id") -> Manifest:
+    return Manifest(step=step, consumed_samples=4 * step, world_size=RANKS, data_parallel_size=RANKS, pipeline_stages=1,
+                    zero_stage=1, precision="bf16", grad_accum_dtype=None, offload_optimizer="none",
+                    offload_param="none", optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, global_batch_size=4,
+                    seed=0, seq_length=8, model={}, data_fingerprint="", tokenizer_fingerprint=None, versions={},
+                    eval_loss=eval_loss, save_id=save_id)
+
+
+def write_files(temporary: Path, rank: int, num_bytes: int = FILE_BYTES) -> dict[str, FileRecord]:
+    """Two files of a rank, through HashedFile. Raises OSError."""
+    records = {}
+    for kind in ("model", "optim"):
+        with HashedFile(temporary / f"{kind}_rank_{rank:05d}.pt") as file:
+            file.write(random.Random(f"{temporary}{rank}{kind}").randbytes(num_bytes))
+        records[file.path.name] = file.close()
+    return records
+
+
+def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_bytes: int = FILE_BYTES) -> Path:
+    """A save of `RANKS` ranks, one after another. Raises SaveError."""
+    temporary = temporary_folder(checkpoints, step)
+    temporary.mkdir(parents=True)
+    for rank in range(RANKS):
+        records, error = {}, None
+        try:
+            records = write_files(temporary, rank, num_bytes)
+        except OSError as failure:
+            error = str(failure)
+        with contextlib.suppress(OSError):  # a disk so full that it cannot even say so
+            write_part(temporary, rank=rank, save_id="id", files=records, error=error)
+    commit(temporary, manifest(step, eval_loss), timeout_s=0.1)
+    return checkpoints / f"global_step{step}"
+
+
+def steps_of(checkpoints: Path) -> list[int]:
+    """Those of the whole checkpoints, every one verified."""
+    whole, complaints = whole_checkpoints(checkpoints)
+    assert not complaints
+    assert not [line for folder, found in whole for line in damage(folder, found)]
+    return [found.step for _, found in whole]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pretrain.checkpoint.save.commit import *
+from pretrain.checkpoint.save.retention import prune
+from tests.checkpoint.test_commit import save
+
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+left = int(sys.argv[2])
+
+def hook(event, values):
+    global left
+    if event in CHANGES or event == "open" and values[2] & os.O_ACCMODE and str(values[0]).startswith(sys.argv[1]):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def fsync(descriptor, sync=os.fsync):
+    hook("os.rename", ())
+    sync(descriptor)
+
+os.fsync = fsync
+sys.addaudithook(hook)
+checkpoints = Path(sys.argv[1])
+save(checkpoints, 4, num_bytes=1000)
+prune(checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set())
+"""
+
+
+def _killed_after(changes: int, checkpoints: Path) -> bool:
+    """Save step 4 and prune in a process that is killed before its next change of the disk; False: it was done."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(checkpoints), str(changes)], capture_output=True,
+                          text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode != 0
+
+
+def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
+    states = []
+    for changes in itertools.count():
+        checkpoints = tmp_path / str(changes)
+        for step in (1, 2, 3):
+            save(checkpoints, step, num_bytes=1000)
+        (checkpoints / "global_step4").mkdir()  # a damaged one, which the save replaces
+        killed = _killed_after(changes, checkpoints)
+        remove_leftovers(checkpoints)
+        if (checkpoints / "global_step4").exists() and not (checkpoints / "global_step4" / MANIFEST).exists():
+            (checkpoints / "global_step4").rmdir()  # still the damaged one
+        states.append(steps_of(checkpoints))
+        assert states[-1][-2:] in ([3, 2], [2, 1], [4, 3]), (changes, states[-1])
+        assert (checkpoints / f"global_step{states[-1][0]}").is_dir()
+        assert (checkpoints / (checkpoints / LATEST).read_text()).is_dir()
+        assert not list(checkpoints.glob(".tmp*"))
+        if not killed:
+            break
+        if 4 not in states[-1]:
+            save(checkpoints, 4, num_bytes=1000)  # nothing stands in the way of the next attempt
+            assert steps_of(checkpoints)[0] == 4
+    print(f"killed before each of {len(states) - 1} changes of the disk; kept: "
+          f"{[(key, len(list(group))) for key, group in itertools.groupby(states)]}")
+    assert states[0] == [3, 2, 1]
+    assert states[-1] == [4, 3]
+    assert [4, 3, 2] in states
+    assert len(states) > 40
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> object:
+    """A file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def _fill(disk: Path, free: int) -> Path:
+    filler = disk / "filler"
+    filler.write_bytes(bytes(free_bytes(disk) - free))
+    return filler
+
+
+def test_full_disk_at_ten_levels(small_disk: Path) -> None:
+    checkpoints = small_disk / "checkpoints"
+    save(checkpoints, 1)
+    needed, page = 2 * RANKS * (FILE_BYTES // 4096 + 1) * 4096, 4096
+    # the last ones: the first part, the second part, and the manifest find no room
+    levels = [0, page, needed // 10, needed // 4, needed // 2, 3 * needed // 4, 99 * needed // 100, needed,
+              needed + page, needed + RANKS * page]
+    for level in levels:
+        filler = _fill(small_disk, level)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(SaveError):
+            save(checkpoints, 2)
+        assert steps_of(checkpoints) == [1], level
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step1", LATEST], level
+        assert len(os.listdir("/proc/self/fd")) == before, level
+        filler.unlink()
+    with pytest.raises(SaveError, match=r"9,999,999 bytes needed, [\d,]+ bytes free"):
+        check_space(checkpoints, needed_bytes=9_999_999)
+    save(checkpoints, 2)
+    print(f"full disk: {len(levels)} of {len(levels)} levels left the older checkpoint whole and no partial one")
+    assert steps_of(checkpoints) == [2, 1]
+
+
+def test_full_disk_under_torch_save(small_disk: Path) -> None:
+    import torch
+
+    _fill(small_disk, 2**20)
+    file = HashedFile(small_disk / "tensors.pt")
+    with pytest.raises(OSError, match="No space left"), file:
+        torch.save([torch.randn(2**17) for _ in range(4)], file)
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+
+
+def _refused(checkpoints: Path, words: str, timeout_s: float = 0.1) -> None:
+    with pytest.raises(SaveError, match=words):
+        commit(temporary_folder(checkpoints, 2), manifest(2, save_id="new"), timeout_s=timeout_s,
+               has_ended=lambda rank: rank == 1)
+    assert steps_of(checkpoints) == [1]
+    assert not temporary_folder(checkpoints, 2).exists()
+    temporary_folder(checkpoints, 2).mkdir()
+
+
+def test_commit_waits_for_every_rank_and_trusts_none(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    temporary = temporary_folder(tmp_path, 2)
+    temporary.mkdir()
+    write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
+    write_part(temporary, rank=1, save_id="killed", files=write_files(temporary, 1))  # of an attempt before
+    _refused(tmp_path, "nothing from rank 1, within 0.1 s")
+    write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
+    _refused(tmp_path, "nothing from rank 1, which ended", timeout_s=60)
+    write_part(temporary, rank=1, save_id="new", files={}, error="its disk burns")
+    _refused(tmp_path, "rank 1: its disk burns")
+    records = [write_files(temporary, rank) for rank in range(RANKS)]
+    for rank in range(RANKS):
+        write_part(temporary, rank=rank, save_id="new", files=records[0])
+    _refused(tmp_path, "was written by rank 1 and by another one")
+    records = [write_files(temporary, rank) for rank in range(RANKS)]
+    for rank in range(RANKS):
+        write_part(temporary, rank=rank, save_id="new", files=records[rank])
+    (temporary / "foreign").touch()
+    _refused(tmp_path, "foreign was hashed by no rank")
+    for rank in range(RANKS):
+        write_part(temporary, rank=rank, save_id="new", files=records[rank])
+    _refused(tmp_path, "do all hosts share this folder")
+
+
+KEPT = [  # keep_checkpoints, keep_every, keep_best -> steps
+    ((0, 1, 1), [9, 8, 7, 6, 5, 4, 3, 2, 1]), ((1, 0, 0), [9, 8]), ((2, 0, 0), [9, 8]), ((3, 0, 0), [9, 8, 7]),
+    ((2, 4, 0), [9, 8, 4]), ((2, 0, 1), [9, 8, 3]), ((2, 0, 2), [9, 8, 6, 3]), ((2, 0, 3), [9, 8, 6, 5, 3]),
+    ((20, 0, 0), [9, 8, 7, 6, 5, 4, 3, 2, 1]), ((3, 2, 1), [9, 8, 7, 6, 4, 3, 2]),
+]
+
+
+@pytest.mark.parametrize(("rules", "kept"), KEPT)
+def test_pruning_keeps_what_the_rules_say(tmp_path: Path, rules: tuple[int, int, int], kept: list[int]) -> None:
+    losses = {3: 1.0, 5: 2.0, 6: 2.0, 7: 3.0, 9: 4.0}
+    for step in range(1, 10):
+        save(tmp_path, step, eval_loss=losses.get(step), num_bytes=10)
+    verified: set[str] = set()
+    removed = prune(tmp_path, **dict(zip(("keep_checkpoints", "keep_every", "keep_best"), rules, strict=True)),
+                    verified=verified)
+    assert steps_of(tmp_path) == kept
+    assert [path.name for path in removed] == [f"global_step{step}" for step in range(1, 10) if step not in kept]
+    assert verified == ({"global_step9", "global_step8"} if removed else set())
+
+
+def test_pruning_never_leaves_a_damaged_pair(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        save(tmp_path, step, num_bytes=10)
+    rules = {"keep_checkpoints": 2, "keep_every": 0, "keep_best": 0}
+    (tmp_path / "global_step3" / "model_rank_00000.pt").write_bytes(bytes(10))
+    with pytest.raises(SaveError, match=r"no checkpoint was removed.*model_rank_00000.pt: found SHA-256"):
+        prune(tmp_path, **rules, verified=set())
+    assert len(whole_checkpoints(tmp_path)[0]) == 4
+    (tmp_path / LATEST).write_text("global_step2")  # a step back was made
+    removed = prune(tmp_path, **rules, verified={"global_step3"})
+    assert [path.name for path in removed] == ["global_step1"]

@@ -1,0 +1,144 @@
+"""Other programs get whole checkpoints: plain DeepSpeed loads the universal ones, safetensors hold the weights."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretrain.checkpoint.convert import export
+from pretrain.checkpoint.convert.export import consolidate, convert, diff
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.reader import Reader
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.model.specs import as_module
+from tests.support.cases import case, config, flags
+from tests.support.layouts import SAVED, STEPS, Watch, fp16, plain, relative, run_layouts, staged
+
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16 = {**plain(1, precision="bf16"), **FP32_SUMS}
+SOURCES = {"stage0": staged(0), "zero3": plain(3), "bf16": BF16, "fp16": fp16(staged(0))}
+# which DeepSpeed itself refuses to convert, or to load: 0 -> any, 1 <-> 3, ZeRO-3 -> pipeline
+UNIVERSAL = {"stage0-zero1": plain(1), "stage0-zero3": plain(3), "zero3-pipeline2": staged(1), "zero3-zero2": plain(2),
+             "bf16-zero3": plain(3, precision="bf16"), "fp16-zero2": fp16(plain(2))}
+WITHIN = {"bf16": 5e-3, "fp16": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def saved(corpus: str, work: Path) -> dict[str, Any]:
+    return run_layouts({name: (2, case(name, "train_and_save", values,
+                                       flags(corpus, steps=STEPS, emulate_fp16="fp16" in values), saved_step=SAVED))
+                        for name, values in SOURCES.items()}, work / "saved")
+
+
+def test_plain_deepspeed_loads_universal_checkpoints(corpus: str, work: Path, saved: dict[str, Any]) -> None:
+    for name in SOURCES:
+        convert(Path(saved[name]["folder"]), work / "universal" / name)
+    assert (work / "universal/latest_universal").read_text() in SOURCES
+    loaded = run_layouts({name: (2, case(name, "load_universal", values,
+                                         flags(corpus, steps=STEPS, emulate_fp16="fp16" in values), saved_step=SAVED,
+                                         source=str(work / "universal" / name.split("-")[0])))
+                          for name, values in UNIVERSAL.items()}, work / "loaded")
+    for name, after in loaded.items():
+        before = saved[name.split("-")[0]]
+        assert diff(Path(before["folder"]), Path(after["folder"])) == [], name
+        distance = relative(after["after"]["loss"], before["after"]["loss"])
+        print(f"universal {name}: nothing differs, losses within {distance:.1e}")
+        assert distance <= WITHIN.get(name.split("-")[0], 1e-5), name
+        assert after["after"]["lr"] == before["after"]["lr"], name
+        assert after["after"]["loss_scale"] == before["after"]["loss_scale"], name
+        assert after["counters"] == [STEPS, 0], name
+
+
+def test_a_conversion_is_done_once_and_never_half(work: Path, saved: dict[str, Any],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = Path(saved["zero3"]["folder"]), work / "once"
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_universal_optimizer", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, out)
+    assert not out.exists()
+    assert not list(work.glob(".tmp-*"))
+    convert(source, out)
+    written = (out / "source.json").stat().st_mtime_ns
+    convert(source, out)
+    assert (out / "source.json").stat().st_mtime_ns == written, "converted again"
+    with pytest.raises(ConfigError, match="expected a new folder"):
+        convert(Path(saved["stage0"]["folder"]), out)
+    os.truncate(next(out.glob("zero/*/fp32.pt")), 100)
+    with pytest.raises(ConfigError, match="expected a new folder"):
+        convert(source, out)
+
+
+def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str, Any],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SOURCES:
+        folder = Path(saved[name]["folder"])
+        reader = Reader(folder)
+        consolidate(folder, work / f"{name}-fp32", dtype="fp32")
+        weights = load_file(work / f"{name}-fp32" / "model.safetensors")
+        assert {key: reader.whole(key).tolist() for key in reader.shapes} == {k: v.tolist() for k, v in weights.items()}
+        values = json.loads((work / f"{name}-fp32" / "config.json").read_text())
+        as_module(model_config_from(values, "config.json")).load_state_dict(weights)
+    monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(export, "_CHUNK", 1000)
+    consolidate(folder, work / "bf16", dtype="bf16")
+    files = json.loads((work / "bf16/model.safetensors.index.json").read_text())["weight_map"]
+    parts = {file: load_file(work / "bf16" / file) for file in set(files.values())}
+    assert len(parts) > 3
+    for key, weight in weights.items():
+        assert torch.equal(parts[files[key]][key], weight.bfloat16()), key
+    assert sum(map(len, parts.values())) == len(weights)
+
+
+def test_diff_names_what_differs(saved: dict[str, Any]) -> None:
+    a, b = Path(saved["stage0"]["folder"]), Path(saved["bf16"]["folder"])
+    assert diff(a, a) == []
+    found = diff(a, b)
+    assert {difference.state for difference in found} == {"fp32", "exp_avg", "exp_avg_sq"}
+    one = next(d for d in found if d.name == "2.mlp.up.weight" and d.state == "fp32")
+    expected = (Reader(a).whole(one.name) - Reader(b).whole(one.name)).abs().max().item()
+    assert one.max_abs == expected
+    assert str(one) == f"2.mlp.up.weight fp32: differs by up to {expected:.3g}"
+
+
+def test_an_index_that_misses_a_piece_is_named(work: Path, saved: dict[str, Any]) -> None:
+    folder = work / "missing"
+    folder.mkdir()
+    for path in Path(saved["zero3"]["folder"]).iterdir():
+        if path.name != "shard_index_rank_00001.json":
+            (folder / path.name).symlink_to(path)
+    with pytest.raises(ConfigError, match=r"found elements 0 to \d+ in the shard indexes; expected all \d+"):
+        Reader(folder)
+
+
+def test_memory_is_bounded(corpus: str, work: Path) -> None:
+    """On a checkpoint of 250 MB: host memory beside what stays, in units of its largest file."""
+    wide = flags(corpus, hidden=512, layers=5, steps=1, seq_length=8)
+    name, values = "wide", config(1, micro=1, accumulation=1)
+    folder = Path(run_layouts({name: (2, case(name, "train_and_save", values, wide, saved_step=1))},
+                              work / "wide")[name]["folder"])
+    sizes = [record.bytes for record in read_manifest(folder).files.values()]
+    assert sum(sizes) > 2e8
+    used: dict[str, int] = {}
+    for what, action in (("convert", lambda: convert(folder, work / "wide-universal")),
+                         ("consolidate", lambda: consolidate(folder, work / "wide-bf16", dtype="bf16"))):
+        with Watch() as watch:
+            action()
+        used[what] = watch.peak - watch.before
+    loaded = run_layouts({name: (2, case(name, "memory_of_load", config(3, micro=1, accumulation=1), wide,
+                                         source=str(folder)))}, work / "wide-load")[name]
+    used["load into ZeRO-3"] = loaded["peak"] - max(loaded["after"], loaded["before"])
+    for what, num_bytes in used.items():
+        print(f"{what}: {num_bytes / 1e6:.0f} MB beside what stays; checkpoint {sum(sizes) / 1e6:.0f} MB, "
+              f"largest file {max(sizes) / 1e6:.0f} MB")
+        assert num_bytes <= 2 * max(sizes), what

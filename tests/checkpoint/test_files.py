@@ -1,0 +1,239 @@
+"""Files hashed while written; and every kind of damage to real checkpoints of two ranks is seen and passed over."""
+
+import hashlib
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes, sha256_of, write_atomically
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    files_in,
+    newest_whole,
+    read_manifest,
+    whole_checkpoints,
+)
+from pretrain.checkpoint.format.verify import damage, share
+from pretrain.errors import ConfigError
+from tests.support.checkpoints import LAYOUTS, STEPS, copy_checkpoints, newest_verified, real_run
+from tests.support.launch import ROOT
+
+FLIPS = 150  # a layout
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def checkpoints(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three real checkpoints that a test may damage, and has to repair."""
+    run = real_run(request.param, corpus, tmp_path_factory)
+    return copy_checkpoints(run, tmp_path_factory.mktemp("copy") / "checkpoints")
+
+
+def _newest(checkpoints: Path) -> Path:
+    return checkpoints / f"global_step{STEPS}"
+
+
+def _is_detected(checkpoints: Path, name: str) -> bool:
+    """The newest checkpoint is refused with the file's name, and just the one before is chosen."""
+    folder = _newest(checkpoints)
+    try:
+        complaints = damage(folder, read_manifest(folder))
+    except ConfigError as error:
+        complaints = [str(error)]
+    chosen = newest_verified(checkpoints)
+    return any(line.startswith(str(folder / name)) for line in complaints) \
+        and chosen is not None and chosen[1].step == STEPS - 1
+
+
+def test_real_checkpoints_are_whole(checkpoints: Path) -> None:
+    whole, complaints = whole_checkpoints(checkpoints)
+    assert [manifest.step for _, manifest in whole] == [3, 2, 1]
+    assert complaints == []
+    for folder, manifest in whole:
+        assert damage(folder, manifest) == []
+        assert manifest.files.keys() == set(files_in(folder))
+        assert len(manifest.files) >= 7
+        assert Manifest.from_json(manifest.to_json()) == manifest == read_manifest(folder)
+        assert manifest.eval_loss is not None
+
+
+def test_every_flipped_bit_is_detected(checkpoints: Path) -> None:
+    folder, numbers = _newest(checkpoints), random.Random(0)
+    names = [*files_in(folder), MANIFEST]
+    detected, flips = 0, [*names, *numbers.choices(names, k=FLIPS - len(names))]
+    for name in flips:
+        path = folder / name
+        content = path.read_bytes()
+        place, bit = numbers.randrange(len(content)), numbers.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1:])
+        detected += _is_detected(checkpoints, name)
+        path.write_bytes(content)
+    print(f"flipped bits detected: {detected} of {FLIPS} in {len(names)} files")
+    assert detected == FLIPS
+    assert newest_verified(checkpoints) == (folder, read_manifest(folder))
+
+
+def test_every_bit_of_the_manifest_counts(checkpoints: Path) -> None:
+    content = (_newest(checkpoints) / MANIFEST).read_bytes()
+    taken = 0
+    for place in range(len(content)):
+        changed = content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1:]
+        try:
+            Manifest.from_json(changed.decode())
+            taken += 1
+        except ValueError:
+            continue
+    print(f"manifests with a flipped bit that were taken: {taken} of {len(content)}")
+    assert taken == 0
+
+
+def _damages(folder: Path, name: str) -> dict[str, Callable[[Path], object]]:
+    """What may happen to a file, by name."""
+    size = (folder / name).stat().st_size
+    harms: dict[str, Callable[[Path], object]] = {
+        f"truncated to {percent} %": lambda path, percent=percent: os.truncate(path, size * percent // 100)
+        for percent in (0, 1, 50, 99)}
+    harms["deleted"] = lambda path: path.unlink()
+    harms["grown"] = lambda path: path.write_bytes(path.read_bytes() + b"\0")
+    harms["zeroed"] = lambda path: path.write_bytes(bytes(size))
+    harms["a folder"] = lambda path: (path.unlink(), path.mkdir())
+    harms["a link"] = lambda path: (path.rename(path.parents[1] / "elsewhere"), path.symlink_to("../elsewhere"))
+    return harms
+
+
+def _repair(path: Path, content: bytes) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        path.rmdir()
+    path.write_bytes(content)
+    (path.parents[1] / "elsewhere").unlink(missing_ok=True)
+
+
+def test_damaged_files_are_detected(checkpoints: Path) -> None:
+    folder, cases = _newest(checkpoints), 0
+    for name in [*files_in(folder), MANIFEST]:
+        content = (folder / name).read_bytes()
+        for harm, does in _damages(folder, name).items():
+            if (name, harm) == (MANIFEST, "a link"):
+                continue  # what a manifest says is judged, not where it lies
+            does(folder / name)
+            assert _is_detected(checkpoints, name), (name, harm)
+            if not harm.startswith(("zeroed", "a link")):  # sizes suffice, before anything is read
+                found = newest_whole(checkpoints)
+                assert found is not None
+                assert found[1].step == STEPS - 1, (name, harm)
+                assert name in found[2][0], (name, harm)
+            _repair(folder / name, content)
+            cases += 1
+    print(f"damaged files detected: {cases} of {cases}")
+    assert damage(folder, read_manifest(folder)) == []
+
+
+def test_swapped_files_are_detected(checkpoints: Path) -> None:
+    folder = _newest(checkpoints)
+    manifest = read_manifest(folder)
+    names, swapped = sorted(manifest.files, key=lambda name: manifest.files[name].bytes), 0
+    for one, other in itertools.pairwise(names):  # neighbours by size: some pairs are of equal size
+        if manifest.files[one] == manifest.files[other]:
+            continue
+        contents = (folder / one).read_bytes(), (folder / other).read_bytes()
+        (folder / one).write_bytes(contents[1])
+        (folder / other).write_bytes(contents[0])
+        assert _is_detected(checkpoints, one) or _is_detected(checkpoints, other), (one, other)
+        for name, content in zip((one, other), contents, strict=True):
+            (folder / name).write_bytes(content)
+        swapped += 1
+    print(f"swapped pairs detected: {swapped} of {swapped}")
+    assert swapped >= 5
+
+
+def test_foreign_and_exchanged_things_are_detected(checkpoints: Path) -> None:
+    folder = _newest(checkpoints)
+    for foreign in ("layer_99-model_states.pt", "sub/x", ".hidden"):
+        (folder / foreign).parent.mkdir(exist_ok=True)
+        (folder / foreign).symlink_to("/nowhere")
+        assert _is_detected(checkpoints, foreign)
+        (folder / foreign).unlink()
+    (folder / "sub").rmdir()
+    content, older = (folder / MANIFEST).read_bytes(), checkpoints / f"global_step{STEPS - 1}" / MANIFEST
+    (folder / MANIFEST).write_bytes(older.read_bytes())
+    assert _is_detected(checkpoints, MANIFEST)
+    manifest = Manifest.from_json(content.decode())
+    outside = replace(manifest, files={**manifest.files, "../latest": FileRecord(12, "0" * 64)})
+    (folder / MANIFEST).write_text(outside.to_json())
+    assert _is_detected(checkpoints, MANIFEST)
+    (folder / MANIFEST).write_bytes(content)
+    assert newest_verified(checkpoints) == (folder, manifest)
+
+
+def test_hashed_file_is_what_was_written(tmp_path: Path) -> None:
+    numbers = random.Random(1)
+    sizes = [0, 1, 2**16 - 1, 2**16, 2**24 + 1, *(numbers.randrange(2**17) for _ in range(50))]
+    expected, again = bytearray(), bytearray(2**24 + 1)
+    with HashedFile(tmp_path / "file") as file:
+        for size in sizes:
+            piece = memoryview(again)[:size]  # one buffer, used again: nothing may look at it after the write
+            piece[:] = numbers.randbytes(size)
+            assert file.write(piece) == size
+            expected += piece
+    record = file.close()
+    assert (tmp_path / "file").read_bytes() == expected
+    assert record == FileRecord(len(expected), hashlib.sha256(expected).hexdigest())
+    assert sha256_of(tmp_path / "file") == record.sha256
+    with pytest.raises(FileExistsError):
+        HashedFile(tmp_path / "file")
+
+
+def test_hashed_file_serves_torch_save(tmp_path: Path) -> None:
+    import torch
+
+    tensors = {"large": torch.randn(2**20), "small": torch.arange(3), "text": "x"}
+    with HashedFile(tmp_path / "tensors.pt") as file:
+        torch.save(tensors, file)
+    assert file.close().sha256 == sha256_of(tmp_path / "tensors.pt")
+    loaded = torch.load(tmp_path / "tensors.pt", weights_only=True)
+    assert torch.equal(loaded["large"], tensors["large"])
+    given_up = HashedFile(tmp_path / "given_up")
+    with pytest.raises(TypeError, match="module"), given_up:
+        torch.save({"not": sys}, given_up)
+    with pytest.raises(OSError, match="given up"):
+        given_up.close()
+
+
+def test_small_files_are_replaced_at_once(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "latest", "one")
+    write_atomically(tmp_path / "latest", "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "two"
+    assert 0 < free_bytes(tmp_path / "not" / "there") <= free_bytes(tmp_path)
+
+
+def test_files_are_shared_evenly_among_ranks() -> None:
+    numbers = random.Random(2)
+    sizes = {f"file{index}": numbers.choice([0, 10, 1000, 5000]) for index in range(200)}
+    for ranks in (1, 3, 8):
+        shares = [share(sizes, rank, ranks) for rank in range(ranks)]
+        assert sorted(name for names in shares for name in names) == sorted(sizes)
+        loads = [sum(sizes[name] for name in names) for names in shares]
+        assert max(loads) - min(loads) <= 5000
+    assert share({"one": 5}, 1, 2) == []
+
+
+def test_verification_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, time; start = time.perf_counter();" \
+           "from pretrain.checkpoint.format import verify;" \
+           "from pretrain.checkpoint.save import commit, mirror, retention;" \
+           "print(f'imported in {1e3 * (time.perf_counter() - start):.0f} ms');" \
+           "print([name for name in ('torch', 'deepspeed', 'numpy', 'transformers', 'fsspec') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=True, timeout=900)
+    print(done.stdout)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,184 @@
+"""Checkpoints to a mirror and back: a local folder, and an S3 server in a process of its own."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, read_manifest, whole_checkpoints
+from pretrain.checkpoint.format.verify import damage, share
+from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, finished_in_mirror, upload
+from pretrain.errors import ConfigError, SaveError
+from tests.support.checkpoints import real_run
+from tests.support.launch import free_port
+
+NEWEST = "global_step3"
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an empty bucket; the client finds the server through the environment, as a user would tell it."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    port = free_port()
+    settings = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = dict(os.environ)
+    with open(tmp_path_factory.mktemp("s3") / "log", "w") as log:
+        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+        os.environ.update(settings)
+        try:
+            _make_bucket("bucket")
+            yield "s3://bucket/runs/gpt"
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            server.terminate()
+            server.wait()
+
+
+def _make_bucket(name: str) -> None:
+    for _ in range(3000):
+        try:
+            return fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+        except Exception:  # the server is not up yet
+            time.sleep(0.2)
+    raise TimeoutError("the S3 server did not start")
+
+
+@pytest.fixture(params=["folder", "file_url", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_server')}/{tmp_path.name}"
+    return {"folder": str(tmp_path / "mirror"), "file_url": f"file://{tmp_path}/mirror/"}[request.param]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three real ones; only for reading."""
+    return real_run("zero1", corpus, tmp_path_factory) / "checkpoints"
+
+
+def _mirror(folder: Path, url: str) -> None:
+    for rank in range(2):
+        _upload(folder, url, rank)
+    finish_upload(folder, url)
+
+
+def _upload(folder: Path, url: str, rank: int) -> None:
+    manifest = read_manifest(folder)
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
+    upload(folder, url, share(sizes, rank, 2), rank=rank, save_id=manifest.save_id)
+
+
+def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
+    fs, root = fsspec.url_to_fs(url)
+    path = f"{root.rstrip('/')}/{NEWEST}/{name}"
+    fs.pipe_file(path, change(fs.cat_file(path)))
+
+
+def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
+    check_mirror(url)
+    assert finished_in_mirror(url) == []
+    for step in (1, 3, 2):
+        _mirror(checkpoints / f"global_step{step}", url)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
+    folder = fetch(url, tmp_path / "here", NEWEST)
+    assert folder == tmp_path / "here" / NEWEST
+    assert damage(folder, read_manifest(folder)) == []
+    assert (folder / MANIFEST).read_bytes() == (checkpoints / NEWEST / MANIFEST).read_bytes()
+    assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST}
+    (folder / MANIFEST).unlink()
+    fetch(url, tmp_path / "here", NEWEST)  # replaces a damaged one
+    assert [found.step for _, found in whole_checkpoints(folder.parent)[0]] == [3]
+
+
+def _names_in(url: str) -> set[str]:
+    fs, root = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    return {path.rpartition("/")[2] for path in fs.find(f"{root.rstrip('/')}/{NEWEST}")}
+
+
+def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str, tmp_path: Path) -> None:
+    _mirror(checkpoints / "global_step2", url)
+    folder = checkpoints / NEWEST
+    _upload(folder, url, 0)
+    assert finished_in_mirror(url) == ["global_step2"]
+    with pytest.raises(ConfigError, match=r"found nothing of rank 1; expected those of every rank within 0\.01 s"):
+        finish_upload(folder, url, timeout_s=0.01, poll_s=0.01)
+    _upload(folder, url, 1)
+    assert finished_in_mirror(url) == ["global_step2"]
+    finish_upload(folder, url)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
+    assert _names_in(url) == {MANIFEST, *read_manifest(folder).files}
+    again = Path(shutil.copytree(folder, tmp_path / "again" / NEWEST))  # another save of this step
+    (again / MANIFEST).write_text(replace(read_manifest(folder), save_id="another").to_json())
+    _upload(again, url, 0)
+    assert finished_in_mirror(url) == ["global_step2"]
+    with pytest.raises(ConfigError, match="found nothing of rank 1"):  # the file of the save before has its size
+        finish_upload(again, url, timeout_s=0.01, poll_s=0.01)
+    _upload(again, url, 1)
+    finish_upload(again, url)
+    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
+
+
+def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path: Path) -> None:
+    _mirror(checkpoints / "global_step2", url)
+    _mirror(checkpoints / NEWEST, url)
+    largest = max((checkpoints / NEWEST).iterdir(), key=lambda path: path.stat().st_size).name
+    _change(url, largest, lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+        fetch(url, tmp_path / "here", NEWEST)
+    assert list((tmp_path / "here").iterdir()) == []
+    changes: list[Callable[[bytes], bytes]] = [lambda content: content[:-1], lambda content: b""]
+    for change in changes:
+        _change(url, largest, change)
+        with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+            fetch(url, tmp_path / "here", NEWEST)
+    for change in changes:
+        _change(url, MANIFEST, change)
+        with pytest.raises(ConfigError, match=f"{NEWEST}: found no manifest"):
+            fetch(url, tmp_path / "here", NEWEST)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
+    _mirror(checkpoints / NEWEST, str(tmp_path / "mirror"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system")
+    try:
+        with pytest.raises(SaveError, match="bytes needed"):
+            fetch(str(tmp_path / "mirror"), disk, NEWEST)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_mirrors_that_cannot_be_used_are_one_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there, or can begin to
+        for bad, words in (("gopher9://host/run", "Protocol not known: gopher9"),
+                           ("sftp://me:hidden@host/run", "sftp://host/run: found ImportError"),
+                           (f"ftp://me:hidden@127.0.0.1:{taken.getsockname()[1]}/run", "Connection refused"),
+                           ("/proc/run", "/proc/run: found")):
+            with pytest.raises(ConfigError, match=words) as refused:
+                check_mirror(bad)
+            assert "hidden" not in str(refused.value)
+            assert "\n" not in str(refused.value)
+            print(refused.value)
+
+
+def test_a_misspelt_bucket_is_not_created(s3_server: str) -> None:
+    with pytest.raises(ConfigError, match="s3://bukket/run: found FileNotFoundError"):
+        check_mirror("s3://bukket/run")
+    assert fsspec.filesystem("s3").ls("", refresh=True) == ["bucket"]

@@ -1,0 +1,153 @@
+"""What checkpoint files may hold: enum members as any Python pickles them, no code, and what `verify` says of both."""
+
+import os
+import pickle
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch._weights_only_unpickler import _get_allowed_globals
+
+from pretrain.checkpoint.convert.commands import find_one, verify
+from pretrain.checkpoint.format.files import HashedFile
+from pretrain.checkpoint.format.pickle_scan import ORDINARY, is_ordinary, pickle_globals
+from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.save.file_engine import FileEngine
+from pretrain.errors import ConfigError
+from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
+from tests.support.poison import Poison, put_into
+
+
+class Call:
+    """Pickled as the call `function(*arguments)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+    def __str__(self) -> str:
+        function, arguments = self.call
+        return f"{function.__name__}({', '.join(map(str, arguments))})"
+
+
+@pytest.fixture
+def as_in_3_11_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enum members are pickled as Python 3.11.0 to 3.11.3 do it, whatever Python this is."""
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+
+
+def optimizer_file() -> dict[str, Any]:
+    return {"optimizer_state_dict": {"zero_stage": ZeroStageEnum.gradients, "partition_count": (1, 2),
+                                     "single_partition_of_fp32_groups": [torch.arange(5.0)],
+                                     "param_slice_mappings": [OrderedDict(a=1)]}, "ds_version": "0.19.8"}
+
+
+@pytest.mark.usefixtures("as_in_3_11_2")
+def test_every_python_saves_plain_ints(tmp_path: Path) -> None:
+    engine, value = FileEngine(HashedFile), optimizer_file()
+    engine.save(value, str(tmp_path / "ours.pt"))
+    assert engine.error is None
+    assert pickle_globals(tmp_path / "ours.pt") == {"collections OrderedDict", "torch FloatStorage",
+                                                    "torch._utils _rebuild_tensor_v2"}
+    loaded = load_pickle(tmp_path / "ours.pt")["optimizer_state_dict"]
+    assert type(loaded["zero_stage"]) is int
+    assert loaded["zero_stage"] == ZeroStageEnum.gradients
+    assert loaded["partition_count"] == (1, 2)
+    assert type(loaded["param_slice_mappings"][0]) is OrderedDict
+    assert torch.equal(loaded["single_partition_of_fp32_groups"][0], torch.arange(5.0))
+    assert type(value["optimizer_state_dict"]["zero_stage"]) is ZeroStageEnum, "the engine's own state is as it was"
+
+
+@pytest.mark.usefixtures("as_in_3_11_2")
+def test_what_such_pythons_saved_is_read(tmp_path: Path) -> None:
+    torch.save([*ZeroStageEnum, optimizer_file()], tmp_path / "theirs.pt")
+    assert "__builtin__ getattr" in pickle_globals(tmp_path / "theirs.pt")
+    *stages, file = load_pickle(tmp_path / "theirs.pt", mmap=True)
+    assert stages == [0, 1, 2, 3]
+    assert file["optimizer_state_dict"]["zero_stage"] == 2
+
+
+@pytest.mark.parametrize("value", [
+    Call(getattr, os.path.join, "__globals__"),
+    Call(getattr, ZeroStageEnum, "mro"),
+    Call(getattr, ZeroStageEnum, "__init__"),
+    Call(getattr, ZeroStageEnum, "from_bytes"),
+    Call(getattr, ZeroStageEnum, ("weights",)),
+    Call(getattr, ZeroStageEnum, "weights", None),
+    Call(getattr, OrderedDict, "fromkeys"),
+    Call(getattr, Call(getattr, ZeroStageEnum, "weights"), "to_bytes"),
+    Call(getattr, torch.Tensor, "numpy"),
+    getattr, eval, Call(exec, "open('canary', 'w')"),
+], ids=lambda value: re.sub(r" at 0x\w+", "", str(value)))
+def test_getattr_of_anything_else_is_rejected_and_not_run(value: Any, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"zero_stage": value, "canary": Poison("canary")}, "file.pt")
+    assert not is_ordinary(Path("file.pt"))
+    with pytest.raises(ConfigError, match="nothing in the file was run") as rejected:
+        load_pickle(Path("file.pt"))
+    assert "not written by this program" not in str(rejected.value)
+    assert os.listdir() == ["file.pt"]
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_other_protocols_do_not_hide_a_class(tmp_path: Path, protocol: int) -> None:
+    torch.save({"module": Call(exec, "pass")}, tmp_path / "file.pt", pickle_protocol=protocol)
+    assert not is_ordinary(tmp_path / "file.pt")
+    with pytest.raises(ConfigError):
+        load_pickle(tmp_path / "file.pt")
+
+
+def test_what_the_scan_passes_is_what_the_reader_admits(tmp_path: Path) -> None:
+    known = _get_allowed_globals().keys()
+    torch_only = {name.replace(" ", ".") for name in ORDINARY if not name.startswith("deepspeed")}
+    assert torch_only <= known
+    assert not is_ordinary(tmp_path / "missing")
+    (tmp_path / "text").write_text("text")
+    assert not is_ordinary(tmp_path / "text")
+    with open(tmp_path / "legacy", "wb") as file:
+        pickle.dump({}, file)
+    assert not is_ordinary(tmp_path / "legacy")
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_verify_reads_what_agrees_with_its_hash(layout: str, corpus: str, tmp_path: Path,
+                                                tmp_path_factory: pytest.TempPathFactory,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle that no reader loads is named; what Python 3.11.2 saved is well."""
+    newest = find_one(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
+    folder, canary = newest.folder, tmp_path / "canary"
+    assert newest.manifest is not None
+    pickles = sorted(folder.glob("*.pt"))
+    assert all(is_ordinary(path) for path in pickles), "verify needs no torch for what we save"
+    assert not any("ZeroStageEnum" in name for path in pickles for name in pickle_globals(path))
+    assert verify(newest) == []
+
+    path = max(folder.glob("*optim_states.pt"))
+    content = load_pickle(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        content["optimizer_state_dict"]["zero_stage"] = ZeroStageEnum.optimizer_states
+        put_into(folder, path.name, content)
+    assert not is_ordinary(path)
+    assert verify(find_one(folder)) == []
+
+    put_into(folder, path.name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
+    (complaint,) = verify(find_one(folder))
+    assert complaint.startswith(f"{path}: found a pickle that needs ")
+    assert "system" in complaint
+    assert not canary.exists()
+
+
+@pytest.mark.skipif(sys.version_info[:3] not in {(3, 11, 0), (3, 11, 1), (3, 11, 2), (3, 11, 3)},
+                    reason="the Pythons that pickle enum members through getattr")
+def test_this_python_does_it() -> None:
+    assert b"getattr" in pickle.dumps(ZeroStageEnum.weights, 2)

@@ -1,0 +1,132 @@
+"""tools/checkpoint.py, as a user types it, on real checkpoints of two ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
+from pretrain.errors import ConfigError
+from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
+from tests.support.launch import ROOT, run_ranks
+
+
+def tool(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], cwd="/",
+                          env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=900)
+
+
+def in_a_fork(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """The same in a process that has imported torch; its `stdout` has both streams."""
+    (done,) = run_ranks([str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], 1, cwd=folder)
+    return done
+
+
+def passes(*words: object) -> list[str]:
+    done = tool(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def _fails(code: int, expected: str, *words: object) -> None:
+    done = tool(*words)
+    assert done.returncode == code, done.stdout + done.stderr
+    text = done.stderr if code == 2 else done.stdout
+    assert expected in text, text
+    assert "Traceback" not in done.stderr
+    if code == 2:
+        assert len(text.strip().splitlines()) == 1, text
+
+
+@pytest.fixture(params=list(LAYOUTS))
+def run(request: pytest.FixtureRequest, corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with three checkpoints, to damage."""
+    copy_checkpoints(real_run(request.param, corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
+    return tmp_path / "run"
+
+
+def test_list_and_verify(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    lines = passes("list", run)
+    print("\n".join(lines))
+    assert lines == passes("list", checkpoints)
+    assert [line.split()[0] for line in lines] == ["step", "3", "2", "1"]
+    assert all("2 ranks, ZeRO-1" in line and line.rstrip().endswith("yes") for line in lines[1:])
+    assert f"{read_manifest(checkpoints / 'global_step3').eval_loss:.4f}" in lines[1]
+    assert passes("list", checkpoints / "global_step2") == [lines[0], lines[2]]
+    assert all(": whole, " in line for line in passes("verify", run))
+    assert len(passes("verify", checkpoints / "global_step2")) == 1
+
+    name = max(path.name for path in (checkpoints / "global_step3").glob("*optim_states.pt"))
+    content = (checkpoints / "global_step3" / name).read_bytes()
+    (checkpoints / "global_step3" / name).write_bytes(content[:-1] + b"x")
+    _fails(1, f"global_step3/{name}: found SHA-256", "verify", run)
+    passes("verify", checkpoints / "global_step1")
+    (checkpoints / "global_step3" / name).write_bytes(content[:-1])
+    _fails(1, f"{len(content) - 1} bytes", "list", run)
+    _fails(1, f"{len(content) - 1} bytes", "verify", checkpoints / "global_step3")
+
+
+def test_one_resolver_for_all_tools(run: Path) -> None:
+    """tools/generate.py takes what tools/checkpoint.py takes: a run folder or one checkpoint."""
+    checkpoints = run / "checkpoints"
+    (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
+    for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
+                              (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
+        folder, manifest = chosen_checkpoint(path, step)
+        assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
+        assert tokenizer_of(path) == "data/tokenizer"
+    for wrong, step, said in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
+                              (run / "none", None, "no such folder")):
+        with pytest.raises(ConfigError, match=said):
+            chosen_checkpoint(wrong, step)
+    (run / "run.json").unlink()
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        tokenizer_of(checkpoints / "global_step2")
+
+
+def test_prune(run: Path) -> None:
+    assert passes("prune", run, "--keep_checkpoints", 3) == ["0 removed, 3 kept"]
+    (run / "checkpoints" / "global_step3" / "foreign").touch()
+    _fails(1, "no checkpoint was removed", "prune", run, "--keep-checkpoints=2")
+    (run / "checkpoints" / "global_step3" / "foreign").unlink()
+    assert passes("prune", run, "--keep-checkpoints=2")[-1] == "1 removed, 2 kept"
+    assert sorted(path.name for path in (run / "checkpoints").glob("global_step*")) == ["global_step2", "global_step3"]
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
+    _fails(2, "found no checkpoint", "list", tmp_path)
+    _fails(2, "found no checkpoint", "diff", tmp_path, tmp_path)
+    _fails(2, "found 'lst'", "lst", tmp_path)
+    _fails(2, "COMMAND", )
+    _fails(2, "'-1'", "prune", tmp_path, "--keep_checkpoints=-1")
+    _fails(2, "--keep_checkpoints", "prune", tmp_path)
+    (tmp_path / "global_step5").mkdir()
+    _fails(2, "manifest", "consolidate", tmp_path / "global_step5", tmp_path / "out")
+    _fails(2, "a run's folder", "prune", tmp_path / "global_step5", "--keep_checkpoints=2")
+    _fails(1, "manifest", "list", tmp_path)
+
+
+def test_convert_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
+    checkpoints = run / "checkpoints"
+    same, other = (in_a_fork(tmp_path, "diff", run, checkpoints / f"global_step{step}") for step in (3, 1))
+    assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "no difference")
+    assert other.returncode == 1
+    assert "exp_avg" in other.stdout
+    converted = in_a_fork(tmp_path, "convert", run, tmp_path / "universal")
+    assert converted.returncode == 0, converted.stdout
+    assert re.fullmatch(rf"wrote {tmp_path}/universal: \d+ files, [\d.]+ MB", converted.stdout.splitlines()[-1])
+    assert list((tmp_path / "universal").rglob("exp_avg.pt"))
+    consolidated = passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # as a process of its own
+    assert re.fullmatch(rf"wrote {tmp_path}/weights: 3 files, [\d.]+ MB", consolidated[-1])
+    assert list((tmp_path / "weights").glob("*.safetensors"))
+    damaged = checkpoints / "global_step3" / "rng_state_rank_00000.pt"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    _fails(1, "found SHA-256", "consolidate", checkpoints / "global_step3", tmp_path / "more")
+    assert not (tmp_path / "more").exists()

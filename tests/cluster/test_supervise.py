@@ -1,0 +1,112 @@
+"""A real run under launch/supervise.py: its ranks are killed, it is stopped by a signal, and it finishes."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pretrain.cluster.supervise.ledger import read_ledger
+from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
+from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
+
+pytestmark = pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"),
+                                reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+STEPS = 60
+KILLS = 5
+
+
+def flags(corpus: str, run: Path) -> list[str]:
+    return ["--deepspeed_config", str(ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"), "--model", "tiny",
+            "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "--train_data", corpus,
+            "--seq_length", "64", "--split", "100,0,0", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2",
+            "--learning_rate", "1e-3", "--log_interval", "1", "--save_interval", "1", "--keep_checkpoints", "2",
+            "--train_steps", str(STEPS), "--save", str(run)]
+
+
+def deepspeed(corpus: str, run: Path) -> list[str]:
+    return ["deepspeed", "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()),
+            str(ROOT / "pretrain" / "train.py"), *flags(corpus, run)]
+
+
+def ranks(supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(supervisor.pid).children(recursive=True):
+        try:
+            if any(word.startswith("--local_rank=") for word in process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    pids = {process.pid for process in found}
+    return [process for process in found if process.ppid() not in pids]  # a rank's own children look like it
+
+
+@pytest.fixture(scope="module")
+def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that lost a random rank KILLS times, was then stopped by SIGUSR1 to its supervisor, and finished."""
+    folder, chance, codes, walls = tmp_path_factory.mktemp("supervised"), random.Random(3), [], []
+    run, victims = folder / "run", []
+    for kills in (KILLS, 0):
+        with open(folder / "log", "a", encoding="utf-8") as log:
+            begin = time.monotonic()
+            supervisor = supervise(["--", *deepspeed(corpus, run)], stdout=log, stderr=log)
+            try:
+                for _ in range(kills):
+                    wait_for_rows(supervisor, run, len(rows(run)) + chance.randint(2, 4))
+                    victim = chance.choice(ranks(supervisor))
+                    victims.append(victim.cmdline()[3])
+                    victim.kill()
+                    victim.wait(LIMIT_S)
+                if kills:
+                    wait_for_rows(supervisor, run, len(rows(run)) + 2)
+                    supervisor.send_signal(signal.SIGUSR1)
+                codes.append(ended(supervisor)[0])
+                walls.append(time.monotonic() - begin)
+            finally:
+                end_tree(supervisor)
+    print(*(line for line in (folder / "log").read_text().splitlines() if line.startswith("supervise: ")), sep="\n")
+    return {"run": run, "codes": codes, "walls": walls, "victims": victims, "folder": folder}
+
+
+def test_a_signal_saves_and_ends_the_run_and_the_next_supervisor_finishes_it(killed: dict[str, Any]) -> None:
+    assert killed["codes"] == [75, 0]
+    starts, summaries = read_ledger(killed["run"])
+    assert starts[KILLS]["reason"] == "saved on SIGUSR1"
+    assert starts[KILLS]["exit_code"] == 75
+    assert [row["summary"] for row in summaries] == ["SIGUSR1: saved on SIGUSR1", "finished"]
+
+
+def test_the_losses_are_those_of_an_undisturbed_run(killed: dict[str, Any], corpus: str) -> None:
+    reference = killed["folder"] / "reference"
+    case = {"name": "reference", "kind": "run", "run": str(reference),
+            "flags": [f"{name}={value}" for name, value in batched(flags(corpus, reference))]}
+    assert run_forked([case], killed["folder"])["reference"]["status"] == [0, 0]
+    expected = [(row["step"], row["loss"], row["grad_norm"]) for row in rows(reference)]
+    assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
+    found = {row["step"]: (row["step"], row["loss"], row["grad_norm"]) for row in rows(killed["run"])}
+    assert [found[step] for step in sorted(found)] == expected
+
+
+def test_the_ledger_tells_what_happened(killed: dict[str, Any]) -> None:
+    starts, summaries = read_ledger(killed["run"])
+    print(killed["victims"], *starts, *summaries, sep="\n")
+    assert [row["start"] for row in starts] == [*range(1, KILLS + 2), 1]
+    assert all(row["reason"].startswith("crash: ") for row in starts[:KILLS])
+    assert sum("SIGKILL" in row["reason"] for row in starts) >= 1
+    assert starts[0]["first_step"] == 0
+    for before, after in pairwise(starts):
+        assert after["first_step"] == before["kept_step"] <= before["last_step"]
+    assert starts[-1]["kept_step"] == STEPS
+    times = {row["step"]: row["step_time_ms"] / 1e3 for row in rows(killed["run"])}  # the last time of each step
+    split = starts[-1]["first_step"]
+    halves = (starts[:-1], range(1, split + 1)), (starts[-1:], range(split + 1, STEPS + 1))
+    for row, wall, (own_starts, steps) in zip(summaries, killed["walls"], halves, strict=True):
+        assert row["productive_seconds"] == pytest.approx(sum(times[step] for step in steps), abs=1e-2)
+        assert row["goodput"] == pytest.approx(row["productive_seconds"] / row["wall_seconds"], abs=1e-3)
+        assert sum(start["wall_seconds"] for start in own_starts) <= row["wall_seconds"] <= wall

@@ -1,0 +1,198 @@
+"""A SLURM cluster of two nodes on this machine: munged, slurmctld and a slurmd for each node.
+
+Each slurmd is the first process of a PID namespace: when it is ended, all that runs on its node ends with it, as in a
+power cut. One core a node, no limits enforced; both nodes share the file system.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import LIMIT_S, ROOT, free_port
+
+SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
+NODES = ("n1", "n2")
+_PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge"}
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+# cred_expire: how long a requeued job is held back; SlurmdTimeout: until a silent node counts as down
+_CONFIGURATION = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+JobRequeue=1
+SlurmdTimeout=30
+KillWait=20
+SchedulerParameters=sched_interval=1,sched_min_interval=0
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_n1} CPUs=1 RealMemory=500 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port_n2} CPUs=1 RealMemory=500 State=UNKNOWN
+PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass
+class SlurmCluster:
+    """Nodes n1 and n2, and the environment in which sbatch and the others find them."""
+
+    folder: Path
+    environ: dict[str, str]
+    stack: contextlib.ExitStack
+    slurmds: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    def run(self, *command: str) -> str:
+        """What a command of SLURM prints."""
+        done = subprocess.run(command, env=self.environ, cwd=self.folder, capture_output=True, text=True,
+                              timeout=LIMIT_S)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, *words: str, **environ: str) -> str:
+        """`sbatch WORDS`; the job's number."""
+        done = subprocess.run(["sbatch", "--parsable", *words], env={**self.environ, **environ}, cwd=self.folder,
+                              capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job: str) -> str:
+        """RUNNING, PENDING, COMPLETED, ..."""
+        return self._shown("JobState", job)
+
+    def exit_code(self, job: str) -> int:
+        return int(self._shown("ExitCode", job).split(":")[0])
+
+    def _shown(self, key: str, job: str) -> str:
+        words = self.run("scontrol", "show", "job", job, "--oneliner").split()
+        return next(word.partition("=")[2] for word in words if word.startswith(f"{key}="))
+
+    def log(self, job: str) -> str:
+        path = self.folder / f"pretrain-{job}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for(self, job: str, *states: str) -> None:
+        """Fails with the job's log where it is in none of the states in time."""
+        wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}")
+
+    def start_node(self, name: str) -> None:
+        # --mount-proc: in mounts of its own, too
+        command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
+                   f"mount --bind '{self.folder}/hosts' /etc/hosts; exec slurmd -D -N {name} -f \"$SLURM_CONF\""]
+        self.slurmds[name] = _daemon(command, self.folder, self.environ, self.stack)
+
+    def end_node(self, name: str) -> None:
+        """All processes of the node at once."""
+        self.slurmds[name].kill()
+        self.slurmds[name].wait()
+
+
+def wait_until(done: Callable[[], bool], describe: Callable[[], str]) -> None:
+    """Fails with `describe()` where `done()` is not true in time."""
+    end = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < end, f"after {LIMIT_S} s: {describe()}"
+        time.sleep(0.1)
+
+
+def _end_with_us() -> None:
+    """So that a test run that is killed leaves no daemon."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _daemon(command: list[str], folder: Path, environ: dict[str, str],
+            stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
+    with (folder / "daemons.log").open("ab") as log:
+        process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log, preexec_fn=_end_with_us)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def _need_packages() -> None:
+    def missing() -> list[str]:
+        return [package for command, package in _PACKAGES.items() if shutil.which(command, path=_PATH) is None]
+
+    if missing() and shutil.which("apt-get"):
+        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "update", "-qq"], env=environ, capture_output=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", *missing()], env=environ, capture_output=True)
+    if missing():
+        pytest.skip(f"a SLURM cluster needs the packages {', '.join(missing())}")
+
+
+def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitStack) -> None:
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
+             "seed-file": "munge.seed"}
+    # --force: the folder is root's alone, and so are all processes that ask
+    _daemon(["munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in files.items())],
+            folder, environ, stack)
+    wait_until((folder / "munge.socket").exists, lambda: (folder / "daemons.log").read_text())
+
+
+@contextlib.contextmanager
+def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
+    """Nodes that are idle; everything that was started is ended at the end. Skips where the machine cannot."""
+    if os.geteuid() != 0:
+        pytest.skip("a SLURM cluster on this machine needs root")
+    if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine makes no PID namespaces")
+    _need_packages()
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), _PATH]),
+               "SLURM_CONF": str(folder / "slurm.conf"), "DS_PRETRAIN": str(ROOT), "DS_ACCELERATOR": "cpu",
+               "VENV": str(Path(sys.executable).parents[1])}
+    ports = {"controller_port": free_port(), "port_n1": free_port(), "port_n2": free_port()}
+    (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, host=socket.gethostname(), **ports))
+    (folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n{_own_address()} {' '.join(NODES)}\n")
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir()
+    with contextlib.ExitStack() as stack:
+        _start_munged(folder, environ, stack)
+        _daemon(["slurmctld", "-D", "-f", environ["SLURM_CONF"]], folder, environ, stack)
+        cluster = SlurmCluster(folder, environ, stack)
+        for name in NODES:
+            cluster.start_node(name)
+        wait_until(lambda: _idle(cluster) == 2, lambda: (folder / "daemons.log").read_text())
+        yield cluster
+
+
+def _own_address() -> str:
+    """By which other machines know this one; the loopback interface's where there are none."""
+    words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    return words[0] if words else "127.0.0.1"
+
+
+def _idle(cluster: SlurmCluster) -> int:
+    done = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=cluster.environ, capture_output=True, text=True)
+    return done.stdout.split().count("idle")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Nodes n1 and n2."""
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster

@@ -1,0 +1,225 @@
+"""Two hosts on this machine: network namespaces on one bridge, each with its own sshd, interface and mounts.
+
+They share the file system and the host name, as hosts of one image on shared storage would; `Host.bind` gives one of
+them another file or folder, in that host's mount namespace alone.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.launch import LIMIT_S
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = {"sshd": "openssh-server", "pdsh": "pdsh", "ip": "iproute2", "nsenter": "util-linux"}
+_SSHD = """
+PermitRootLogin yes
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+UseDNS no
+MaxStartups 100
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile {folder}/{name}.pid
+"""
+_CLIENT = """
+Host *
+IdentityFile {folder}/user_key
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@dataclass
+class Host:
+    """One host: `address` is what a hostfile names, `namespace` what `ip netns` does, `link` its end on the bridge."""
+
+    name: str
+    address: str
+    namespace: str
+    link: str
+    sshd: subprocess.Popen[bytes]  # its parent, in fact
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command line of all that runs on this host, its sshd aside."""
+        found = {}
+        for word in _run("ip", "netns", "pids", self.namespace).split():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                command = Path(f"/proc/{word}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if not command.startswith("sshd: ") and int(word) != self.sshd.pid:
+                    found[int(word)] = command
+        return {pid: command for pid, command in found.items() if command}  # zombies have none
+
+    def wait_until_empty(self) -> None:
+        """Fails with the list of what still runs."""
+        end = time.monotonic() + LIMIT_S
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert self.processes() == {}, f"left on {self.name}"
+
+    @contextlib.contextmanager
+    def bind(self, source: Path, target: Path) -> Iterator[None]:
+        """`source` in the place of `target`, on this host alone."""
+        (daemon,) = psutil.Process(self.sshd.pid).children()
+        enter = ["nsenter", "-t", str(daemon.pid), "-m", "-p"]  # umount looks itself up in /proc
+        _run(*enter, "mount", "--bind", str(source), str(target))
+        try:
+            yield
+        finally:
+            _run(*enter, "umount", "-l", str(target))
+
+    def set_link(self, state: str) -> None:
+        """`up` or `down`: the cable of this host."""
+        _run("ip", "link", "set", self.link, state)
+
+
+@dataclass
+class Hosts:
+    """Host `a` and host `b`, and the environment in which `ssh ADDRESS` and `pdsh` reach them."""
+
+    a: Host
+    b: Host
+    environ: dict[str, str]
+    folder: Path
+
+    def hostfile(self, path: Path, slots: int = 1) -> Path:
+        path.write_text("".join(f"{host.address} slots={slots}\n" for host in (self.a, self.b)))
+        return path
+
+    def wait_until_empty(self) -> None:
+        for host in (self.a, self.b):
+            host.wait_until_empty()
+
+
+def _need_packages() -> None:
+    missing = [package for command, package in PACKAGES.items() if shutil.which(command, path=_PATH) is None]
+    if missing and shutil.which("apt-get"):
+        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        subprocess.run(["apt-get", "update", "-qq"], env=environ, capture_output=True)
+        subprocess.run(["apt-get", "install", "-y", "-qq", *missing], env=environ, capture_output=True)
+        missing = [package for command, package in PACKAGES.items() if shutil.which(command, path=_PATH) is None]
+    if missing:
+        pytest.skip(f"two hosts over ssh need the packages {', '.join(missing)}")
+
+
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def _keys(folder: Path) -> None:
+    for name in ("host_key", "user_key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+    (folder / "client").write_text(_CLIENT.format(folder=folder))
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/client "$@"\n')
+    (bin_folder / "ssh").chmod(0o755)
+
+
+def _end_with_us() -> None:
+    """So that a test run that is killed leaves no sshd."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.ExitStack) -> Host:
+    namespace, link, address = f"ds{pair}{name}", f"dv{pair}{name}", f"{_network(pair)}.{number}"
+    _run("ip", "netns", "add", namespace)
+    stack.callback(subprocess.run, ["ip", "netns", "del", namespace], capture_output=True)
+    stack.callback(_end_all, namespace)
+    _run("ip", "link", "add", link, "type", "veth", "peer", "name", f"net{name}", "netns", namespace)
+    _run("ip", "link", "set", link, "master", _bridge(pair))
+    _run("ip", "link", "set", link, "up")
+    for command in (f"addr add {address}/24 dev net{name}", f"link set net{name} up", "link set lo up"):
+        _run("ip", "-n", namespace, *command.split())
+    config = folder / f"sshd_{name}"
+    config.write_text(_SSHD.format(folder=folder, name=name))
+    # mounts and processes of its own, too: all of these end with the daemon, and it with its parent
+    command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
+               shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)]
+    with (folder / f"sshd_{name}.log").open("wb") as log:
+        sshd = subprocess.Popen(command, stderr=log, preexec_fn=_end_with_us)
+    stack.callback(sshd.wait)
+    stack.callback(sshd.kill)
+    return Host(name, address, namespace, link, sshd)
+
+
+def _end_all(namespace: str) -> None:
+    """Whatever runs in a namespace of ours was started there by us."""
+    for word in subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(word), signal.SIGKILL)
+
+
+def _bridge(pair: int) -> str:
+    return f"dsbr{pair}"
+
+
+def _free_pair() -> int:
+    """A number whose bridge and network no other test run on this machine has."""
+    used = _run("ip", "-o", "addr") + _run("ip", "netns", "list")
+    while True:
+        pair = random.SystemRandom().randrange(500)
+        if f"{_network(pair)}." not in used and f"ds{pair}a" not in used:
+            return pair
+
+
+def _network(pair: int) -> str:
+    """Of 198.18.0.0/15, which is for tests."""
+    return f"198.{18 + pair // 250 % 2}.{pair % 250}"
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Hosts that accept ssh; everything that was started is ended and removed at the end. Skips where impossible."""
+    if os.geteuid() != 0:
+        pytest.skip("two hosts over ssh need root, for network namespaces")
+    _need_packages()
+    pair = _free_pair()
+    with contextlib.ExitStack() as stack:
+        try:
+            _run("ip", "link", "add", _bridge(pair), "type", "bridge")
+            stack.callback(subprocess.run, ["ip", "link", "del", _bridge(pair)], capture_output=True)
+            _run("ip", "addr", "add", f"{_network(pair)}.254/24", "dev", _bridge(pair))
+            _run("ip", "link", "set", _bridge(pair), "up")
+            Path("/run/sshd").mkdir(exist_ok=True)
+            _keys(folder)
+            hosts = [_start(name, number, pair, folder, stack) for number, name in enumerate("ab", 1)]
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine makes no network namespaces: {error.cmd}: {error.stderr.strip()}")
+        scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]
+        environ = {**os.environ, "PATH": os.pathsep.join([*scripts, _PATH]), "OMP_NUM_THREADS": "1",
+                   "DS_ACCELERATOR": "cpu", "VENV": str(Path(sys.executable).parents[1])}
+        for host in hosts:
+            _wait_for_ssh(host, environ)
+        yield Hosts(hosts[0], hosts[1], environ, folder)
+
+
+def _wait_for_ssh(host: Host, environ: dict[str, str]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while subprocess.run(["ssh", host.address, "true"], env=environ, capture_output=True).returncode != 0:
+        assert time.monotonic() < end, f"{host.name}: no ssh after {LIMIT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Host a and host b."""
+    with two_hosts(tmp_path_factory.mktemp("ssh_hosts")) as both:
+        yield both

@@ -1,0 +1,118 @@
+"""DeepSpeed JSONs from public repositories: accepted with a note for what has no effect, or rejected with a reason."""
+
+import dataclasses
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from pretrain.config.arguments import RunArguments
+from pretrain.config.ds_json.read import DsFile
+from pretrain.config.resolve import DsSettings, complete_ds_config
+from pretrain.config.rules import check_rules, notes
+from pretrain.distributed.device import Device
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
+from tests.support.foreign_jsons import ForeignJson, read_foreign_jsons
+
+FOREIGN = read_foreign_jsons()
+CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+MODEL = load_model_config("tiny")
+
+
+def complete(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> DsSettings:
+    args = RunArguments(model="tiny", save="run", train_steps=20_000, seq_length=64)
+    settings = complete_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
+                                  world_size=ranks, device=CUDA)
+    check_rules(settings)
+    return settings
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether wandb is installed is not what is tested."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec",
+                        lambda name, package=None: None if name == "wandb" else find_spec(name, package))
+
+
+@pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is not None], ids=lambda row: row.source)
+def test_accepted_and_what_deepspeed_gets_is_what_it_accepts(foreign: ForeignJson) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    settings = complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
+    assert tuple(note.split(": ")[0] for note in notes(settings)) == foreign.notes
+    config = json.loads(json.dumps(settings.config))
+    assert '"auto"' not in json.dumps(config)
+    config["train_batch_size"] //= foreign.ranks  # DeepSpeed sees one rank here
+    own = DeepSpeedConfig(config)
+    assert own.zero_optimization_stage == settings.zero_stage
+    assert own.optimizer_name == settings.optimizer
+
+
+@pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is None], ids=lambda row: row.source)
+def test_rejected_with_the_reason(foreign: ForeignJson) -> None:
+    key, remedy = foreign.rejected
+    with pytest.raises(ConfigError) as caught:
+        complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
+    assert str(caught.value).startswith(f"ds.json: {key}: found ")
+    assert remedy in str(caught.value)
+
+
+def test_there_are_enough_and_no_two_are_the_same() -> None:
+    assert len({json.dumps(row.config, sort_keys=True) for row in FOREIGN}) == len(FOREIGN) >= 60
+    assert len({row.source.split("/")[1] for row in FOREIGN}) >= 20
+    assert sum(row.notes is not None for row in FOREIGN) >= 40
+
+
+def test_a_missing_optimizer_is_adamw_of_the_flags() -> None:
+    base = {"train_batch_size": 8, "bf16": {"enabled": True}}
+    settings = complete(base, learning_rate=1e-3, weight_decay=0.2, adam_beta1=0.8, adam_epsilon=1e-6)
+    assert settings.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6,
+                                                                     "weight_decay": 0.2}}
+    assert settings.peak_lr == 1e-3
+    assert notes(settings) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
+                               "weight_decay 0.2, from the flags and their defaults",)
+    with pytest.raises(ConfigError, match="optimizer: found no such block, and no --learning_rate"):
+        complete(base)
+
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_batch_size": 8}
+IDLE = [
+    ({"_comment": "x", "//": "x", "$schema": "y", "_train_batch_size": 4}, "_comment, //, $schema, _train_batch_size"),
+    ({"zero_optimization": {"stage": 1, "_why": "small", "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9}},
+     "sub_group_size, stage3_max_live_parameters (zero_optimization): no effect at ZeRO stage 1"),
+    ({"zero_optimization": {"stage": 3, "round_robin_gradients": True}}, "no effect at ZeRO stage 3"),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto"}}, "nothing fills"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "auto", "pin_memory": "auto"}}}, "nothing "),
+    ({"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}, "elastic_checkpoint: no effect: checkpoints"),
+    ({"fp16": {"enabled": False, "auto_cast": True, "initial_scale_power": "auto"}}, "fp16.auto_cast"),
+    ({"amp": {"enabled": False}, "sparse_gradients": False}, "amp, sparse_gradients: off"),
+    ({"aio": {"thread_count": 2}}, 'aio: no effect without "device": "nvme"'),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last: no effect: every batch"),
+    ({"steps_per_print": 5, "zero_optimization": {"stage": 2}}, "steps_per_print: no effect"),
+]
+
+
+@pytest.mark.parametrize(("values", "note"), IDLE, ids=lambda value: value if isinstance(value, str) else "")
+def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, Any], note: str) -> None:
+    settings = complete({**ADAM, **values})
+    assert any(note in line for line in notes(settings)), notes(settings)
+    plain = complete({**ADAM, "zero_optimization": {"stage": settings.zero_stage}})
+    for s in (settings, plain):
+        zero = s.config.get("zero_optimization", {})
+        s.config["zero_optimization"] = {name: value for name, value in zero.items() if value not in ({}, 0)}
+        for name in ("fp16", "steps_per_print"):
+            s.config.pop(name, None)
+    assert settings.config == plain.config
+
+
+@pytest.mark.parametrize("values", [
+    {"steps_per_print": float("inf")}, {"steps_per_print": "auto"}, {"steps_per_print": 10**16},
+    {"wall_clock_breakdown": False}, {"comms_logger": {"enabled": False, "debug": True}},
+    {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": True},
+    {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+    {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}}, {"gradient_allreduce_op": "mean"},
+])
+def test_keys_that_ask_for_nothing_get_no_note(values: dict[str, Any]) -> None:
+    assert notes(complete({**ADAM, **values})) == ()

@@ -1,0 +1,267 @@
+"""The JSON's reader, and the completion of "auto"."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config.arguments import RunArguments
+from pretrain.config.resolve import DsSettings, complete_ds_config, read_ds_config
+from pretrain.config.rules import check_rules
+from pretrain.distributed.device import Device
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+ADAMW = {"type": "AdamW", "params": {"lr": "auto"}}
+ARGS = RunArguments(model="tiny", save="run", train_steps=100, seq_length=64)
+
+
+def write(folder: Path, values: Any) -> str:
+    path = folder / "ds.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def complete(folder: Path, values: dict[str, Any], *, world_size: int = 1, device: Device = CUDA, judge: bool = True,
+             **flags: Any) -> DsSettings:
+    values = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAMW, **values}
+    settings = complete_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
+                                  model=load_model_config("tiny"), world_size=world_size, device=device)
+    if judge:
+        check_rules(settings)
+    return settings
+
+
+# --- the reader ---
+
+def test_comments_and_trailing_commas_are_read(tmp_path: Path) -> None:
+    text = """// first
+    { "a": [1, 2.5e3, -1,], # second
+      /* third
+         "a": 2, */
+      "url": "http://x/#y", "deep": {"on": true, "off": false, "none": null,},
+    } // last"""
+    file = read_ds_config(write(tmp_path, text))
+    assert file.values == {"a": [1, 2500.0, -1], "url": "http://x/#y",
+                           "deep": {"on": True, "off": False, "none": None}}
+    assert file.where("deep.on").endswith("ds.json:5: deep.on")
+    assert file.where("deep.missing").endswith("ds.json:5: deep.missing")
+
+
+def test_the_reader_agrees_with_deepspeeds_own(tmp_path: Path) -> None:
+    import hjson
+    for path in CONFIGS:
+        assert read_ds_config(str(path)).values == json.loads(json.dumps(hjson.loads(path.read_text())))
+
+
+@pytest.mark.parametrize(("text", "culprit"), [
+    ('{"a": 1,\n "b": 2,\n "a": 3}', r"ds.json:3: a: found the key a second time \(first: line 1\)"),
+    ('{"a": {"b": 1,\n "b": 2}}', "ds.json:2: a.b"),
+    ('{"a": 1\n "b": 2}', "ds.json:2: found '\"b\": 2}'; expected \",\""),
+    ('{"a": tru}', "ds.json:1"),
+    ('{"a": 1', "the end of the line or file"),
+    ('{"a": 1} {', "after the closing brace"),
+    ('{"a": "b\n"}', "ds.json:1"),
+    ('{"a": 01x}', "ds.json:1"),
+    ("[1]", "expected an object"),
+    ("", "expected an object"),
+    ("{\"a\": " + "[" * 100, "levels"),
+    ("/* {}", "ds.json:1"),
+    ('{"a": 1e999}', "a finite number"),
+    ('{"a": -9223372036854775808}', "64 bits"),
+    ('{"a": ' + "1" * 5000 + "}", "64 bits"),
+    ('{"a": 01}', "ds.json:1"),
+    ('{"a": "\\u0000"}', "printable"),
+    ('{"\\ud800": 1}', "printable"),
+    ('{"a": [{"b": {"c": 1, "c": 2}}]}', "the key a second time"),
+    ('{"train_batch_size": CONFIG_BATCH_SIZE}', "found 'CONFIG_BATCH_SIZE}'"),
+])
+def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, culprit: str) -> None:
+    with pytest.raises(ConfigError, match=culprit):
+        read_ds_config(write(tmp_path, text))
+
+
+# --- completion ---
+
+AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+
+
+@pytest.mark.parametrize(("values", "flags", "world_size", "expected"), [
+    (AUTO, {}, 1, (1, 1, 1)),
+    (AUTO, {}, 4, (1, 1, 4)),
+    (AUTO, {"micro_batch_size": 2, "gradient_accumulation_steps": 3}, 4, (2, 3, 24)),
+    (AUTO, {"micro_batch_size": 2, "global_batch_size": 24}, 4, (2, 3, 24)),
+    (AUTO, {"gradient_accumulation_steps": 3, "global_batch_size": 24}, 4, (2, 3, 24)),
+    (AUTO, {"global_batch_size": 24}, 4, (6, 1, 24)),
+    (AUTO, {"gradient_accumulation_steps": 3}, 2, (1, 3, 6)),
+    ({"train_batch_size": 24}, {}, 4, (6, 1, 24)),
+    ({"train_micro_batch_size_per_gpu": 2}, {}, 4, (2, 1, 8)),
+    ({"train_batch_size": 24, "gradient_accumulation_steps": 2}, {}, 4, (3, 2, 24)),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, {}, 4, (2, 3, 24)),
+    (dict(zip(AUTO, (24, 2, 3), strict=True)), {}, 4, (2, 3, 24)),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, {"gradient_accumulation_steps": 3}, 4, (2, 3, 24)),
+    ({**AUTO, "pipeline": {"stages": 2}}, {"global_batch_size": 24, "micro_batch_size": 3}, 4, (3, 4, 24)),
+])
+def test_batch_arithmetic(tmp_path: Path, values: dict, flags: dict, world_size: int, expected: tuple) -> None:
+    base = {} if "train_micro_batch_size_per_gpu" in values or "train_batch_size" not in values else \
+        {"train_micro_batch_size_per_gpu": None}
+    document = {key: value for key, value in {"optimizer": ADAMW, **base, **values}.items() if value is not None}
+    settings = complete_ds_config(read_ds_config(write(tmp_path, document)), dataclasses.replace(ARGS, **flags),
+                                  model=load_model_config("tiny"), world_size=world_size, device=CUDA)
+    assert (settings.micro_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size) == expected
+    assert settings.get("train_batch_size") == expected[2]
+
+
+def test_auto_of_the_optimizer_comes_from_flags_or_defaults(tmp_path: Path) -> None:
+    auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+    settings = complete(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"})
+    assert settings.get("optimizer.params") == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert settings.get("gradient_clipping") == 1.0
+    settings = complete(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"}, learning_rate=1e-3, adam_beta2=0.99,
+                        adam_epsilon=1e-6, weight_decay=0.0, gradient_clipping=0.5)
+    assert settings.get("optimizer.params") == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0}
+    assert settings.get("gradient_clipping") == 0.5
+    assert settings.peak_lr == 1e-3
+
+
+def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path: Path) -> None:
+    bare = {"type": "AdamW"}
+    assert complete(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3
+    assert complete(tmp_path, {"optimizer": bare}).get("optimizer.params") == {"lr": 3e-4}
+    own = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}}
+    assert complete(tmp_path, {"optimizer": own}, learning_rate=1e-3, adam_beta1=0.8).peak_lr == 1e-3
+
+
+@pytest.mark.parametrize(("values", "flag", "expected"), [
+    ({}, None, "fp32"),
+    ({}, "bf16", "bf16"),
+    ({}, "fp16", "fp16"),
+    ({"bf16": {"enabled": "auto"}}, None, "bf16"),
+    ({"bf16": {"enabled": "auto"}}, "fp32", "fp32"),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, None, "bf16"),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp16", "fp16"),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, None, "fp16"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, "bf16", "bf16"),
+    ({"bfloat16": {"enabled": True}}, None, "bf16"),
+    ({"bf16": {"enabled": False}}, None, "fp32"),
+])
+def test_precision(tmp_path: Path, values: dict, flag: str | None, expected: str) -> None:
+    settings = complete(tmp_path, values, precision=flag)
+    assert settings.precision == expected
+    assert [name for name in ("bf16", "fp16") if settings.get(f"{name}.enabled")] == \
+        ([] if expected == "fp32" else [expected])
+
+
+def test_sizes_follow_the_hidden_size_as_transformers_has_it(tmp_path: Path) -> None:
+    auto = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "sub_group_size": 1e9}
+    assert complete(tmp_path, {"zero_optimization": auto}).get("zero_optimization") == {
+        "stage": 3, "reduce_bucket_size": 128 * 128, "stage3_prefetch_bucket_size": int(0.9 * 128 * 128),
+        "stage3_param_persistence_threshold": 1280, "sub_group_size": 10**9}
+    del auto["sub_group_size"]
+    settings = complete(tmp_path, {"zero_optimization": {**auto, "stage": 2}})
+    assert settings.get("zero_optimization") == {"stage": 2, "reduce_bucket_size": 128 * 128}
+
+
+TRANSFORMERS_ZERO_3 = """{
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+             "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW",
+                  "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR",
+                  "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "offload_param": {"device": "cpu", "pin_memory": true}, "overlap_comm": true, "contiguous_gradients": true,
+        "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": true},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+TRANSFORMERS_ZERO_2 = """{
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+             "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW",
+                  "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"last_batch_iteration": -1, "total_num_steps": "auto",
+                  "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true}, "allgather_partitions": true,
+        "allgather_bucket_size": 2e8, "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 2e8,
+        "contiguous_gradients": true},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+
+
+@pytest.mark.parametrize(("text", "stage"), [(TRANSFORMERS_ZERO_3, 3), (TRANSFORMERS_ZERO_2, 2)])
+def test_the_files_of_the_transformers_documentation_work_as_they_are(tmp_path: Path, text: str, stage: int) -> None:
+    settings = complete(tmp_path, json.loads(text), precision="fp16", micro_batch_size=4, world_size=2)
+    assert (settings.zero_stage, settings.precision, settings.global_batch_size) == (stage, "fp16", 8)
+    assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
+
+
+def test_scheduler_of_the_json(tmp_path: Path) -> None:
+    auto = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    values = {"scheduler": {"type": "WarmupDecayLR", "params": auto}}
+    settings = complete(tmp_path, values, learning_rate=1e-3, lr_warmup_steps=7)
+    assert settings.get("scheduler.params") == {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 7,
+                                                "total_num_steps": 100}
+    assert settings.peak_lr is None
+    assert complete(tmp_path, values).get("scheduler.params.warmup_num_steps") == 1
+
+
+def test_blocks_that_ask_for_nothing_are_dropped(tmp_path: Path) -> None:
+    idle = {"autotuning": {"enabled": False}, "data_efficiency": {"enabled": False}, "sequence_parallel_size": 1,
+            "torch_autocast": {"enabled": False}, "dataloader_drop_last": False,
+            "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}
+    settings = complete(tmp_path, idle)
+    assert not set(settings.config) & set(idle) - {"activation_checkpointing"}
+    assert settings.get("activation_checkpointing") == {}
+
+
+def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    (tmp_path / "nvme").mkdir()
+    for path in CONFIGS:
+        file = read_ds_config(str(path))
+        nvme = str(tmp_path / "nvme") if "nvme" in path.stem else None
+        settings = complete_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
+            "pipeline.stages", 1), model=load_model_config("tiny"), device=CUDA)
+        check_rules(settings)
+        own = DeepSpeedConfig(json.loads(json.dumps(settings.config)))
+        assert own.zero_optimization_stage == settings.zero_stage
+        assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
+
+
+def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
+    from pretrain.model.layers import Block
+    pipeline = {"stages": 2, "partition_method": f"type:{Block.__name__}"}
+    settings = complete(tmp_path, {"pipeline": pipeline}, world_size=2)
+    assert settings.partition_method == "type:Block"
+
+
+@pytest.mark.parametrize(("word", "method"), [("FLOPs", "flops"), ("Parameters", "parameters"), ("best", "flops")])
+def test_methods_that_cut_stages_are_known_in_any_case(tmp_path: Path, word: str, method: str) -> None:
+    settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
+    assert settings.partition_method == settings.get("pipeline.partition_method") == method
+
+
+def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
+    settings = complete(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
+    assert settings.get("csv_monitor.output_path") == "run/csv"
+
+
+@pytest.mark.parametrize("values", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
+def test_timers_of_a_pipeline_engine_get_an_interval(tmp_path: Path, values: dict) -> None:
+    """Without one DeepSpeed's pipeline engine dies of `global_steps % None`."""
+    assert complete(tmp_path, values, log_interval=7).get("steps_per_print") == 7
+    assert complete(tmp_path, {**values, "steps_per_print": 3}).get("steps_per_print") == 3
+    assert complete(tmp_path, {**values, "zero_optimization": {"stage": 2}}).get("steps_per_print") is None

@@ -1,0 +1,186 @@
+"""The tree of known keys against DeepSpeed's own, and against every shipped file."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config.ds_json import optimizers as ds_optimizers
+from pretrain.config.ds_json import schema as ds_schema
+from pretrain.config.ds_json.keys import check_keys
+from pretrain.config.ds_json.schema import Key
+from pretrain.config.resolve import read_ds_config
+from pretrain.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+
+
+def aliases(model: Any) -> set[str]:
+    """Every name that a pydantic model of DeepSpeed takes."""
+    fields = model.model_fields
+    return set(fields) | {field.alias for field in fields.values() if field.alias}
+
+
+def test_the_tree_has_exactly_the_keys_of_deepspeeds_models() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor import config as monitor
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config, "comms_logger": CommsLoggerConfig,
+        "tensorboard": monitor.TensorBoardConfig, "wandb": monitor.WandbConfig, "csv_monitor": monitor.CSVConfig,
+        "comet": monitor.CometConfig, "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }
+    for dotted, model in models.items():
+        tree: Any = ds_schema.TREE
+        for name in dotted.split("."):
+            tree = tree[name]
+        assert set(tree) == aliases(model), dotted
+
+
+def test_the_tree_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
+    """Whatever DeepSpeedConfig asks of its dictionary, seen by a dictionary that takes notes."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class Notes(dict):
+        asked: set[str] = set()  # noqa: RUF012
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            self.asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            class Keys:
+                def __contains__(_, key: object) -> bool:  # noqa: N805
+                    return key in self
+            return Keys()
+
+        def __copy__(self) -> "Notes":
+            return self
+
+    DeepSpeedConfig(Notes({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}))
+    known = set(ds_schema.TREE) | {key for key in ds_schema.REMOVED if "." not in key}
+    # The first is read beside "zero_optimization": true only, the second in an initialised process group only.
+    assert known - Notes.asked == {"allgather_size", "sequence_parallel_size"}
+    assert Notes.asked - known == set()
+
+
+def test_blocks_that_deepspeed_reads_key_by_key() -> None:
+    from deepspeed.profiling import constants as profiling
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.config import get_pipeline_config
+    from deepspeed.runtime.model_checkpointing import constants as checkpointing
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}  # an earlier name, as a note
+    assert set(ds_schema.ACTIVATION_CHECKPOINTING) == set(ACT_CHKPT_DEFAULT)
+    flops = {getattr(profiling, name) for name in vars(profiling)
+             if name.startswith("FLOPS_PROFILER_") and not name.endswith(("DEFAULT", "FORMAT"))}
+    assert set(ds_schema.TREE["flops_profiler"]) == flops
+    own = {"partition_method", "use_reentrant"}
+    assert set(ds_schema.PIPELINE) - own == set(get_pipeline_config({}))
+    assert {checkpointing.CHECKPOINT_TAG_VALIDATION, checkpointing.CHECKPOINT_SERIALIZATION,
+            checkpointing.CHECKPOINT_WRITER} <= set(ds_schema.CHECKPOINT)
+
+
+def test_removed_keys_are_deepspeeds() -> None:
+    from deepspeed.runtime import config
+    top = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    zero = {f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS}
+    assert set(ds_schema.REMOVED) == top | zero
+
+
+def test_optimizers_and_schedulers_are_deepspeeds_and_torchs() -> None:
+    import inspect
+
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
+
+    known = set(ds_optimizers.OPTIMIZERS) | set(ds_optimizers.DEEPSPEED_REFUSED)
+    assert set(DEEPSPEED_OPTIMIZERS) <= known
+    classes = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"Optimizer"}
+    ours = {name for name in classes if name.lower() in ds_optimizers.OPTIMIZERS}
+    assert classes - ours == set(ds_optimizers.TORCH_OPTIMIZERS) | set(ds_optimizers.TORCH_REFUSED)
+    for name, params in ds_optimizers.TORCH_OPTIMIZERS.items():
+        taken = set(inspect.signature(getattr(torch.optim, name)).parameters)
+        assert set(params) - {"max_grad_norm"} == taken - {"params"}, name
+    assert set(ds_optimizers.SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
+    for name, params in ds_optimizers.SCHEDULERS.items():
+        taken = set(inspect.signature(getattr(lr_schedules, name).__init__).parameters)
+        assert set(params) == taken - {"self", "optimizer"}, name
+    ns_method = ds_optimizers.OPTIMIZERS["muon"]["ns_method"]
+    assert isinstance(ns_method, Key)
+    assert set(ns_method.words) == NS_METHODS
+
+
+def keys_of(values: dict[str, Any], parent: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{parent}{name}"
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{parent}{name}.")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_each_key_of_each_shipped_file_with_a_slip_is_named(path: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "ds.json"
+    text = path.read_text(encoding="utf-8")
+    for dotted in keys_of(read_ds_config(str(path)).values):
+        name = dotted.split(".")[-1]
+        for slip in (name + name[-1], "x" + name[1:], name[:1] + name[2:] if len(name) > 3 else name + "s"):
+            document = json.loads(json.dumps(read_ds_config(str(path)).values))
+            _rename(document, dotted, slip)
+            changed.write_text(json.dumps(document), encoding="utf-8")
+            with pytest.raises(ConfigError) as caught:
+                check_keys(read_ds_config(str(changed)))
+            if "optimizer.type" not in str(caught.value):  # without "optimizer" or "type" that is what is missing
+                assert slip in str(caught.value)
+                assert f'did you mean "{name}"' in str(caught.value), f"{dotted} as {slip}: {caught.value}"
+    assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
+
+
+def _rename(values: dict[str, Any], dotted: str, slip: str) -> None:
+    *parents, name = dotted.split(".")
+    for parent in parents:
+        values = values[parent]
+    renamed = {slip if key == name else key: value for key, value in values.items()}
+    values.clear()
+    values.update(renamed)
+
+
+def test_names_say_what_the_files_hold() -> None:
+    for path in CONFIGS:
+        file = read_ds_config(str(path))
+        stages, zero_stage = file.get("pipeline.stages", 1), file.get("zero_optimization.stage")
+        assert path.stem.startswith(f"pipeline{stages}_" if stages > 1 else f"zero{zero_stage}_")
+        ranks = re.search(r"// ranks: (\d+)", path.read_text(encoding="utf-8"))
+        assert ranks is not None
+        assert int(ranks[1]) == stages
+        if match := re.search("zero(.)", path.stem):
+            assert int(match[1]) == zero_stage
+        if match := re.search("_(bf16|fp16|fp32)(_|$)", path.stem):
+            precisions = [name for name in ("bf16", "fp16") if file.get(f"{name}.enabled")]
+            assert precisions == ([] if match[1] == "fp32" else [match[1]])
+        assert ("nvme" in path.stem) == ("aio" in file.values)
+
+
+def test_every_shipped_file_is_in_the_table() -> None:
+    table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)\.json`", table, re.MULTILINE)) == {path.stem for path in CONFIGS}

@@ -1,0 +1,214 @@
+"""Wrong inputs, each refused by tools/check_config.py in one line that names the culprit; and right ones."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.cli import run_main
+from pretrain.config.arguments import RunArguments
+from pretrain.config.ds_json.read import get_value
+from pretrain.config.validate import Plan, check_run
+from pretrain.distributed.device import Device, cpu_device, detect_device
+from tests.support.effort import HEAVY, run_and_list_imports
+from tests.wrong_inputs.inputs import BASE, CPU, NOTHING, WRONG, change, make_world, z
+
+ROOT = Path(__file__).parents[2]
+CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a tokenizer, and things that are broken."""
+    folder = tmp_path_factory.mktemp("world")
+    make_world(folder)
+    return folder
+
+
+def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> list[str]:
+    """The command line of a run that is right but for the changes. `{world}` in a flag is the folder."""
+    document = json.loads(json.dumps(BASE))
+    for dotted, value in json_changes.items():
+        change(document, dotted, value)
+    path = world / "ds.json"
+    path.write_text(json.dumps(document, indent=1))
+    given = {"deepspeed_config": str(path), "model": "tiny", "train_data": "{world}/corpus", "seq_length": 64,
+             "train_steps": 50, "save": "{world}/run", "device": "cpu", **flags}
+    line = []
+    for name, value in given.items():
+        if value is not NOTHING:
+            line += [f"--{name}"] if value is True else [f"--{name}", str(value).replace("{world}", str(world))]
+    return line
+
+
+def load_main() -> Callable[[list[str]], None]:
+    spec = importlib.util.spec_from_file_location("check_config", ROOT / "tools" / "check_config.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+MAIN = load_main()
+
+
+@pytest.mark.parametrize(("json_changes", "flags", "culprit"), WRONG,
+                         ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "")
+def test_wrong_input_is_refused_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
+                                            json_changes: dict[str, Any], flags: dict[str, Any],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
+    monkeypatch.setattr("pretrain.distributed.device.Path.read_text", _without_fp16(Path.read_text))
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: MAIN(words(world, json_changes, flags)))
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("ds-pretrain: error: ")
+    assert printed.err.count("\n") == 1
+    assert culprit.replace("{world}", str(world)) in printed.err
+
+
+def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
+    """This machine's processor may compute in fp16; the one of these tests does not."""
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        text = read_text(path, *args, **options)
+        return text.replace("avx512_fp16", "") if str(path) == "/proc/cpuinfo" else text
+    return read
+
+
+def test_there_are_enough_wrong_inputs_and_no_two_are_the_same() -> None:
+    assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
+
+
+PROCESSES = ("broken.json:2", 'did you mean "zero_optimization"', "truncated.bin", "2 stages on 3 ranks")
+
+
+@pytest.mark.parametrize("row", [row for row in WRONG if row[2] in PROCESSES], ids=lambda row: row[2])
+def test_as_a_process_it_imports_nothing_that_takes_long(world: Path, row: tuple[dict, dict, str]) -> None:
+    done, imported = run_and_list_imports([str(ROOT / "tools" / "check_config.py"), *words(world, row[0], row[1])])
+    assert "pretrain.config.validate" in imported
+    assert not HEAVY & imported
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert row[2] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_check_imports_neither_torch_nor_deepspeed(world: Path) -> None:
+    code = "import sys, runpy; sys.argv[0] = 'check_config.py'\n" \
+           f"try: runpy.run_path({str(ROOT / 'tools' / 'check_config.py')!r}, run_name='__main__')\n" \
+           "except SystemExit as end: assert not end.code\n" \
+           "print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, *words(world, {}, {})], capture_output=True, text=True, cwd=ROOT,
+                          check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_a_right_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/corpus"}
+    MAIN(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
+    out = capsys.readouterr().out
+    assert "ZeRO-1, 2 pipeline stages x 2 data-parallel = 4 ranks" in out
+    assert "8 samples a step = 2 micro-batch x 2 accumulation x 2 data-parallel" in out
+    assert "50 steps x 512 tokens = 25,600 tokens" in out
+    assert "cosine, peak 0.001" in out
+
+
+def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, device: Device = CUDA,
+            **flags: Any) -> Plan:
+    path = words(world, json_changes, {})[1]
+    args = RunArguments(deepspeed_config=path, model="tiny", train_data=str(world / "corpus"), seq_length=64,
+                        train_steps=50, save=str(world / "run"))
+    return check_run(dataclasses.replace(args, **flags), world_size=world_size, device=device)
+
+
+@pytest.mark.parametrize(("vocab_size", "fits"), [(300, True), (512, True), (8192, False)])
+def test_a_vocabulary_far_larger_than_the_tokenizers_gets_a_note(world: Path, vocab_size: int, fits: bool) -> None:
+    """512 is what padding to a multiple of 128, with some room, makes of the tokenizer's 300 tokens."""
+    plan = plan_of(world, {}, tokenizer=str(world / "tokenizer.json"), train_data=str(world / "few"),
+                   model_overrides=f"vocab_size={vocab_size}")
+    said = [note for note in plan.notes if "tokenizer" in note]
+    assert len(said) == (0 if fits else 1)
+    assert fits or "--model_overrides vocab_size=320" in said[0]
+
+
+def test_the_plan_of_a_pipeline(world: Path) -> None:
+    changes = {"pipeline": {"stages": 2, "partition": "best", "activation_checkpoint_interval": 3},
+               "zero_optimization.offload_optimizer": CPU}
+    plan = plan_of(world, changes, world_size=4, global_batch_size=8, gradient_accumulation_steps=2)
+    assert (plan.zero_stage, plan.pipeline_stages, plan.data_parallel_size, plan.world_size) == (1, 2, 2, 4)
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size) == (2, 2, 8)
+    assert (plan.partition_method, plan.activation_checkpoint_interval) == ("flops", 3)
+    assert (plan.offload_optimizer, plan.offload_param, plan.precision) == ("cpu", "none", "bf16")
+    assert plan.uses_pipeline_module
+    assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "flops", "use_reentrant": False,
+                                          "activation_checkpoint_interval": 3}
+    assert plan.eod_token == 0  # of the data's sidecar
+    assert plan.peak_lr == 1e-3
+    assert plan.schedule is not None
+    assert plan.schedule(0) == 1e-3
+
+
+def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PRETRAIN_NVME_PATH", str(world / "nvme"))
+    changes = z("offload_optimizer", {"device": "nvme", "nvme_path": "auto"}) | {"aio": {"queue_depth": 4}}
+    plan = plan_of(world, changes)
+    assert (plan.zero_stage, plan.offload_optimizer, plan.uses_pipeline_module) == (3, "nvme", False)
+    path = Path(get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path"))
+    assert path.parent == world / "nvme"
+    other = plan_of(world, changes, save=str(world / "another-run"))  # would overwrite the first one's swap files
+    assert get_value(other.ds_config, "zero_optimization.offload_optimizer.nvme_path") != str(path)
+
+
+def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) -> None:
+    changes = {"bf16": NOTHING, "fp16": {"enabled": True}}
+    assert plan_of(world, changes).precision == "fp16"
+    slow = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
+    assert plan_of(world, changes, device=slow, emulate_fp16=True).precision == "fp16"
+
+
+def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
+    assert plan.peak_lr is None
+    assert plan.schedule is None
+    assert plan.ds_config["scheduler"]["params"] == {"warmup_num_steps": 5}
+
+
+def test_tokens_become_steps(world: Path) -> None:
+    plan = plan_of(world, {"train_batch_size": 4}, train_steps=None, train_tokens=64 * 4 * 7 + 1)
+    assert plan.train_steps == 8
+    assert plan.tokens_per_step == 256
+    assert plan.epochs == 8 * 4 / plan.datasets["train"].samples_per_epoch
+
+
+def test_notes_tell_what_has_no_effect(world: Path) -> None:
+    plan = plan_of(world, {"zero_optimization.overlap_comm": True}, split="1,0,0")
+    assert [note.split(":")[0] for note in plan.notes] == ["zero_optimization.overlap_comm", "no validation data"]
+    assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
+
+
+def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert detect_device() == cpu_device()
+    assert cpu_device().bf16
+    assert cpu_device().memory_bytes > 2**28
+
+
+def test_notes_tell_where_faster_operators_cannot_serve(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_words(device: Device, **flags: Any) -> list[str]:
+        return [note.split(":")[0] for note in plan_of(world, {}, device=device, **flags).notes][1:]
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    on_cpu = dataclasses.replace(CUDA, kind="cpu")
+    dropping = "attn_pdrop=0.1"
+    assert first_words(on_cpu, model_overrides=dropping) == ["attention dropout", "no C compiler"]
+    assert first_words(CUDA, model_overrides=dropping, compile_blocks=True) == []
+    assert first_words(on_cpu, compile_blocks=True)[0].startswith("--compile_blocks on a CPU")

@@ -1,0 +1,166 @@
+"""What a run prints, as a real terminal shows it; no file, pipe or launcher's terminal gets control characters."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrain.monitor.meter import row_line
+from tests.support.launch import ROOT, free_port
+from tests.test_train import _environment, _flags, rows
+
+ROW = {"step": 120_000, "loss": 2.34567, "lr": 3e-4, "grad_norm": 0.5, "loss_scale": 65536.0, "skipped_steps": 3,
+       "tokens_per_second": 1_234_567.0, "mfu": 0.412, "tflops_per_device": 400.0, "memory_bytes": 2**36,
+       "eta_seconds": 3723.0}
+PROGRAM = """
+from pretrain.console.screen import Screen
+with Screen() as screen:
+    for step in range(1, 4):
+        screen.status(f"step {step}, and more than the eighty characters that a line of this terminal has room for")
+        if step != 2:
+            screen.line(f"row {step}")
+    screen.line("a note whose words do not fit on one line of this terminal, so that it is wrapped between two of them")
+"""
+SHOWN = ["row 1", "row 3", "a note whose words do not fit on one line of this terminal, so that it is",
+         "  wrapped between two of them"]
+
+
+def environment() -> dict[str, str]:
+    return {**_environment(), "TERM": "xterm", "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
+
+
+def in_terminal(command: list[str], see: Callable[[int, str], None] = lambda terminal, written: None, *,
+                columns: int = 80, cwd: Path = ROOT) -> tuple[int, str]:
+    """(exit code, everything written) of a command in the foreground of a terminal of its own, as a shell starts it.
+
+    `see` gets the terminal and what was written so far, as often as there is more.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        os.chdir(cwd)
+        os.execvpe(command[0], command, environment())
+    timer = threading.Timer(240, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    written = b""
+    try:
+        while piece := _read(terminal):
+            written += piece
+            see(terminal, written.decode(errors="replace"))
+    finally:
+        timer.cancel()
+        os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the last process that had it open is gone
+        return b""
+
+
+def shown(written: str) -> list[str]:
+    """The lines that a terminal is left with, for the control characters that are used here."""
+    lines = []
+    for line in written.split("\n"):
+        cells = ""
+        for part in re.split(r"(\r|\033\[K)", line.rstrip("\r")):
+            cells = part if part not in ("\r", "\033[K", "") and not cells else cells + part
+            cells = "" if part == "\033[K" else cells.replace("\r", "") if part == "\r" else cells
+        lines.append(cells)
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+@pytest.mark.parametrize("launcher", ["", "setsid --wait"])
+def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
+    """Ranks of ds-pretrain and of launch/supervise.py are in a session of their own, as setsid makes one."""
+    code, written = in_terminal([*launcher.split(), sys.executable, "-c", PROGRAM])
+    assert code == 0, written
+    assert shown(written) == SHOWN
+    statuses = re.findall(r"\033\[K(step [^\r\n]*)", written)
+    assert {status.split(",")[0] for status in statuses} == {"step 1", "step 2", "step 3"}
+    assert {len(status) for status in statuses} == {79}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "a launcher's terminal", "a dumb terminal", "in the background"])
+def test_no_control_characters_where_nobody_watches(kind: str) -> None:
+    """Open MPI gives each rank a terminal that is not the one its session belongs to; see test_mpi.py."""
+    if kind in ("a dumb terminal", "in the background"):
+        command = ["env", "TERM=dumb", sys.executable, "-c", PROGRAM] if kind == "a dumb terminal" else \
+            ["bash", "-c", 'exec 2>/dev/null; set -m; "$0" -c "$1" & wait', sys.executable, PROGRAM]
+        code, written = in_terminal(command, columns=200)
+        assert code == 0, written
+    else:
+        ours, theirs = pty.openpty() if kind != "pipe" else os.pipe()
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, env=environment(),
+                                   start_new_session=True)
+        os.close(theirs)
+        written = ""
+        while piece := _read(ours):
+            written += piece.decode()
+        os.close(ours)
+        assert process.wait() == 0
+    assert "\033" not in written
+    assert written.replace("\r\n", "\n").splitlines() == [*SHOWN[:2], f"{SHOWN[2]} {SHOWN[3].strip()}"]
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    """`... | tee log`, and Ctrl-C, which ends tee."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=theirs, stderr=subprocess.PIPE, env=environment(),
+                          text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rows_fit_the_terminal() -> None:
+    def line(columns: int | None, fp16: bool = False) -> str:
+        return row_line(ROW, train_steps=500_000, fp16=fp16, columns=columns)
+
+    assert line(None) == "step  120000/500000  loss 2.3457  lr 3.00e-04  grad norm 0.500  1,234,567 tokens/s  " \
+                         "MFU 41.2%  64.0 GiB  ETA 1:02:03"
+    assert line(200, fp16=True).count("scale 65536 (skipped 3)") == 1
+    assert line(80).endswith("grad norm 0.500")
+    assert all(len(line(columns)) <= columns for columns in range(40, 200))
+    assert line(20).startswith("step  120000/500000  loss 2.3457")
+
+
+def test_a_run_in_a_terminal_and_ctrl_c(corpus: str, tmp_path: Path) -> None:
+    run, pressed = tmp_path / "run", False
+
+    def press_ctrl_c(terminal: int, seen: str) -> None:
+        nonlocal pressed
+        if not pressed and "/5000  loss" in seen.partition("step      12")[2]:
+            pressed = True
+            os.write(terminal, b"\x03")
+
+    flags = _flags(corpus, Path("run"), "--train_steps", "5000", "--log_interval", "4", "--save_interval", "8",
+                   "--async_save", config=ROOT / "ds_configs" / "zero1_bf16.json")
+    code, written = in_terminal([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], press_ctrl_c,
+                                cwd=tmp_path)
+    lines = shown(written)
+    print("\n".join(lines))
+    assert code == 75, written
+    assert sum(line.startswith("SIGINT: saving after the next step") for line in lines) == 1
+    steps = [row["step"] for row in rows(run) if "loss" in row]
+    assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")] == steps
+    assert all(len(line) <= 80 for line in lines)
+    last = rows(run, "events.jsonl")[-1]["step"]
+    assert last > 12
+    saved = [re.fullmatch(r"saved run/checkpoints/global_step(\d+) \([\d.]+ MB, [\d.]+ s in the background\)", line)
+             for line in lines if line.startswith("saved ")]
+    assert [int(match[1]) for match in saved if match] == [*range(8, last, 8), last]
+    assert lines[-1] == f"stopped by SIGINT: saved global_step{last}; the same command continues"
+    assert re.search(r"\033\[Kstep \d+/5000  [\d,]+ tokens/s  ETA \d+:\d\d:\d\d", written)

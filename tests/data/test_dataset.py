@@ -1,0 +1,157 @@
+"""Samples and splits."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.config.arguments import RunArguments
+from pretrain.data.dataset import SampleDataset, open_datasets, parse_split, permute, split_documents
+from pretrain.data.indexed import IndexedDataset, IndexedWriter
+from pretrain.errors import ConfigError
+
+
+def write_counting(prefix: Path, lengths: list[int], first: int = 0) -> str:
+    """Documents whose tokens count up, so that a token tells its own place."""
+    with IndexedWriter(prefix, "int32") as writer:
+        for length in lengths:
+            writer.add_document(np.arange(first, first + length))
+            first += length
+        writer.finalize()
+    return str(prefix)
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> IndexedDataset:
+    return IndexedDataset(write_counting(tmp_path / "data", [100] * 10))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
+def test_permutation_hits_each_place_once(size: int) -> None:
+    assert sorted(permute(index, size, 12345) for index in range(size)) == list(range(size))
+
+
+def test_permutation_looks_random() -> None:
+    """Each index reaches each place about equally often over the keys; no fixed pattern between neighbours."""
+    size, keys = 5, 4000
+    for index in range(size):
+        counts = Counter(permute(index, size, key * 7919) for key in range(keys))
+        assert max(abs(counts[place] / keys - 1 / size) for place in range(size)) < 0.03
+    order = [permute(index, 10_000, 42) for index in range(10_000)]
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
+
+
+def test_permutation_of_a_huge_range() -> None:
+    size = 10**15 + 37
+    places = {permute(index, size, 3) for index in range(2000)}
+    assert len(places) == 2000
+    assert max(places) < size
+
+
+@pytest.mark.parametrize("seq_length", [1, 7, 8, 64, 499, 999])
+def test_each_epoch_visits_each_window_once(counting: IndexedDataset, seq_length: int) -> None:
+    data = SampleDataset(counting, seq_length=seq_length, seed=1)
+    for epoch in range(4):
+        first = epoch * data.samples_per_epoch
+        starts = sorted(data.sample_start(first + index) for index in range(data.samples_per_epoch))
+        assert set(np.diff(starts)) <= {seq_length}
+        assert 0 <= starts[0] <= starts[-1] <= 1000 - seq_length - 1
+        assert 999 - (starts[-1] - starts[0] + seq_length) < 2 * seq_length, "no room is wasted"
+
+
+def test_sample_is_the_window(counting: IndexedDataset) -> None:
+    data = SampleDataset(counting, seq_length=8, seed=1)
+    start = data.sample_start(5)
+    assert data.sample(5).tolist() == list(range(start, start + 9))
+    assert data.sample(5).dtype == np.int64
+
+
+def test_order_and_start_change_with_epoch_and_seed(counting: IndexedDataset) -> None:
+    def starts(seed: int, epoch: int) -> list[int]:
+        data = SampleDataset(counting, seq_length=8, seed=seed)
+        return [data.sample_start(epoch * data.samples_per_epoch + i) for i in range(data.samples_per_epoch)]
+
+    orders = [starts(seed, epoch) for seed in (0, 1, -1, 2**70) for epoch in range(8)]
+    assert len({tuple(np.argsort(order)) for order in orders[:24]}) == 24
+    assert len({min(order) for order in orders[:8]}) > 3, "epochs should cut the stream at different places"
+    assert starts(1, 0) == starts(1, 0)
+
+
+def test_all_tokens_are_seen_over_the_epochs(counting: IndexedDataset) -> None:
+    data = SampleDataset(counting, seq_length=8, seed=3)
+    seen = {int(token) for index in range(40 * data.samples_per_epoch) for token in data.sample(index)}
+    assert seen == set(range(1000))
+
+
+def test_windows_stay_in_their_range(counting: IndexedDataset) -> None:
+    data = SampleDataset(counting, seq_length=8, seed=1, first_token=300, last_token=350)
+    tokens = np.concatenate([data.sample(index) for index in range(200)])
+    assert (tokens.min(), tokens.max()) == (300, 349)
+
+
+def test_smallest_dataset(counting: IndexedDataset) -> None:
+    data = SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=14)
+    assert data.samples_per_epoch == 1
+    assert data.sample(0).tolist() == data.sample(77).tolist() == list(range(5, 14))
+    with pytest.raises(ConfigError, match="found 8 tokens; expected at least 9 for one sample"):
+        SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=13)
+
+
+def test_fingerprint(tmp_path: Path, counting: IndexedDataset) -> None:
+    def of(data: IndexedDataset, **changes: int) -> str:
+        return SampleDataset(data, **{"seq_length": 8, "seed": 1, **changes}).fingerprint
+
+    same = IndexedDataset(write_counting(tmp_path / "same", [100] * 10))
+    other = IndexedDataset(write_counting(tmp_path / "other", [100] * 10, first=1))
+    assert of(counting) == of(same) == of(counting, seed=2)
+    different = [of(counting), of(other), of(counting, seq_length=9), of(counting, last_token=999)]
+    assert len(set(different)) == 4
+
+
+def test_split_as_megatron_cuts_it() -> None:
+    assert split_documents(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
+    assert split_documents(10, parse_split("1,1,1")) == [(0, 4), (4, 7), (7, 10)]
+    assert split_documents(1, parse_split("969,30,1")) == [(0, 1), (1, 1), (1, 1)]
+    assert split_documents(7, parse_split("0.9,0.1")) == [(0, 6), (6, 7), (7, 7)]
+    assert split_documents(7, parse_split("1")) == [(0, 7), (7, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,1,1", "-1,2,0", "1,2,3,4", "nan,1,1", "inf,1,1", "969 30 1"])
+def test_bad_splits(split: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        parse_split(split)
+
+
+def ranges(**flags: object) -> dict[str, tuple[int, int]]:
+    datasets = open_datasets(RunArguments(seq_length=8, **flags))  # type: ignore[arg-type]
+    return {name: (data.first_token, data.last_token) for name, data in datasets.items()}
+
+
+def test_open_datasets_splits_by_documents(tmp_path: Path) -> None:
+    prefix = write_counting(tmp_path / "data", [100] * 10)
+    assert ranges(train_data=prefix, split="8,1,1") == {"train": (0, 800), "valid": (800, 900), "test": (900, 1000)}
+    assert ranges(train_data=prefix, split="9,1") == {"train": (0, 900), "valid": (900, 1000)}
+    assert ranges(train_data=prefix, split="1") == {"train": (0, 1000)}
+
+
+def test_own_pairs_take_nothing_from_the_training_data(tmp_path: Path) -> None:
+    prefix, valid = write_counting(tmp_path / "data", [100] * 10), write_counting(tmp_path / "valid", [50])
+    own = ranges(train_data=prefix, valid_data=valid, split="9,5,1")
+    assert own == {"train": (0, 900), "valid": (0, 50), "test": (900, 1000)}
+    assert ranges(train_data=prefix, valid_data=valid) == {"train": (0, 1000), "valid": (0, 50)}
+    both = ranges(train_data=prefix, valid_data=valid, test_data=valid, split="8,1,1")
+    assert both == {"train": (0, 1000), "valid": (0, 50), "test": (0, 50)}
+
+
+def test_open_datasets_refuses(tmp_path: Path) -> None:
+    short = write_counting(tmp_path / "short", [100, 100, 5])
+    with pytest.raises(ConfigError, match=r"short \(valid\): found 5 tokens; expected at least 9 .*--split"):
+        ranges(train_data=short, split="2,1")
+    assert ranges(train_data=short, split="2,0,1") == {"train": (0, 200)}, "a rest too short is no test set"
+    with pytest.raises(ConfigError, match="--train_data: found nothing"):
+        ranges()
+    with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
+        ranges(train_data=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
+        ranges(train_data=short, valid_data=str(tmp_path / "nowhere"))

@@ -1,0 +1,301 @@
+"""Text files to tokens: the same bytes for any number of workers, and each fault named with file and line."""
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
+
+import pretrain.data.prepare
+from pretrain.data.indexed import IndexedDataset, read_meta
+from pretrain.data.prepare import Prepared, entropy_nats, prepare
+from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
+from pretrain.data.train_tokenizer import train_sentencepiece
+from pretrain.errors import ConfigError
+
+TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
+SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
+TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_sentencepiece([str(path) for path in SOURCES], tmp_path_factory.mktemp("tok"), vocab_size=600)
+
+
+def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
+    path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def documents(prefix: Path, tokenizer: Tokenizer, *, eod: bool = True) -> list[str]:
+    data = IndexedDataset(prefix)
+    bounds = data.document_offsets.tolist()
+    texts = []
+    for start, stop in itertools.pairwise(bounds):
+        tokens = data.tokens(start, stop).tolist()
+        assert (tokens[-1] == tokenizer.eod_token) == eod
+        assert tokens.count(tokenizer.eod_token) == eod
+        texts.append(tokenizer.decode(tokens))
+    return texts
+
+
+def test_every_kind_of_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = tmp_path / "a.txt"
+    plain.write_bytes(b"first\r\nfile ")
+    with gzip.open(tmp_path / "b.txt.gz", "wt", encoding="utf-8", newline="") as file:
+        file.write(TEXTS[0])
+    lines = Path(jsonl(tmp_path / "c.jsonl", [*TEXTS, "", "end"]))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b"\n \n" + lines.read_bytes().rstrip()))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "after a mark"}')
+    names = ["a.txt", "b.txt.gz", "empty.txt", "c.jsonl", "d.jsonl.gz", "bom.jsonl"]
+    done = prepare([str(tmp_path / name) for name in names], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
+    expected = ["first\r\nfile ", TEXTS[0], *TEXTS, "end", *TEXTS, "end", "after a mark"]
+    assert documents(tmp_path / "out", tokenizer) == expected
+    assert done.num_documents == len(expected)
+
+
+def test_meta(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    done = prepare([source], tokenizer=str(tokenizer.path.parent), out=str(tmp_path / "out"))
+    tokens = IndexedDataset(tmp_path / "out").tokens(0, done.num_tokens)
+    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    expected = {
+        "vocab_size": 600, "tokenizer": str(tokenizer.path), "tokenizer_sha256": tokenizer.fingerprint, "eod_token": 1,
+        "num_tokens": sum(len(tokenizer.encode(text)) + 1 for text in TEXTS), "num_documents": len(TEXTS),
+        "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(shares * np.log(shares)).sum()))}
+    assert read_meta(tmp_path / "out") == vars(done) == expected
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.meta.json"]
+
+
+def test_entropy() -> None:
+    assert entropy_nats(np.array([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
+    assert entropy_nats(np.array([0, 7])) == 0
+
+
+def test_without_eod(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
+    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), jsonl_key="body",
+                   append_eod=False)
+    assert done.eod_token is None
+    assert documents(tmp_path / "out", tokenizer, eod=False) == TEXTS
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 5000])
+def test_chunks_do_not_show(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+                            chunk_bytes: int) -> None:
+    """Long lines, characters of several bytes and line ends may all lie across the chunks that a file is read in."""
+    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", chunk_bytes)
+    texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
+    inputs = [jsonl(tmp_path / "a.jsonl", texts)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+        inputs.append(str(tmp_path / f"{number}.txt"))
+    prepare(inputs, tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=1)
+    assert documents(tmp_path / "out", tokenizer) == texts * 2
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: Tokenizer,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
+    inputs = [jsonl(tmp_path / "a.jsonl", TEXTS * 2), *map(str, SOURCES)]
+    written = []
+    for workers in (1, 2, 3):
+        out = tmp_path / f"out{workers}"
+        prepare(inputs, tokenizer=str(tokenizer.path), out=str(out), workers=workers)
+        written.append([Path(f"{out}.{ending}").read_bytes() for ending in ("bin", "idx", "meta.json")])
+    assert written[0] == written[1] == written[2]
+    assert documents(tmp_path / "out3", tokenizer) == TEXTS * 2 + TEXTS[: len(SOURCES)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_is_named_and_the_old_files_stay(tmp_path: Path, tokenizer: Tokenizer, workers: int,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
+    good = jsonl(tmp_path / "good.jsonl", TEXTS)
+    prepare([good], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(Path(good).read_bytes() + b'{"text": "cut of\n')
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl:{len(TEXTS) + 1}: found Unterminated string"):
+        prepare([good, str(bad)], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=workers)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
+
+
+def test_huggingface_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=500, special_tokens=[EOD_PIECE], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    library.save(str(tmp_path / "tokenizer.json"))
+    texts = [*TEXTS, f"a {EOD_PIECE} in the text"]
+    done = prepare([jsonl(tmp_path / "a.jsonl", texts)], tokenizer=str(tmp_path), out=str(tmp_path / "out"))
+    assert (done.vocab_size, done.eod_token) == (500, 0)
+    assert documents(tmp_path / "out", load_tokenizer(tmp_path)) == texts
+
+
+BAD_LINES = {
+    "not json": (b"{'text': 1}", "a.jsonl:2: found Expecting property name"),
+    "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected a JSON object a line"),
+    "no key": (b'{"txet": "a"}', "found no key 'text'; expected a string. did you mean \"txet\"?"),
+    "other key": (b'{"content": "a"}', "--jsonl_key takes one of: content"),
+    "no string": (b'{"text": null}', "found 'text': NoneType; expected a string"),
+    "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: found lone surrogate U+D800 at character 0"),
+    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: found 'utf-8' codec can't decode byte 0xff"),
+    "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: found"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_lines(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    line, message = BAD_LINES[name]
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(ConfigError) as error:
+        prepare([str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
+
+
+def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
+    out = tmp_path / "new" / "out"
+    done = run_tool(source, "--tokenizer", str(tokenizer.path), "--out", str(out), "--jsonl-key=body",
+                    "--no-append-eod")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{len(TEXTS)} documents" in done.stdout
+    assert documents(out, tokenizer, eod=False) == TEXTS
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["IN/nowhere.txt"], "nowhere.txt: found no such file"),
+    (["IN"], "found a folder; expected a text, .jsonl or .gz file"),
+    (["IN/empty.txt"], "empty.txt: found no text"),
+    (["IN/blank.jsonl"], "blank.jsonl: found no text; expected at least one document"),
+    (["IN/latin.txt"], "latin.txt:2: found byte 0xE9; expected UTF-8 text"),
+    (["IN/cut.txt.gz"], "cut.txt.gz: found Compressed file ended before"),
+    (["IN/no.txt.gz"], "no.txt.gz: found Not a gzipped file"),
+    (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
+    (["IN/good.txt", "--tokenizer", "IN/none"], "none: found no such file"),
+    (["IN/good.txt", "--tokenizer", "IN"], "a folder without either"),
+    (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt, a file; expected a folder"),
+    (["IN/good.txt", "--outt", "x"], 'did you mean "--out"?'),
+    ([], "INPUT: required"),
+])  # fmt: skip
+def test_tool_refuses_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.jsonl").write_text('\n{"text": ""}\n')
+    (tmp_path / "latin.txt").write_bytes(b"a\ncaf\xe9")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(1000))[:-100])
+    (tmp_path / "no.txt.gz").write_bytes(b"plain")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words = [word.replace("IN", str(tmp_path)) if word.startswith("IN") else word for word in words]
+    done = run_tool("--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("ds-pretrain: error: ")
+    assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_tokenizer_without_eod_is_refused_unless_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b a b")
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers
+
+    library = Library(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "tokenizer.json"))
+    where = {"tokenizer": str(tmp_path), "out": str(tmp_path / "out")}
+    with pytest.raises(ConfigError, match="found no end-of-document token"):
+        prepare([str(tmp_path / "a.txt")], **where)
+    done: Prepared = prepare([str(tmp_path / "a.txt")], append_eod=False, **where)
+    assert done.num_tokens == 4
+
+
+def children(pid: int) -> list[int]:
+    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [int(word) for words in lists for word in words.split()]
+
+
+def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Popen[str], list[int]]:
+    """A tool at work on plenty of text, and its worker processes."""
+    source = jsonl(tmp_path / "a.jsonl", TEXTS * 2000)
+    words = [source, "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen([sys.executable, str(TOOL), *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 600
+    workers: list[int] = []
+    while len(workers) < 2 or not any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        workers = [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return process, workers
+
+
+def is_running(pid: int) -> bool:
+    """Orphans may stay as zombies in a container whose first process collects none."""
+    try:
+        return Process(pid).status() != STATUS_ZOMBIE
+    except NoSuchProcess:
+        return False
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 600
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("whom", "which", "code", "message"), [
+    ("worker", signal.SIGKILL, 2, "worker processes was killed"),
+    ("parent", signal.SIGINT, 130, "ds-pretrain: interrupted"),
+    ("parent", signal.SIGKILL, -signal.SIGKILL, ""),
+])  # fmt: skip
+def test_no_process_outlives_a_sudden_end(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
+                                          code: int, message: str) -> None:
+    process, workers = start_long_job(tmp_path, tokenizer)
+    os.kill(workers[0] if whom == "worker" else process.pid, which)
+    error = process.communicate(timeout=900)[1]
+    assert process.returncode == code
+    assert message in error
+    assert "Traceback" not in error
+    wait_gone(workers)
+    assert not (tmp_path / "out.idx").exists()
+    if code > 0:
+        assert error.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_line_now_and_then_where_nobody_watches(capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretrain.console import progress
+
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress("tokenising", 40_000_000) as shown:
+        for _ in range(4):
+            now[0] += 6
+            shown.advance(10_000_000, "5 documents")
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenising: 50%, 20.0 MB, 1.7 MB/s, 5 documents", "tokenising: 100%, 40.0 MB, 1.7 MB/s, 5 documents"]

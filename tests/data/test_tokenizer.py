@@ -1,0 +1,212 @@
+"""Any text comes back exactly; special tokens are never made from text."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sentencepiece import SentencePieceTrainer
+
+from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
+from pretrain.data.train_tokenizer import train_sentencepiece
+from pretrain.errors import ConfigError
+
+TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+SOURCES = [str(path) for path in (Path(json.__file__).parent).glob("*.py")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_sentencepiece(SOURCES, tmp_path_factory.mktemp("tok"), vocab_size=600)
+
+
+@pytest.fixture(scope="module")
+def huggingface(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.train(SOURCES, trainers.BpeTrainer(
+        vocab_size=500, special_tokens=[EOD_PIECE], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    library.enable_truncation(5)
+    library.enable_padding()
+    folder = tmp_path_factory.mktemp("hf")
+    library.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
+HARD = [
+    "", " ", "  a  b  ", "\n", "\n\n\n", " \n ", "\t\ta\t", "a\r\nb\r\rc", "\0", "a\0b", "\x0b\x0c\x1f\x7f",
+    "\ufeffbom", "\ufffd", "\ufffe\uffff", "\u2047", "\x85\u2028\u2029\xa0\u3000", "\U0010ffff\ue000",
+    "e\u0301 é", "👩\u200d👩\u200d👧🏳\ufe0f\u200d🌈", "12345 1٣", "مرحبا שלום 你好", "a" * 5000, " " * 5000,
+    "\u2581", " \u2581 ", "\u2581\n\u2581", "\u2581\u2581a", "\u2585",
+    "<unk>", "<s></s>", "<0x41><0x0A>", EOD_PIECE,
+]  # fmt: skip
+
+
+def random_texts(count: int) -> list[str]:
+    chance = random.Random(0)
+    alphabets = [
+        [" ", "\n", "\t", "\r", "\u2581", "\u2585", "a", "0", "\0"],
+        [chr(code) for code in range(0x20, 0x7F)],
+        ["<", ">", "0", "x", "A", "|", "s", "/", "endoftext", "unk", EOD_PIECE],
+        ["é", "e", "\u0301", "\u200d", "👩", "🏽", "\ufe0f", "ﬁ", "Å", "\u212b", " "],
+    ]
+
+    def character() -> str:
+        while 0xD800 <= (code := chance.randrange(0x110000)) < 0xE000:
+            pass
+        return chr(code)
+
+    def text() -> str:
+        alphabet = chance.choice([*alphabets, None])
+        return "".join(chance.choice(alphabet) if alphabet else character() for _ in range(chance.randrange(40)))
+
+    return [text() for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
+def test_any_text_comes_back(kind: str, request: pytest.FixtureRequest) -> None:
+    loaded: Tokenizer = request.getfixturevalue(kind)
+    for text in HARD + random_texts(3000):
+        tokens = loaded.encode(text)
+        assert loaded.decode(tokens) == text
+        assert loaded.eod_token not in tokens
+        assert all(0 <= token < loaded.vocab_size for token in tokens)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
+def test_lone_surrogates_are_refused(kind: str, request: pytest.FixtureRequest) -> None:
+    loaded: Tokenizer = request.getfixturevalue(kind)
+    with pytest.raises(ConfigError, match=r"lone surrogate U\+D800 at character 1"):
+        loaded.encode("a\ud800")
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
+def test_end_of_document(kind: str, request: pytest.FixtureRequest) -> None:
+    loaded: Tokenizer = request.getfixturevalue(kind)
+    assert loaded.eod_token is not None
+    assert loaded.decode([*loaded.encode("a"), loaded.eod_token, *loaded.encode("b")]) == "ab"
+
+
+def test_lines_are_encoded_as_the_model_would_itself(tokenizer: Tokenizer) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    library = SentencePieceProcessor(model_file=str(tokenizer.path))
+    for text in [Path(SOURCES[0]).read_text(), *random_texts(500)]:
+        if "\u2581" not in text:
+            assert tokenizer.encode(text) == library.encode(text)
+
+
+def test_pieces(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.vocab_size, tokenizer.eod_token) == (600, 1)
+    assert len(tokenizer.encode("\n\t")) == 2
+    assert len(tokenizer.encode("1234")) == 4, "digits stay apart"
+    assert len(tokenizer.encode("        ")) <= 2, "runs of spaces have pieces"
+
+
+def test_training_is_reproducible_and_the_fingerprint_is_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    again = train_sentencepiece(SOURCES, tmp_path, vocab_size=600)
+    assert again.path.read_bytes() == tokenizer.path.read_bytes()
+    assert again.fingerprint == tokenizer.fingerprint
+    assert train_sentencepiece(SOURCES, tmp_path, vocab_size=601).fingerprint != tokenizer.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.model", "tokenizer.vocab"]
+
+
+def test_long_lines_and_reserved_characters_are_learnt_from(tmp_path: Path) -> None:
+    """SentencePiece drops a line that is long, or holds U+2585, without a word."""
+    (tmp_path / "a.txt").write_text("walrus \u2585 walrus\0 hippopotamus zebrafish " * 4000, encoding="utf-8")
+    loaded = train_sentencepiece([str(tmp_path / "a.txt")], tmp_path, vocab_size=300)
+    assert len(loaded.encode(" walrus")) <= 2
+
+
+def test_max_megabytes_takes_a_share_of_all_files(tmp_path: Path) -> None:
+    for word in ("walrus", "giraffe"):
+        (tmp_path / f"{word}.txt").write_text(f"the {word}\n" * 20_000)
+    files = [str(tmp_path / "walrus.txt"), str(tmp_path / "giraffe.txt")]
+    loaded = train_sentencepiece(files, tmp_path, vocab_size=300, max_megabytes=0.05)
+    assert len(loaded.encode("the walrus")) <= 3
+    assert len(loaded.encode("the giraffe")) <= 3
+
+
+def test_a_foreign_model_keeps_its_rules(tmp_path: Path) -> None:
+    """Dummy prefix, normalisation, no newline piece: encode as SentencePiece does."""
+    text = "The quick brown fox\njumps over ﬁve dogs."
+    SentencePieceTrainer.train(sentence_iterator=iter([text] * 20), model_prefix=str(tmp_path / "m"), vocab_size=40,
+                               hard_vocab_limit=False, minloglevel=3)
+    from sentencepiece import SentencePieceProcessor
+
+    loaded = load_tokenizer(tmp_path / "m.model")
+    assert loaded.encode(text) == SentencePieceProcessor(model_file=str(tmp_path / "m.model")).encode(text)
+    assert loaded.eod_token == 2  # </s>
+
+
+def test_eos_of_tokenizer_config(huggingface: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(huggingface.path.read_bytes())
+    for eos in ("a", {"content": "a"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert [load_tokenizer(tmp_path).eod_token] == huggingface.encode("a")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("none", None, "found no such file"),
+    ("a.model", b"nonsense", "8 bytes that SentencePiece cannot read"),
+    ("a.model", b"", "0 bytes that SentencePiece cannot read"),
+    ("a.json", b"{}", "expected a tokenizer.json"),
+    ("a.json", b"\xff", "expected a tokenizer.json"),
+    (".", None, "a folder without either; expected tokenizer.model or tokenizer.json"),
+])  # fmt: skip
+def test_bad_tokenizers(tmp_path: Path, name: str, content: bytes | None, message: str,
+                        capfd: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path / name)
+    assert capfd.readouterr().err == ""
+
+
+def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
+
+
+def test_tool_trains_quietly(tmp_path: Path) -> None:
+    done = run_tool(*SOURCES, "--out", str(tmp_path / "new" / "tok"), "--vocab-size", "400", "--threads", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load_tokenizer(tmp_path / "new" / "tok").vocab_size == 400
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["SRC", "--vocab_size", "200"], "--vocab_size: found '200'; expected a whole number from 300"),
+    (["SRC", "--vocab_size", "99999"], "--vocab_size: found 99999; expected at most"),
+    (["CHARS", "--vocab_size", "300"], "--vocab_size: found 300; expected room for each frequent character"),
+    (["SRC", "--threads", "0"], "--threads: found '0'"),
+    (["SRC", "--max_megabytes", "0"], "--max_megabytes: found '0'"),
+    (["nowhere.txt"], "nowhere.txt: found no such file"),
+    (["EMPTY"], "empty.txt: found no text"),
+    (["BLANK"], "expected text to learn pieces from"),
+    ([str(Path(__file__).parent)], "tests: found a folder"),
+    ([], "INPUT: required"),
+    (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
+    (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
+    (["SRC", "--out", "FILE"], "a file; expected a folder"),
+])  # fmt: skip
+def test_tool_refuses_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.txt").write_text("\n\n")
+    (tmp_path / "chars.txt").write_text(" ".join(chr(0x4E00 + code) for code in range(3000)), encoding="utf-8")
+    names = {"SRC": SOURCES[0], "EMPTY": str(tmp_path / "empty.txt"), "BLANK": str(tmp_path / "blank.txt"),
+             "CHARS": str(tmp_path / "chars.txt"), "FILE": str(tmp_path / "empty.txt")}
+    size = [] if "--vocab_size" in words else ["--vocab_size", "320"]
+    done = run_tool("--out", str(tmp_path / "tok"), *size, *(names.get(word, word) for word in words))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("ds-pretrain: error: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,238 @@
+"""A run goes on in any layout from a checkpoint of any other: weights and moments bit for bit, the losses that follow.
+
+DS_PRETRAIN_ALL_LAYOUTS=1 tries all pairs of layouts instead of a dozen.
+"""
+
+import os
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.convert.export import diff
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.reader import Reader
+from pretrain.engine.build_ops import missing_operator
+from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.layouts import SAVED, STEPS, fp16, plain, relative, run_layouts, staged
+
+ALL = os.environ.get("DS_PRETRAIN_ALL_LAYOUTS") == "1"
+NO_NVME = missing_operator("AsyncIOBuilder")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A number of ranks and a DeepSpeed JSON; 8 samples a step in every one."""
+
+    ranks: int
+    config: dict[str, Any]
+
+
+def _layouts(swap: Path) -> dict[str, Layout]:
+    found = {
+        "zero0": Layout(1, config(0, micro=4, accumulation=2)),
+        "zero1": Layout(2, config(1, micro=2, accumulation=2)),
+        "zero2": Layout(2, config(2, micro=2, accumulation=2)),
+        "zero3": Layout(2, config(3, micro=2, accumulation=2)),
+        "nvme": Layout(2, config(3, micro=2, accumulation=2, offload_optimizer=nvme(swap),
+                                 offload_param=nvme_param(swap))),
+        "pipeline2": Layout(2, config(1, micro=2, accumulation=4, stages=2)),
+        "pipeline2_data2": Layout(4, config(1, micro=2, accumulation=2, stages=2)),
+        "pipeline4": Layout(4, config(0, micro=2, accumulation=4, stages=4)),
+    }
+    if NO_NVME:
+        del found["nvme"]
+    return found
+
+
+DOZEN = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
+         ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"), ("nvme", "pipeline2_data2"),
+         ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme")]
+
+
+def _case(name: str, job: str, layout: Layout, run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return case(name, job, layout.config, run_flags, saved_step=SAVED, **others)
+
+
+@pytest.fixture(scope="module")
+def matrix(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Saved in every layout; loaded in others, and saved again at once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    (folder / "swap").mkdir()
+    layouts = _layouts(folder / "swap")
+    run_flags = flags(corpus, hidden=128, steps=STEPS)  # so much that NVMe really swaps
+    saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags))
+                         for name, layout in layouts.items()}, folder / "save")
+    pairs = [pair for pair in (permutations(layouts, 2) if ALL else DOZEN) if set(pair) <= layouts.keys()]
+    loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "go_on", layouts[b], run_flags, used=i % 2,
+                                                  source=saved[a]["folder"])) for i, (a, b) in enumerate(pairs)}
+    loaded = run_layouts(loads, folder / "load")
+    backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "go_on", layouts[a], run_flags, train=False,
+                                                      source=loaded[f"{a}-{b}"]["folder"]))
+             for a, b in pairs if ALL or layouts[a].ranks == 2}  # one launch instead of three
+    return {"saved": saved, "loaded": loaded, "pairs": pairs, "back": run_layouts(backs, folder / "back")}
+
+
+def test_every_pair(matrix: dict[str, Any]) -> None:
+    worst = 0.0
+    for a, b in matrix["pairs"]:
+        before, after = matrix["saved"][a], matrix["loaded"][f"{a}-{b}"]
+        assert diff(Path(before["folder"]), Path(after["folder"])) == [], f"{a} -> {b}"
+        worst = max(worst, relative(after["after"]["loss"], before["after"]["loss"]))
+        assert after["after"]["lr"] == before["after"]["lr"], f"{a} -> {b}"
+        assert len(set(after["seeds"])) == len(after["seeds"]), f"{a} -> {b}"
+        assert after["counters"] == [STEPS, STEPS * 8, 0], f"{a} -> {b}"
+        assert len(set(after["after"]["loss"])) == STEPS - SAVED, f"{a} -> {b}"
+    print(f"{len(matrix['pairs'])} pairs of layouts: weights and moments equal; losses within {worst:.1e}")
+    assert worst <= 1e-5
+    assert len(matrix["pairs"]) >= 12 - 4 * bool(NO_NVME)
+
+
+def test_there_and_back(matrix: dict[str, Any]) -> None:
+    assert len(matrix["back"]) >= 5
+    for name, back in matrix["back"].items():
+        first, last = Path(matrix["saved"][name.split("-")[0]]["folder"]), Path(back["folder"])
+        assert diff(first, last) == [], name
+        assert Reader(first).scalars == Reader(last).scalars == {"step": SAVED}
+    print(f"{len(matrix['back'])} layouts there and back: nothing differs")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Two layouts of two ranks; `within`: how far the losses after the change may be from those without it."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    within: float = 1e-5
+    model: dict[str, Any] = field(default_factory=dict)
+    saved_step: int = SAVED
+
+
+def _with(values: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {**values, **others}
+
+
+def _optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_allow_untested_optimizer": True}
+
+
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOADED = {"offload_optimizer": CPU}
+LION, SGD = _optimizer("Lion"), _optimizer("SGD", momentum=0.9)
+NADAM, ADAGRAD = _optimizer("NAdam"), _optimizer("Adagrad")
+TORCH_ADAM = _optimizer("AdamW", torch_adam=True)
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}}
+CHANGES = {
+    "bf16_to_fp32": Change(_with(plain(1, precision="bf16"), **FP32_SUMS), plain(2), 5e-3),
+    "bf16_stage0_to_offload": Change(staged(0, precision="bf16"), plain(2, precision="bf16", **OFFLOADED), 5e-3),
+    "bf16_offload_to_bf16_optimizer": Change(plain(2, precision="bf16", **OFFLOADED),
+                                             _with(staged(1, precision="bf16"), **FP32_SUMS), 5e-3),
+    "fp16_to_bf16": Change(fp16(staged(1)), plain(3, precision="bf16"), 5e-3),
+    "fp16_stage2_to_stage0": Change(fp16(plain(2)), fp16(staged(0)), 2e-3),
+    "fp16_stage0_to_stage3": Change(fp16(staged(0)), fp16(plain(3)), 2e-3),
+    "fp16_unfused_to_stage2": Change(fp16(_with(staged(0), **TORCH_ADAM)), fp16(_with(plain(2), **TORCH_ADAM)),
+                                     2e-3),
+    "fp16_stage2_to_unfused": Change(fp16(_with(plain(2), **TORCH_ADAM)), fp16(_with(staged(0), **TORCH_ADAM)),
+                                     2e-3),
+    "offload_on": Change(staged(1), plain(3, **OFFLOADED, offload_param=CPU)),
+    "offload_off": Change(plain(3, **OFFLOADED), plain(1)),
+    "untied": Change(plain(3), staged(0), model={"overrides": "tie_word_embeddings=False"}),
+    "lion": Change(_with(plain(2, **OFFLOADED), **LION), _with(staged(1, **OFFLOADED), **LION)),
+    "sgd": Change(_with(staged(0), **SGD), _with(plain(2), **SGD)),
+    "sgd_without_momentum": Change(_with(plain(1), **_optimizer("SGD")), _with(plain(3), **_optimizer("SGD"))),
+    "nadam": Change(_with(plain(1), **NADAM), _with(staged(0), **NADAM)),
+    "warmup": Change(_with(plain(3), **WARMUP), _with(staged(1), **WARMUP)),
+    "torch_adam_to_fused": Change(_with(plain(3), **TORCH_ADAM), staged(0), 1e-4),
+    "adagrad": Change(_with(staged(0), **ADAGRAD), _with(plain(2, **OFFLOADED), **ADAGRAD)),
+    "round_robin": Change(plain(2, round_robin_gradients=True), plain(3)),
+    "to_round_robin": Change(plain(3), plain(2, round_robin_gradients=True)),
+    "same_stage_other_order": Change(plain(2), plain(2, round_robin_gradients=True)),
+    "aligned": Change(plain(1, precision="bf16"), plain(2, precision="bf16", parameter_alignment=True), 5e-3),
+    "small_sub_groups": Change(plain(3, sub_group_size=10_000), plain(3, sub_group_size=30_000, **OFFLOADED)),
+    "other_stage_bounds": Change(staged(1), _with(staged(1), pipeline={"stages": 2, "partition_method": "uniform"})),
+    "layers_of_all_ranks": Change(_with(plain(0), checkpoint={"parallel_write": {"pipeline_stage": True}}),
+                                  plain(3)),
+    "before_the_first_step": Change(plain(1), plain(3), saved_step=0),
+}
+
+
+def _other_settings(values: dict[str, Any]) -> Change:
+    """The same layout, clipped otherwise, with a scale that grows every third step."""
+    return Change(fp16(values), _with(fp16(values), gradient_clipping=0.25,
+                                      fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}), 5e-2)
+
+
+OTHER_SETTINGS = {f"other_settings_{i}": _other_settings(values) for i, values in enumerate(
+    [plain(2), plain(3), staged(0)])}
+CHANGES |= OTHER_SETTINGS
+
+# by name: what is saved, and the other run that is to take it
+REFUSED = {
+    "optimizer": (plain(1), _with(plain(2), **SGD), 64),
+    "shape": (plain(1), plain(2), 32),
+    "damaged": (staged(0), staged(1), 64),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What happened before and after each change, and each that is refused: losses and folders."""
+    folder = tmp_path_factory.mktemp("changes")
+    before = {name: (change.before, change.model, change.saved_step) for name, change in CHANGES.items()}
+    before |= {name: (values, {}, SAVED) for name, (values, _, _) in REFUSED.items()}
+    after = {name: ("go_on", change.after, change.model, change.saved_step) for name, change in CHANGES.items()}
+    after |= {name: ("refused", values, {"hidden": hidden}, SAVED) for name, (_, values, hidden) in REFUSED.items()}
+
+    def one(name: str, job: str, values: dict[str, Any], model: dict[str, Any], saved_step: int,
+            source: str = "") -> tuple[int, dict[str, Any]]:
+        run_flags = flags(corpus, steps=STEPS, emulate_fp16="fp16" in values, **model)
+        return 2, case(name, job, values, run_flags, saved_step=saved_step, source=source)
+
+    saved = run_layouts({name: one(name, "train_and_save", *rest) for name, rest in before.items()}, folder / "before")
+    with open(Path(saved["damaged"]["folder"]) / "mp_rank_01_model_states.pt", "r+b") as file:
+        file.seek(-100, os.SEEK_END)  # the size stays
+        file.write(bytes(100))
+    loaded = run_layouts({name: one(name, *rest, saved[name]["folder"]) for name, rest in after.items()},
+                         folder / "after")
+    return {name: (saved[name], loaded[name]) for name in loaded}
+
+
+def test_changes(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name, (before, after) in ((name, outcomes[name]) for name in CHANGES):
+        distance = relative(after["after"]["loss"], before["after"]["loss"])
+        print(f"{name}: {before['optimizer']} -> {after['optimizer']}, losses within {distance:.1e}")
+        assert diff(Path(before["folder"]), Path(after["folder"])) == [], name
+        assert distance <= CHANGES[name].within, name
+        assert after["after"]["lr"] == before["after"]["lr"], name
+
+
+def test_the_json_of_this_run_holds(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name in OTHER_SETTINGS:
+        before, after = outcomes[name]
+        assert after["settings"] == [0.25, 3]
+        assert read_manifest(Path(before["folder"])).loss_scale == read_manifest(Path(after["folder"])).loss_scale
+        assert after["after"]["loss_scale"] != before["after"]["loss_scale"]
+
+
+def test_loss_scale_comes_along(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name, (before, after) in ((name, outcomes[name]) for name in CHANGES):
+        if "fp16" in CHANGES[name].before and "fp16" in CHANGES[name].after and name not in OTHER_SETTINGS:
+            saved, now = (read_manifest(Path(result["folder"])).loss_scale for result in (before, after))
+            assert saved is not None
+            assert now is not None
+            assert {key: saved[key] for key in saved.keys() & now.keys()} == {
+                key: now[key] for key in saved.keys() & now.keys()}, name
+            assert saved["cur_iter"] == SAVED
+            assert after["after"]["loss_scale"] == before["after"]["loss_scale"], name
+            assert len(set(after["after"]["loss_scale"])) > 1, name
+
+
+def test_refused_by_all_ranks_alike(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name, reason in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
+                         ("shape", "found the shape (256, 64); expected (256, 32)"),
+                         ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
+        said = outcomes[name][1]["said"]
+        assert reason in said[0], said
+        assert said[1] == said[0]

@@ -1,0 +1,64 @@
+"""A resumed run is the uninterrupted run, bit for bit, in the layout that saved: losses, weights, optimizer state."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.engine.build_ops import missing_operator
+from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
+from tests.support.launch import run_cases
+
+NO_NVME = missing_operator("AsyncIOBuilder")
+
+
+def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
+    small = flags(corpus, overrides=DROPOUT, steps=6)
+    wide = flags(corpus, overrides=DROPOUT, steps=6, hidden=256)  # sub-groups of more than 1 MiB are really swapped
+    if ranks == 4:
+        return [case("pipeline2_data2", "resume", config(1, precision="bf16", stages=2), small)]
+    layouts = {
+        "fp32_zero0": config(0), "zero0": config(0, precision="bf16"), "zero1": config(1, precision="bf16"),
+        "zero2": config(2, precision="bf16"), "zero3": config(3, precision="bf16"),
+        "zero2_cpu": config(2, precision="bf16", offload_optimizer=CPU),
+        "zero3_cpu": config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU),
+        "pipeline2_zero0": config(0, precision="bf16", stages=2), "pipeline2_zero1": config(1, stages=2),
+    }
+    cases = [case(name, "resume", values, small) for name, values in layouts.items()]
+    cases += [case(name, "resume", config(stage, precision="fp16", stages=stages), {**small, "emulate_fp16": True})
+              for name, stage, stages in (("fp16_pipeline2_zero0", 0, 2), ("fp16_zero2", 2, 1))]
+    if not NO_NVME:
+        disk = nvme(swap)
+        places = {"nvme_optimizer": {"offload_optimizer": disk}, "nvme_all": {"offload_optimizer": disk,
+                                                                               "offload_param": nvme_param(swap)},
+                  "nvme_param_cpu_optimizer": {"offload_optimizer": CPU, "offload_param": nvme_param(swap)}}
+        cases += [case(f"zero3_{name}{size}", "resume", config(3, precision="bf16", **place), run_flags)
+                  for name, place in places.items() for size, run_flags in (("", small), ("_wide", wide))
+                  if size or name == "nvme_optimizer"]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "swap").mkdir()
+    found = {}
+    for ranks in (2, 4):
+        found.update(run_cases(_cases(corpus, folder / "swap", ranks), ranks, folder / str(ranks)))
+    return found
+
+
+def test_resume_is_bit_exact(results: dict[str, dict[str, Any]]) -> None:
+    assert len(results) >= 12
+    for name, result in results.items():
+        at_save, loaded, at_end, resumed_end = result["state"]
+        assert loaded == at_save, f"{name}: the load changed weights or optimizer state"
+        assert result["resumed"] == result["tail"], f"{name}: losses, norms or rates differ after the resume"
+        assert resumed_end == at_end, f"{name}: weights or optimizer state differ at the end"
+        assert at_end != at_save, f"{name}: nothing was trained after the checkpoint"
+        assert len(set(result["tail"]["loss"])) == 3, name
+
+
+@pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
+def test_nvme_cases_ran(results: dict[str, dict[str, Any]]) -> None:
+    assert sum("nvme" in name for name in results) == 4

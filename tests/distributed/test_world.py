@@ -1,0 +1,70 @@
+"""Ranks from the variables of each launcher."""
+
+import pytest
+
+from pretrain.distributed.world import ALONE, World, export_world, taken_port, world_from_environment
+from pretrain.errors import ConfigError
+
+ENVIRONMENTS = {
+    "none": ({}, World(0, 1, 0, 1, "none")),
+    "torch": ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(3, 8, 1, 2, "torch")),
+    "openmpi": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, World(1, 4, 1, 2, "openmpi")),
+    "mpich": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+              World(1, 2, 1, 2, "pmi")),
+    "srun": ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+              "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}, World(5, 8, 1, 4, "slurm")),
+    "srun, uneven nodes": ({"SLURM_PROCID": "8", "SLURM_NTASKS": "9", "SLURM_LOCALID": "0", "SLURM_NODEID": "3",
+                            "SLURM_STEP_TASKS_PER_NODE": "3(x2),2,1", "SLURM_NTASKS_PER_NODE": "3",
+                            "SLURM_STEP_ID": "0"}, World(8, 9, 0, 1, "slurm")),
+    "sbatch script": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1, "none")),
+    "launcher under SLURM": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "SLURM_PROCID": "0",
+                              "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, World(1, 2, 1, 1, "torch")),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_world_from_environment(name: str) -> None:
+    environ, expected = ENVIRONMENTS[name]
+    assert world_from_environment(environ) == expected
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"},
+                                     {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
+                                      "SLURM_STEP_TASKS_PER_NODE": "1(y2)"}])
+def test_impossible_ranks_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"RANK|TASKS_PER_NODE"):
+        world_from_environment(environ)
+
+
+def test_export_fills_what_torch_reads() -> None:
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+               "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    export_world(world_from_environment(environ), environ)
+    assert {key: environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")} == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_several_hosts_need_an_address() -> None:
+    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        export_world(world_from_environment(environ), environ)
+
+
+def test_one_process_takes_a_free_port_and_others_are_told_where_to_choose_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[str, str] = {}
+    export_world(ALONE, first)
+    assert first["MASTER_PORT"] != "29500"
+    given = {"MASTER_PORT": "1234"}
+    export_world(ALONE, given)
+    assert given["MASTER_PORT"] == "1234"
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    for launcher, variable, remedy in (
+            ("none", "X", "unset MASTER_PORT"), ("torch", "CROSS_RANK", "deepspeed --master_port N"),
+            ("torch", "TORCHELASTIC_RUN_ID", "torchrun --master_port N"), ("openmpi", "X", "mpirun -x MASTER_PORT=N"),
+            ("slurm", "X", "before srun"), ("torch", "X", "MASTER_PORT=N")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, "0")
+            error = str(taken_port(World(rank=0, size=2, local_rank=0, local_size=2, launcher=launcher)))
+        assert error.startswith("MASTER_PORT: found 1234, which another program listens on")
+        assert remedy in error

@@ -1,0 +1,106 @@
+"""Starts the ranks of tests as forks of one process that has imported everything: a second instead of eight.
+
+One request a line on standard input, {"command", "environs" (one a rank), "cwd", "timeout"}; one answer a line on
+standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a process of its own as if it had been started
+by `python COMMAND`, with its output in CWD/rankN.log.
+"""
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
+import torch._inductor.compile_fx  # noqa: F401
+import transformers.hf_argparser  # noqa: F401 (a second)
+from deepspeed.accelerator import get_accelerator
+
+import pretrain.trainer  # noqa: F401
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.world import prepare_deepspeed
+
+GRACE_S = 60.0  # in which the ranks beside one that failed can report too; most of them end at once
+
+
+def load_operators() -> None:
+    """Map the compiled operators once; forks have them."""
+    prepare_deepspeed(detect_device())
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
+        if get_accelerator().create_op_builder(name).is_compatible(verbose=False):
+            get_accelerator().create_op_builder(name).load(verbose=False)
+
+
+def run_command(command: list[str], environ: dict[str, str], log: Path) -> int:
+    """Be `python COMMAND`: the exit code."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(log.parent)
+    try:
+        if command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
+            exec(command[1], {"__name__": "__main__"})
+        else:
+            sys.argv = command
+            sys.path[0] = str(Path(command[0]).parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
+    """The process id of one rank."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = run_command(command, environ, log)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run all ranks to their end. When one fails the others are ended: they would wait for it."""
+    cwd, deadline = Path(request["cwd"]), time.monotonic() + request["timeout"]
+    running = {fork(request["command"], environ, cwd / f"rank{rank}.log"): rank
+               for rank, environ in enumerate(request["environs"])}
+    codes = [0] * len(running)
+    timeout = False
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+            if code != 0:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        elif time.monotonic() > deadline:
+            timeout = not any(codes)
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        else:
+            time.sleep(0.02)
+    return {"timeout": True} if timeout else {"codes": codes}
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    load_operators()
+    gc.freeze()  # DeepSpeed collects garbage often; what is imported is none
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), file=answers, flush=True)

@@ -1,0 +1,231 @@
+"""Runs of `train.py`, one after another, some of them killed in the middle of saves; for test_kill.py, test_saver.py.
+
+It runs in a fork of `fork_server.py`, and each rank of each start is a fork of it, and so begins in a second.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pretrain import trainer as loop
+from pretrain.checkpoint.format.manifest import whole_checkpoints
+from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.save import background
+from pretrain.checkpoint.save.writer_locks import wait_for_writers
+from pretrain.train import main
+from tests.distributed.workers.killed_writer import SUB_STEPS, die_after
+from tests.support.launch import free_port, rank_environment
+from tests.support.poison import poison
+
+RANKS = 2
+LIMIT_S = 600.0  # ends a test that hangs; nothing else depends on it
+
+
+def log_of(case: dict[str, Any]) -> Path:
+    return Path(case.get("log", case["run"]) + ".log")
+
+
+def hold(at_call: int, until: Path) -> None:
+    """From now on training stops before step `at_call` of this process and waits for a file.
+
+    So a run cannot be over before the test has done to it what it is about, however fast this machine is.
+    """
+    train_batch = loop.train_batch
+    calls = itertools.count(1)
+
+    def held(*args: Any) -> Any:
+        if next(calls) == at_call:
+            while not until.exists():
+                time.sleep(0.005)
+        return train_batch(*args)
+
+    loop.train_batch = held
+
+
+def list_files_opened(into: Path, below: Path) -> None:
+    """Write the names of the files below a folder that this process opens for writing into a file, a line each."""
+    descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def hook(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and values[2] & os.O_ACCMODE and str(values[0]).startswith(str(below)):
+            os.write(descriptor, f"{Path(values[0]).name}\n".encode())
+
+    sys.addaudithook(hook)
+
+
+def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0) -> list[int]:
+    """Fork the ranks of one run; their process ids. With `hold_at` they wait before that step for `released`."""
+    flags, log = case["flags"], log_of(case)
+    port = free_port()
+    ranks = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            output = os.open(log.with_suffix(f".{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(rank_environment(rank, RANKS, port))
+            list_files_opened(log.with_suffix(f".{rank}.opened"), Path(case["run"]) / "checkpoints")
+            if hold_at:
+                hold(hold_at, released(case))
+            if sub_step is not None and "--async_save=true" in flags:
+                os.environ["KILLED_WRITER_SUB_STEP"] = sub_step
+                background.WRITER_MODULE = "tests.distributed.workers.killed_writer"
+            elif sub_step is not None:
+                die_after(sub_step)
+            os._exit(main(flags))
+        ranks.append(pid)
+    return ranks
+
+
+def released(case: dict[str, Any]) -> Path:
+    """The file that lets a run go on."""
+    return log_of(case).with_suffix(".released")
+
+
+def statuses(pids: list[int]) -> dict[str, Any]:
+    """The exit codes of the ranks, when they have ended."""
+    return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+
+
+def is_alive(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def writer_of_rank_0(checkpoints: Path) -> bool:
+    """Whether it runs."""
+    return not subprocess.run(["pgrep", "-f", f"writer [0-9]+ {checkpoints} 0$"], check=False,
+                              capture_output=True).returncode
+
+
+def has_killed_itself(case: dict[str, Any], rank_0: int) -> bool:
+    """As `killed_writer` lets rank 0 do, or its writer."""
+    return not (writer_of_rank_0(Path(case["run"]) / "checkpoints") if case["async"] else is_alive(rank_0))
+
+
+def kill(pids: list[int], checkpoints: Path, *, writers_too: bool) -> None:
+    if writers_too:
+        subprocess.run(["pkill", "-9", "-f", f"writer [0-9]+ {checkpoints}"], check=False)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [row for row in rows if row["event"] == kind]
+
+
+def newest_verified(checkpoints: Path) -> int:
+    """The step of the newest checkpoint whose hashes are right, found without the code that chooses; 0: none."""
+    return max((manifest.step for folder, manifest in whole_checkpoints(checkpoints)[0]
+                if not damage(folder, manifest)), default=0)
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, poll_s: float = 0.005) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(poll_s)
+
+
+def wait_for_event(run: Path, kind: str, *, more_than: int) -> dict[str, Any]:
+    """The newest event of its kind, once there are more than so many."""
+    wait_until(lambda: len(events(run, kind)) > more_than, f"no event {kind} in {run}")
+    return events(run, kind)[-1]
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Train to the end."""
+    return statuses(start(case))
+
+
+def shell(case: dict[str, Any]) -> dict[str, Any]:
+    return {"status": subprocess.run(case["command"], shell=True, check=True).returncode}
+
+
+def poisoned(case: dict[str, Any]) -> dict[str, Any]:
+    """Put a pickle that would make a file into a file of a checkpoint."""
+    poison(Path(case["run"]), case["file"], case["canary"])
+    return {}
+
+
+def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
+    """The writer of rank 0 stands still after the first save, until a save was skipped."""
+    folder = Path(case["run"])
+    pids = start(case, hold_at=20)
+    wait_for_event(folder, "save", more_than=0)
+    subprocess.run(["pkill", "-STOP", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 0$"], check=True)
+    released(case).touch()
+    wait_for_event(folder, "save_skipped", more_than=len(events(folder, "save_skipped")))
+    subprocess.run(["pkill", "-CONT", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 0$"], check=True)
+    return statuses(pids)
+
+
+def signalled(case: dict[str, Any]) -> dict[str, Any]:
+    """One rank gets a signal after the first row of metrics."""
+    folder, numbers = Path(case["run"]), {"USR1": signal.SIGUSR1, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
+    pids = start(case, hold_at=20)
+    wait_until((folder / "metrics.jsonl").is_file, f"no metrics in {folder}")
+    os.kill(pids[case["rank"]], numbers[case["signal"]])
+    released(case).touch()
+    return statuses(pids)
+
+
+def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
+    """The writer of rank 1 is killed after the first save."""
+    folder = Path(case["run"])
+    pids = start(case, hold_at=20)
+    wait_for_event(folder, "save", more_than=0)
+    subprocess.run(["pkill", "-9", "-f", f"writer [0-9]+ {folder.absolute()}/checkpoints 1$"], check=True)
+    released(case).touch()
+    return statuses(pids)
+
+
+def killed(case: dict[str, Any]) -> dict[str, Any]:
+    """Kill as the case says, and finish. [expected and real first step of each start], and how it ended."""
+    numbers, folder = random.Random(case["name"]), Path(case["run"])
+    checkpoints, resumed = folder / "checkpoints", []
+    hold_at = case["steps"] // (len(case["kills"]) + 1)  # what one start may do, so that each finds something to do
+    for when in [*case["kills"], "end"]:
+        expected, starts, snapshots = newest_verified(checkpoints), *(len(events(folder, kind)) for kind in
+                                                                      ("start", "snapshot"))
+        pids = start(case, when if when in SUB_STEPS else None,
+                     hold_at=hold_at if when in ("random", "snapshot") else 0)
+        resumed.append([expected, wait_for_event(folder, "start", more_than=starts)["step"]])
+        if when == "end":
+            return {"resumed": resumed, **statuses(pids)}
+        if when == "random":
+            if len(resumed) == 1:  # so that there is something to resume from
+                wait_for_event(folder, "save", more_than=0)
+            time.sleep(numbers.uniform(0, case["window_s"]))
+        elif when == "snapshot":  # in memory, hardly on the disk
+            taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
+        else:  # rank 0 ends itself, or its writer does
+            wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)
+        kill(pids, checkpoints, writers_too=when != "snapshot" and numbers.random() < 0.5)
+        wait_for_writers(checkpoints, timeout_s=LIMIT_S)
+        assert when != "snapshot" or newest_verified(checkpoints) >= taken, "a snapshot was lost"
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    results = {}
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        begin = time.monotonic()
+        kinds = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
+                 "signalled": signalled, "killed": killed, "poisoned": poisoned}
+        results[case["name"]] = kinds[case["kind"]](case)
+        print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(results))

@@ -1,0 +1,30 @@
+"""`pretrain.checkpoint.save.writer` that kills itself after a sub-step of the commit, named by a variable."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.save import commit, writer
+
+SUB_STEPS = ("wait_for_parts", "check_files", "write_sealed_manifest", "remove_parts", "publish", "point_latest")
+
+
+def die_after(name: str) -> None:
+    """From now on `commit.NAME` does its work and then kills this process."""
+    function: Callable[..., Any] = getattr(commit, name)
+
+    def fatal(*args: Any, **keywords: Any) -> None:
+        function(*args, **keywords)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(commit, name, fatal)
+
+
+if __name__ == "__main__":
+    die_after(os.environ["KILLED_WRITER_SUB_STEP"])
+    if os.fork() == 0:
+        os.setsid()
+        writer.main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

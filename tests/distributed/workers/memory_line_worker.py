@@ -1,0 +1,42 @@
+"""One rank of test_memory_line.py: two real steps of each run in a JSON file, and the line that a run prints then.
+
+`memory_line_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from pretrain.config.arguments import RunArguments
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.process import end_process
+from pretrain.distributed.world import prepare_deepspeed, running_environment
+from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files, train_batch
+from pretrain.memory.measure.steps import plan_without_data, random_batches
+from pretrain.memory.report.advice import REPORTED_STEP, MemoryWatch
+from tests.support.cases_loop import each_case
+
+
+def printed(case: dict[str, Any]) -> str:
+    """The one line, as the step loop prints it."""
+    plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
+    watch, lines = MemoryWatch.start(plan, running_environment()), list[str]()
+    with deepspeed_output("error"):
+        engine = build_engine(plan)
+    batches = random_batches(plan)
+    for step in range(1, REPORTED_STEP + 2):
+        watch.before_step(step - 1, engine)
+        train_batch(engine, batches)
+        watch.after_step(step, lines.append)
+    engine.destroy()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        remove_swap_files(plan)
+    (line,) = lines
+    return line
+
+
+if __name__ == "__main__":
+    prepare_deepspeed(detect_device())
+    each_case(printed)
+    end_process(0)

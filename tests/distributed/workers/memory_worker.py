@@ -1,0 +1,30 @@
+"""One rank of test_memory_measure.py: a few real steps of each of the runs in a JSON file, one after another.
+
+`memory_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from pretrain.config.arguments import RunArguments
+from pretrain.distributed.device import detect_device
+from pretrain.engine.build import deepspeed_output, remove_swap_files
+from pretrain.memory.measure.measure_rank import measure_here
+from pretrain.memory.measure.steps import plan_without_data
+from tests.support.cases_loop import each_case
+
+
+def measured(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
+    with deepspeed_output("error"):
+        result = measure_here(plan, tracked_steps=2, timed_steps=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        remove_swap_files(plan)
+    return result
+
+
+if __name__ == "__main__":
+    each_case(measured)

@@ -1,0 +1,127 @@
+"""What one of two gloo ranks does for tests/model/test_layouts.py: build every layout, compare it, write what it saw.
+
+Arguments: the folder of the config.jsons (one folder a shape), the folder for the results. RANK etc. from outside.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import nn
+
+from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.init import initialize_parameters
+from pretrain.model.specs import as_module, as_pipeline
+
+LENGTH = 20  # tokens
+SEED = 7
+
+
+def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens, labels, weights of a global batch of 4 samples of 20 tokens, a third of them masked."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (4, LENGTH + 1), generator=generator)
+    mask = (torch.rand(4, 20, generator=generator) > 0.33).float()
+    return tokens[:, :-1], tokens[:, 1:], mask / mask.sum()
+
+
+def reference(config: ModelConfig) -> tuple[nn.Module, float]:
+    """The plain module with the gradients of the global batch, and its loss."""
+    module = as_module(config)
+    initialize_parameters(module, config, seed=SEED)
+    loss = module(*batch(config))
+    loss.backward()
+    return module, loss.item()
+
+
+def ds_config(stage: int) -> dict[str, object]:
+    return {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
+            "gradient_clipping": 0.0,  # DeepSpeed's default is 1
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+
+
+def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
+    """Partitioned from the start: initial weights, loss and gradients beside those of the plain module."""
+    plain, plain_loss = reference(config)
+    settings = ds_config(3)
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        module = as_module(config, activation_checkpoint_interval=interval)
+    initialize_parameters(module, config, seed=SEED)
+    names = [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    equal = True
+    for (_, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([mine]):
+            equal = equal and torch.equal(mine, theirs)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    engine, *_ = deepspeed.initialize(model=module, config=settings, optimizer=optimizer)
+    rank = deepspeed.comm.get_rank()
+    tokens, labels, weights = (part[2 * rank : 2 * rank + 2] for part in batch(config))
+    loss = engine(tokens, labels, 2 * weights)  # x data-parallel size: the engine takes the mean over ranks
+    engine.backward(loss)
+    worst = max((safe_get_full_grad(mine) - theirs.grad).abs().max().item()
+                for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True))
+    losses = loss.detach().clone()
+    deepspeed.comm.all_reduce(losses)
+    engine.step()
+    return {"names": names, "initial_equal": equal, "worst_gradient": worst, "loss": losses.item() / 2,
+            "plain_loss": plain_loss}
+
+
+def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
+    """Two stages: this stage's initial weights, the loss, and the weights after one SGD step on both sides."""
+    plain, plain_loss = reference(config)
+    stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, activation_checkpoint_interval=interval)
+    initialize_parameters(stage, config, seed=SEED)
+    initial = {name: value.clone() for name, value in stage.state_dict().items()}
+    optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # it has no state: any difference is one of gradients
+    engine, *_ = deepspeed.initialize(model=stage, config=ds_config(0), optimizer=optimizer)
+    tokens, labels, weights = batch(config)
+    micro_batches = [(tokens[at : at + 2], (labels[at : at + 2], 2 * weights[at : at + 2])) for at in (0, 2)]
+    loss = engine.train_batch(iter(micro_batches))
+    torch.optim.SGD(plain.parameters(), 1.0).step()
+    expected = plain.state_dict()
+    worst = max((value - expected[name]).abs().max().item() for name, value in stage.state_dict().items())
+    return {"initial": initial, "loss": loss.item(), "plain_loss": plain_loss, "worst_weight": worst}
+
+
+def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
+    """Gradients of a one-stage PipelineModule in training, without and with activation checkpointing."""
+    gradients = []
+    for interval in (0, 2):
+        module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=interval)
+        initialize_parameters(module, config, seed=SEED)
+        tokens, labels, weights = batch(config)
+        torch.manual_seed(5)
+        module.loss_fn(module(tokens), (labels, weights)).backward()
+        gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    return gradients
+
+
+def main() -> None:
+    shapes, results = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    seen: dict[str, object] = {}
+    configs = {folder.name: load_model_config(str(folder)) for folder in sorted(shapes.iterdir())}
+    for name, config in configs.items():
+        for interval in (0, 2):
+            seen[f"{name}/zero3/{interval}"] = zero3(config, interval)
+    for name, config in configs.items():  # last: once a PipelineModule exists, no other engine starts
+        dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
+        seen[f"{name}/dropout"] = dropout_gradients(dropping)
+        one_stage = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)
+        initialize_parameters(one_stage, config, seed=SEED)
+        seen[f"{name}/one_stage"] = one_stage.state_dict()
+        for interval in (0, 2):
+            seen[f"{name}/pipeline/{interval}"] = pipeline(config, interval)
+    torch.save(seen, results / f"rank{deepspeed.comm.get_rank()}.pt")
+    deepspeed.comm.barrier()
+    deepspeed.comm.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

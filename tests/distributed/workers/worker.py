@@ -1,0 +1,204 @@
+"""One rank of a test: builds real engines, one after another, for the cases of a JSON file, and reports.
+
+A case: {"name", "job" (a function of this file), "config" (DeepSpeed JSON), "flags" (of train.py), ...}.
+"""
+
+import gc
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.save.store import load_checkpoint, save_checkpoint
+from pretrain.config.arguments import parse_arguments
+from pretrain.config.validate import Plan, check_run
+from pretrain.data.loader import Loader
+from pretrain.distributed.device import detect_device
+from pretrain.engine.build import (
+    build_engine,
+    data_parallel_rank,
+    data_parallel_size,
+    eval_batch,
+    grad_norm,
+    learning_rate,
+    loss_scale,
+    sum_over_data_parallel,
+    train_batch,
+)
+from tests.support.cases_loop import each_case
+
+Case = dict[str, Any]
+
+
+def plan_of(case: Case) -> Plan:
+    path = Path(case["config"]) if isinstance(case["config"], str) else Path(f"{case['name']}.json")
+    if dist.get_rank() == 0 and not isinstance(case["config"], str):
+        path.write_text(json.dumps(case["config"]))
+    dist.barrier()
+    flags = [f"--{key}={value}" for key, value in case["flags"].items()]
+    return check_run(parse_arguments([f"--deepspeed_config={path}", f"--save=run-{case['name']}", *flags]),
+                     world_size=dist.get_world_size(), device=detect_device())
+
+
+def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:
+    groups.mpu = None  # see each_case; a case may build several engines
+    return build_engine(plan)
+
+
+def loader_of(engine: deepspeed.DeepSpeedEngine, plan: Plan, split: str = "train") -> Loader:
+    return Loader(plan.datasets[split], micro_batch_size=plan.micro_batch_size,
+                  gradient_accumulation_steps=plan.gradient_accumulation_steps,
+                  data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
+                  eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
+                  sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value))
+
+
+def steps(engine: deepspeed.DeepSpeedEngine, plan: Plan, first: int, last: int) -> dict[str, list[float]]:
+    """Train from step `first` to `last`: what each step reports."""
+    loader = loader_of(engine, plan)
+    rows: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": [], "loss_scale": [], "skipped": []}
+    for step in range(first, last):
+        rows["lr"].append(learning_rate(engine))
+        rows["loss"].append(float(train_batch(engine, loader.step(step * plan.global_batch_size))))
+        rows["grad_norm"].append(grad_norm(engine))
+        rows["loss_scale"].append(loss_scale(engine))
+        rows["skipped"].append(engine.skipped_steps)
+    loader.close()
+    return rows
+
+
+def end(engine: deepspeed.DeepSpeedEngine) -> None:
+    engine.destroy()
+    gc.collect()
+
+
+def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
+    """Of the optimizer's state on this rank (fp32 weights, moments, steps) and, where they are whole, the weights."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if torch.is_tensor(value):
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                if key not in ("param_slice_mappings", "ds_version"):
+                    digest.update(str(key).encode())
+                    add(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        elif hasattr(value, "__dict__"):
+            add(vars(value))
+        else:
+            digest.update(repr(float(value) if type(value) is int else value).encode())  # a scale of 512 or 512.0
+
+    add(engine.optimizer.state_dict())
+    for _, parameter in sorted(engine.module.named_parameters()):
+        add(parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter)
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return " ".join(digests)
+
+
+def losses(case: Case) -> dict[str, Any]:
+    """Train; the losses, and the loss of one evaluation afterwards."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
+    loader = loader_of(engine, plan, "valid")
+    rows["eval_loss"] = float(eval_batch(engine, loader.step(0)))
+    rows["optimizer"] = type(engine.optimizer).__name__
+    rows["muon"] = [name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)]
+    rows["pipeline"] = isinstance(engine, PipelineEngine)
+    loader.close()
+    end(engine)
+    return rows
+
+
+def resume(case: Case) -> dict[str, Any]:
+    """Train 2n steps at once, and n steps + checkpoint + n steps in a new engine."""
+    plan = plan_of(case)
+    half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
+    engine = engine_of(plan)
+    rows = steps(engine, plan, 0, half)
+    folder, *_ = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.global_batch_size,
+                                 versions={})
+    at_save = state_hash(engine)
+    tail = steps(engine, plan, half, plan.train_steps)
+    at_end = state_hash(engine)
+    end(engine)
+    engine = engine_of(plan)
+    steps(engine, plan, 0, 1)  # whatever was there must be replaced
+    load_checkpoint(engine, plan, folder, read_manifest(folder))
+    loaded = state_hash(engine)
+    again = steps(engine, plan, half, plan.train_steps)
+    result = {"before": rows, "tail": tail, "resumed": again, "state": [at_save, loaded, at_end, state_hash(engine)]}
+    end(engine)
+    return result
+
+
+def overflow(case: Case) -> dict[str, Any]:
+    """fp16: the second of six steps overflows, by loss weights of 1e30."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    loader = loader_of(engine, plan)
+    rows: dict[str, Any] = {"scale": [], "skipped": [], "lr": [], "state": []}
+    for step in range(6):
+        micro_batches = loader.step(step * plan.global_batch_size)
+        if step == 1:
+            for _, (_, weights_BT) in micro_batches:
+                weights_BT.mul_(1e30)
+        train_batch(engine, micro_batches)
+        rows["scale"].append(loss_scale(engine))
+        rows["skipped"].append(engine.skipped_steps)
+        rows["lr"].append(learning_rate(engine))
+        rows["state"].append(weights_hash(engine))
+    loader.close()
+    end(engine)
+    return rows
+
+
+def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:
+    """Of this rank's 16-bit weights."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(engine.module.named_parameters()):
+        tensor = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def saved(case: Case) -> dict[str, Any]:
+    """Train and save; the folder."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    steps(engine, plan, 0, plan.train_steps)
+    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
+                                 consumed_samples=plan.train_steps * plan.global_batch_size, versions={})
+    end(engine)
+    return {"folder": str(folder.absolute())}
+
+
+def two_steps(case: Case) -> dict[str, Any]:
+    """Train two steps of a DeepSpeed JSON that lies in ds_configs/, as a user would name it."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    rows = steps(engine, plan, 0, 2)
+    result = {**rows, "stage": engine.zero_optimization_stage(), "precision": plan.precision,
+              "stages": plan.pipeline_stages, "before": initial_loss_bound(plan)}
+    end(engine)
+    return result
+
+
+def initial_loss_bound(plan: Plan) -> float:
+    return float(torch.tensor(float(plan.model.vocab_size)).log())
+
+
+if __name__ == "__main__":
+    each_case(lambda case: globals()[case["job"]](case))

@@ -1,0 +1,339 @@
+"""tools/compare_zero.py: what it prints and writes, what it refuses; the recommended JSON really runs."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pretrain.config.layout import Layout
+from pretrain.errors import ConfigError
+from pretrain.memory.estimate.ds_estimators import _estimator
+from pretrain.memory.estimate.estimate import estimate
+from pretrain.memory.estimate.shape import read_shape, shape_of
+from pretrain.memory.hardware import GIB, GPUS, make_cluster
+from pretrain.memory.report.command import combinations_of, main, make_report, subject_of
+from pretrain.memory.report.options import parse_flags
+from pretrain.memory.report.table import print_report
+from pretrain.memory.search.combinations import Axes, combine
+from pretrain.memory.search.compare import Subject, misfit
+from pretrain.memory.search.search import bisect, find_largest, scaled_shape
+from pretrain.memory.sizes import in_unit
+from pretrain.memory.step_time.cost import checkpoint_bytes, run_cost
+from pretrain.memory.step_time.step_time import model_flops_per_token
+from pretrain.model.config import load_model_config, preset_names
+from pretrain.model.flops import flops_per_token
+from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
+from tests.support.launch import ROOT, train_ranks
+from tests.test_train import _environment
+
+TINY = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(list(words))
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(run(capsys, *words, "--json"))
+
+
+def test_the_papers_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO (arXiv 1910.02054), figure 1: 7.5 B parameters on 64 GPUs."""
+    text = run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
+    assert "120 / 31.4 / 16.6 / 1.9 GB" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("zero")]
+    sizes = {row[0]: row[9] for row in rows}
+    assert [sizes[f"zero{stage}"] for stage in range(4)] == ["120.0", "31.4", "16.6", "1.9"]
+
+
+def test_a_hundred_layouts_take_little_work(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "8", "16", "32",
+             "--micro_batch_size", "1", "2", "4", "--all_micro_batches"]
+    with CountCalls() as work:
+        rows = as_json(capsys, *words)["rows"]
+    assert len(rows) >= 100
+    assert work.calls < 50_000 * len(rows)  # 22,000 when this was written: a second in all
+
+
+def test_the_table_is_made_without_torch() -> None:
+    done, imported = run_and_list_imports(["tools/compare_zero.py", "--model", "gpt2", "--world_size", "8"])
+    assert done.returncode == 0, done.stderr
+    assert "pretrain.memory.estimate.estimate" in imported
+    assert not {*HEAVY, "transformers", "numpy"} & imported
+
+
+def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"]
+    files = [str(tmp_path / name) for name in ("all.json", "all.csv", "plot.html")]
+    text = run(capsys, *words, "--json", files[0], "--csv", files[1], "--plot", files[2])
+    found = json.loads(Path(files[0]).read_text())
+    rows, cluster = found["rows"], found["cluster"]
+    assert len(rows) > 30
+    lines = {line.split()[0]: line for line in reversed(text.splitlines()) if line.split()}
+    flat = {row["name"]: row for row in csv.DictReader(io.StringIO(Path(files[1]).read_text()))}
+    page = Path(files[2]).read_text()
+    assert page.count("<svg") == 1
+    assert "http" not in page
+    for row in rows:
+        fits = row["device_bytes"] <= cluster["device_budget_bytes"] and \
+            row["host_bytes"] * 8 <= cluster["host_budget_bytes"] and row["nvme_bytes"] * 8 <= cluster["nvme_bytes"]
+        assert row["fits"] == fits
+        assert ("too large" in lines[row["name"]]) == (not fits)
+        assert f"{row['device_bytes'] / GIB:,.1f}" in lines[row["name"]]
+        assert flat[row["name"]]["fits"] == str(fits)
+        assert int(flat[row["name"]]["device_bytes"]) == row["device_bytes"]
+        assert f"{row['name']}  " in page
+    assert not all(row["fits"] for row in rows)
+    best = min((row for row in rows if row["fits"] and row["runs_here"]),
+               key=lambda row: row["step_time"]["total_seconds"])
+    assert found["recommended"] == best["name"]
+    assert f"recommended: {best['name']}" in text
+    assert f"{found['cost']['gpu_hours']:,.0f} GPU-hours" in text
+    assert page.count('opacity="0.3"') == sum(not row["fits"] for row in rows)
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200, 240])
+def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str], columns: int) -> None:
+    flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
+    subject = subject_of(flags)
+    report = make_report(flags, subject, combinations_of(flags, subject, "cuda"))
+    print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert "…" not in "".join(lines)
+    titles = lines[0].split()
+    assert {"layout", "GiB", "step", "verdict"} <= set(titles)
+    assert ("DeepSpeed" in titles) == (columns >= 200)
+    assert ("GiB of 37.4 GiB" in "".join(lines)) == (columns > 200)
+    rows = {line.split()[0]: line for line in lines[1:] if line.startswith(("zero", "pipeline"))}
+    for row in report.rows:
+        line = rows[row.candidate.name]
+        assert in_unit(row.estimate.peak.total(place="device"), "GiB") in line.split()
+        assert ("fits" in line) == row.fits
+        assert ("too large" in line) == (not row.fits)
+    left_out = any(line.startswith(f"not shown at {columns} columns: ") for line in lines)
+    assert left_out == (columns <= 200)
+
+
+def test_labels_of_the_drawing_have_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, "--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40", "--plot", str(tmp_path / "plot.html"))
+    page = (tmp_path / "plot.html").read_text()
+    labels = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="end">([^<]+)</text>', page)
+    assert max(len(label) for _, label in labels) > 50
+    assert all(int(x) >= 7.25 * len(label) for x, label in labels)  # 12 px monospaced: 7.22 px a character
+    (width,) = re.findall(r'<svg width="(\d+)"', page)
+    starts = re.findall(r'<text x="([\d.]+)" y="\d+"(?: text-anchor="start")?>([^<]+)</text>', page)
+    assert all(float(x) + 7.25 * len(text) <= int(width) for x, text in starts)
+
+
+def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(capsys, "--model", "gpt2", "--world_size", "8", "--plot", str(tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_shipped_json_runs_here_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = sorted(map(str, (ROOT / "ds_configs").glob("*.json")))
+    found = as_json(capsys, "--model", "gpt2", "--world_size", "4", "--gpu", "h100", "--configs", *paths)
+    assert len(found["rows"]) == len(paths)
+    assert {row["name"]: row["refusal"] for row in found["rows"] if row["refusal"]} == {}
+
+
+def test_a_json_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As transformers' users have it: "auto", no optimizer, a key that DeepSpeed does not know."""
+    path = tmp_path / "theirs.json"
+    path.write_text("""{ // a comment
+      "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+      "bf16": {"enabled": "auto"}, "zero_optimisation": {}, "steps_per_print": 2000,
+      "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto", "sub_group_size": 1e9}}""")
+    found = as_json(capsys, "--model", "llama3-8b", "--world_size", "16", "--configs", str(path),
+                    "--micro_batch_size", "2", "--seq_length", "4096")
+    (row,) = found["rows"]
+    layout = row["layout"]
+    assert (layout["zero_stage"], layout["offload_optimizer"], layout["micro_batch_size"]) == (3, "cpu", 2)
+    assert layout["reduce_bucket_size"] == 4096**2
+    assert row["host_bytes"] > 8e9 * 12 / 16
+    assert "zero_optimisation" in row["refusal"]
+
+
+def test_architectures_that_are_not_trained_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 32768, "tie_word_embeddings": False}))
+    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "64", "--zero_stage", "1", "2",
+                    "--offload", "none", "--pipeline_stages", "1", "--expert_parallel", "1", "8",
+                    "--micro_batch_size", "1")
+    assert found["num_parameters"] == 46_702_792_704  # mistralai/Mixtral-8x7B-v0.1
+    sizes = {row["name"]: row for row in found["rows"]}
+    assert all(not row["runs_here"] for row in sizes.values())
+    assert found["recommended"] is None
+    assert sizes["zero2_ep8"]["device_bytes"] < 0.4 * sizes["zero2"]["device_bytes"]
+    assert any("expert all-to-all" in transfer["what"] for transfer in sizes["zero2_ep8"]["transfers"])
+
+
+PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
+REFUSED = [
+    ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
+    (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'did you mean "gpt2"'),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "did you mean"),
+    (["--model", "gpt2", "--world_size", "12", "--gpus_per_node", "8"], "--gpus_per_node"),
+    (["--model", "gpt2", "--world_size", "0"], "whole number from 1"),
+    (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),
+    (["--model", "gpt2", "--world_size", "8", "--pipeline_stages", "3"], "do not divide 8"),
+    (["--model", "gpt2", "--world_size", "16", "--pipeline_stages", "16"], "more pipeline stages than 12 layers"),
+    (["--model", "gpt2", "--world_size", "8", "--zero_stage", "3", "--pipeline_stages", "2"], "ZeRO stage 0 or 1"),
+    (["--model", "gpt2", "--world_size", "8", "--zero_stage", "2", "--offload", "all_nvme"], "ZeRO stage 3"),
+    (["--model", "gpt2", "--world_size", "8", "--tensor_parallel", "8"], "12 heads"),
+    (["--model", "gpt2", "--world_size", "8", "--expert_parallel", "2"], "no experts"),
+    (["--model", "gpt2", "--world_size", "8", "--seq_length", "4096"], "1024 positions"),
+    (["--model", "gpt2", "--world_size", "8", "--global_batch_size", "9", "--pipeline_stages", "2"], "does not divide"),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "v100", "--precision", "bf16"], "no bf16"),
+    (["--model", "gpt2", "--world_size", "8", "--configs", "missing.json"], "--configs: found missing.json"),
+    (["measure", "--model", "gpt2", "--world_size", "1", "--configs", "missing.json"], "--configs: found missing.json"),
+    (["--model", "gpt2", "--world_size", "8", "--configs", str(ROOT / "README.md")], "README.md"),
+    (["--model", "gpt2", "--world_size", "3", "--configs", PIPELINE], "3 ranks"),
+    (["--model", "gpt2", "--world_size", "8", "--plot", "x.pdf"], ".png or .html"),
+    (["--model", "gpt2", "--world_size", "8", "--plot", "/nowhere/x.html"], "/nowhere"),
+    (["--model", "gpt2", "--world_size", "8", "--write", "/nowhere/x.json"], "/nowhere"),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "0.01", "--write", "x.json"], "no layout that fits"),
+    (["--num_parameters", "7e9", "--world_size", "8", "--find", "max_seq"], "max_model"),
+    (["--num_parameters", "7e9", "--world_size", "8", "--micro_batch_size", "2"], "--micro_batch_size"),
+    (["measure", "--model", "gpt2", "--world_size", "1"], "--configs"),
+    (["--model", "gpt2", "--world_size", "8", "--zero-stages", "1"], "did you mean"),
+    (["--model", "gpt2", "--world_size", "8", "--margin", "1"], "--margin"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: " ".join(value)[-40:] if value else "nothing")
+def test_refused_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        main(words)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_exit_code_of_a_refusal() -> None:
+    done = subprocess.run([sys.executable, "tools/compare_zero.py", "--model", "gpt2"], cwd=ROOT, capture_output=True,
+                          text=True, check=False, env={**_environment(), "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("ds-pretrain: error: --world_size: found nothing")
+
+
+def test_flops_are_those_of_the_progress_line() -> None:
+    for name in preset_names():
+        config = load_model_config(name)
+        assert model_flops_per_token(shape_of(config), 0, 1024) == flops_per_token(config, 1024), name
+
+
+@pytest.mark.parametrize("kind", ["max_model", "max_seq", "max_micro_batch"])
+def test_the_largest_that_fits(kind: str) -> None:
+    """It fits, and the next one does not."""
+    shape = read_shape("gpt3-1.3b")
+    subject = Subject(make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None), shape.num_parameters(),
+                      shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
+    axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
+    found = find_largest(kind, combine(axes, subject.cluster, shape).candidates, subject)
+    assert len(found) >= 6
+    for one in found:
+        assert one.value > 0
+        assert not one.reached_end
+        assert " of " in one.detail  # what the next one lacks
+        if kind == "max_micro_batch":
+            for size, fits in ((one.value, True), (one.value + 1, False)):
+                layout = Layout(**{**vars(one.candidate.layout), "micro_batch_size": size})
+                assert (misfit(estimate(shape, layout), subject.cluster) == "") == fits
+    by_name = {one.candidate.name: one.value for one in found}
+    assert by_name["zero3_checkpoint"] > by_name["zero1"]
+
+
+def test_bisect() -> None:
+    for most in (1, 2, 7, 8, 100):
+        for limit in range(most + 1):
+            assert bisect(lambda step, limit=limit: step <= limit, most) == limit  # type: ignore[misc]
+
+
+def test_models_scale_in_proportion() -> None:
+    shape = read_shape("llama3-8b")
+    twice = scaled_shape(shape, 16, Layout())  # groups of four heads
+    assert (twice.num_heads, twice.num_kv_heads, twice.hidden_size, twice.num_layers) == (64, 16, 8192, 64)
+    assert 7 < twice.num_parameters() / shape.num_parameters() < 8.5
+
+
+def test_cost() -> None:
+    layout = Layout(world_size=1024, zero_stage=1, precision="fp16")
+    cost = run_cost(layout, num_parameters=175 * 10**9, flops_per_token=6 * 175e9, peak_flops=1024 * 312e12, mfu=0.45,
+                    nodes=128, tokens=300e9)
+    assert cost.flops == pytest.approx(3.15e23)
+    assert cost.days == pytest.approx(3.15e23 / (1024 * 312e12 * 0.45) / 86400)
+    assert cost.gpu_hours == pytest.approx(cost.days * 24 * 1024)
+    assert cost.chinchilla_tokens == 3.5e12
+    assert checkpoint_bytes(layout, 100) == 100 * (4 + 8 + 2)
+    assert checkpoint_bytes(Layout(zero_stage=3), 100) == 100 * (4 + 8)
+
+
+def test_gpus_have_rates() -> None:
+    for name in GPUS:
+        cluster = make_cluster(gpu=name, world_size=16, nodes=None, gpus_per_node=8)
+        assert cluster.peak_flops("bf16") > cluster.peak_flops("fp32") > 1e12
+        assert 0 < cluster.device_budget_bytes < cluster.gpu.memory_bytes
+
+
+def test_deepspeeds_estimators_are_deepspeeds() -> None:
+    """What is cut out of its sources, against the import of the whole."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as three
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two
+
+    for nodes in (1, 4):
+        for offload in (True, False):
+            one = {"total_params": 10**9, "num_gpus_per_node": 8, "num_nodes": nodes, "cpu_offload": offload}
+            large = {**one, "largest_layer_params": 10**8}
+            assert _estimator("estimate_zero2_model_states_mem_needs")(**one) == two(**one)
+            assert _estimator("estimate_zero3_model_states_mem_needs")(**large) == three(**large)
+
+
+@pytest.mark.parametrize(("gib", "all_fit"), [("1", True), ("0.03", False)])
+def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_path: Path,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that much fits on, and one so small that the layout must save memory: two steps of two ranks each."""
+    path = str(tmp_path / "best.json")
+    model = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=4,n_embd=256"]
+    flags = [*model, "--world_size", "2", "--gpu", gib, "--seq_length", "64", "--offload", "none", "optimizer_cpu"]
+    main([*flags, "--write", path, "--json", str(tmp_path / "all.json")])
+    found = json.loads((tmp_path / "all.json").read_text())
+    best = next(row for row in found["rows"] if row["name"] == found["recommended"])
+    assert all(row["fits"] for row in found["rows"]) == all_fit
+    assert best["device_bytes"] <= float(gib) * GIB * 0.95
+    done, _ = train_ranks(2, ["--deepspeed_config", path, *model, "--train_data", corpus, "--seq_length", "64",
+                              "--split", "80,20,0", "--learning_rate", "1e-3", "--eval_steps", "1", "--log_interval",
+                              "1", "--train_steps", "2", "--save", str(tmp_path / "run")], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "step       2/2" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("memory: predicted")]
+    assert "measured" in line
+
+
+def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both beside the estimate, from the command line; how close they are, the tests of the parts say."""
+    words = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    config = str(ROOT / "ds_configs/zero3_bf16.json")
+    text = run(capsys, "simulate", *words, "--world_size", "16", "--configs", config)
+    off = re.search(r"^zero3_bf16 +2 x 2 +\d+ +[\d.]+ +[\d.]+ +([+-][\d.]+)%", text, re.MULTILINE)
+    assert off, text
+    assert abs(float(off[1])) < 2
+    (measured,) = as_json(capsys, "measure", *words, "--world_size", "1", "--configs", config, "--steps", "2")
+    assert not measured["failure"]
+    for role in ("parameters", "master_weights", "optimizer_states"):
+        held = sum(measured["held"][role].values())
+        assert sum(measured["estimated_steady"][role].values()) == pytest.approx(held, rel=0.02)
+    assert measured["step_time_ms"] > 0

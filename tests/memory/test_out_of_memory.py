@@ -1,0 +1,85 @@
+"""A run that really runs out of memory says what was predicted, what was found, and what would fit; and that fits."""
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.layout import Layout
+from pretrain.distributed.world import World
+from pretrain.memory.estimate.shape import shape_of
+from pretrain.memory.hardware import make_cluster
+from pretrain.memory.measure.out_of_memory import is_out_of_memory
+from pretrain.memory.report.advice import alternatives, differences, print_advice
+from pretrain.memory.search.compare import Subject
+from pretrain.model.config import load_model_config
+from tests.support.launch import ROOT
+from tests.test_train import _environment
+
+ADDRESS_SPACE = 3 * 2**30  # bytes; Python, torch and DeepSpeed take more than a third of it
+MICRO_BATCH_SIZE = 96
+
+
+def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> subprocess.CompletedProcess[str]:
+    """Two steps in a process that may map no more than ADDRESS_SPACE."""
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+    flags = {"deepspeed_config": ROOT / "ds_configs/zero1_bf16.json", "model": "tiny", "train_data": corpus,
+             "model_overrides": "n_layer=8,n_embd=64,attn_pdrop=0.1", "seq_length": 256, "split": "1,0,0",
+             "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run,
+             "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
+    command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
+    # the limit counts addresses, of which a heap that never shrinks (distributed/allocator.py) takes more than memory
+    environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
+    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=900,
+                          check=False)
+
+
+def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) -> None:
+    failed = train(corpus, tmp_path / "failed", MICRO_BATCH_SIZE, 1)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "Traceback" not in failed.stderr
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("ds-pretrain")]
+    assert re.search(r"error: rank 0: out of memory in \w+ \(\w+\.py:\d+\): .*allocate", lines[0]), failed.stderr
+    assert re.search(r"predicted [\d.]+ [GM]iB of tensors at the peak \(parameters .*activations .*\); the process had "
+                     r"grown by [\d.]+ [GM]iB; there was room for [\d.]+ [GM]iB of tensors", lines[1])
+    changes = lines[3:]
+    assert 1 <= len(changes) <= 3
+    found = re.search(r"micro-batch (\d+) x (\d+) accumulation steps", failed.stderr)
+    assert found, failed.stderr
+    micro, accumulation = map(int, found.groups())
+    assert micro * accumulation == MICRO_BATCH_SIZE
+    done = train(corpus, tmp_path / "done", micro, accumulation)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "memory: predicted" in done.stdout
+
+
+def test_alternatives_are_of_the_same_batch_and_ranks() -> None:
+    model = load_model_config("gpt2")
+    subject = Subject(make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8), model.num_parameters(),
+                      shape_of(model), model)
+    layout = Layout(world_size=8, zero_stage=1, micro_batch_size=8, gradient_accumulation_steps=4, precision="fp16")
+    found = [candidate.layout for candidate in alternatives(layout, subject)]
+    assert {one.global_batch_size for one in found} == {layout.global_batch_size}
+    assert {one.world_size for one in found} == {8}
+    assert {one.precision for one in found} == {"fp16"}
+    assert {one.zero_stage for one in found} == {1, 2, 3}
+    assert {} in [differences(layout, one) for one in found]  # the layout itself
+    assert {"micro": "micro-batch 2 x 16 accumulation steps"} in [differences(layout, one) for one in found]
+
+
+@pytest.mark.parametrize(("error", "is_memory"), [
+    (MemoryError(), True), (OSError(12, "Cannot allocate memory"), True),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (RuntimeError("std::bad_alloc"), True),
+    (RuntimeError("shapes do not match"), False), (OSError(28, "No space left on device"), False)])
+def test_what_counts_as_out_of_memory(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+def test_every_line_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    print_advice(["one", "two"], World(rank=3, size=4, local_rank=1, local_size=2, launcher="torch"))
+    assert capsys.readouterr().err == "ds-pretrain: error: rank 3: one\nds-pretrain: rank 3: two\n"

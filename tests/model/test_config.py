@@ -1,0 +1,147 @@
+"""Reading a config.json: what is accepted, what is refused and in which words."""
+
+import json
+
+import pytest
+
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config, preset_names
+from tests.support.model_shapes import LLAMA3_ROPE, SHAPES, write_config
+
+
+def refusal(model: str, overrides: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(model, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
+    path = write_config(tmp_path, SHAPES["llama"])
+    assert load_model_config(path) == load_model_config(str(tmp_path))
+    assert load_model_config("tiny").num_layers == 4
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    ("", "--model: found nothing"),
+    ("gpt2-xll", 'did you mean "gpt2-xl"?'),
+    ("nonsense", "one of gpt2, gpt2-large"),
+    ("no/such/folder", "there is no file no/such/folder"),
+    ("missing.json", "there is no file missing.json"),
+])
+def test_a_model_that_is_not_there_is_refused(model, words):
+    assert words in refusal(model)
+
+
+def test_a_folder_without_config_json_is_refused(tmp_path):
+    assert "config.json" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "Expecting property name"),
+    ("[]", "found a JSON list; expected a JSON object"),
+    ('{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}', 'the key "n_embd" twice'),
+    ("{}", "model_type: found nothing"),
+    ('{"model_type": "lama"}', 'did you mean "llama"?'),
+    ('{"model_type": "mixtral"}', "expected one of gpt2, gpt_neox, llama"),
+])
+def test_a_file_that_is_no_config_is_refused(tmp_path, text, words):
+    (tmp_path / "config.json").write_text(text)
+    assert words in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("gpt2", {"n_layers": 3}, 'n_layers: found an unknown key; expected a key of a gpt2 config. did you mean "n_layer'),
+    ("gpt2", {"num_hidden_layers": 3}, 'did you mean "n_layer"?'),
+    ("llama", {"n_embd": 3}, 'did you mean "hidden_size"?'),
+    ("llama", {"qk_norm": True}, "qk_norm: found an unknown key"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: found true; expected false"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: found true"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention: found true"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: found false; expected true"),
+    ("llama", {"sliding_window": 4096}, "sliding_window: found 4096"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: found"),
+    ("gpt2", {"n_layer": "3"}, 'n_layer: found "3"; expected a whole number'),
+    ("gpt2", {"n_layer": True}, "n_layer: found true; expected a whole number"),
+    ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings: found 1; expected true or false"),
+    ("gpt2", {"n_layer": None}, "n_layer: found null"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function: found 'relu'; expected one of gelu"),
+    ("gpt2", {"n_head": 5}, "n_embd: found 48; expected a multiple of n_head (5)"),
+    ("gpt2", {"n_head": 0}, "n_head: found 0; expected more than 0"),
+    ("gpt2", {"n_layer": -1}, "n_layer: found -1; expected more than 0"),
+    ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop: found 1.5; expected a probability from 0 to below 1"),
+    ("gpt2", {"initializer_range": -0.1}, "initializer_range: found -0.1"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads: found 4; expected a multiple of num_key_value_heads"),
+    ("llama", {"head_dim": 7}, "7 rotary elements a head; expected an even number"),
+    ("neox_parallel", {"rotary_pct": 0.2}, "rotary_pct: found 3 rotary elements"),
+    ("neox_parallel", {"rotary_pct": 0.0}, "rotary_pct: found 0"),
+    ("neox_parallel", {"rope_theta": 5.0}, "rope_theta: found 5.0; expected 10000.0"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type: found 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: found nothing"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor: found 0"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta: found an unknown"),
+    ("llama", {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor: found 1.0"),
+    ("llama", {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_theta": 3.0}}, "expected one of the two"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: found 0.5; expected 1.0"),
+])
+def test_a_model_that_is_not_implemented_or_not_possible_is_refused(tmp_path, name, changes, words):
+    path = write_config(tmp_path, {**SHAPES[name], **changes})
+    message = refusal(path)
+    assert words in message
+    assert path in message
+
+
+def test_keys_that_do_not_change_the_model_are_taken(tmp_path):
+    values = {**SHAPES["gpt2"], "architectures": ["GPT2LMHeadModel"], "_name_or_path": "x", "torch_dtype": "float32",
+              "eos_token_id": 5, "use_cache": True, "summary_type": "cls_index", "n_ctx": 64, "pruned_heads": {}}
+    plain = load_model_config(write_config(tmp_path / "plain", SHAPES["gpt2"]))
+    assert vars(load_model_config(write_config(tmp_path, values))) == {**vars(plain), "hf_config": values}
+
+
+def test_old_and_new_words_of_rotary_positions_mean_the_same(tmp_path):
+    base = {key: value for key, value in SHAPES["neox_sequential"].items() if not key.startswith("rotary")}
+    old = load_model_config(write_config(tmp_path, {**base, "rotary_pct": 0.5, "rotary_emb_base": 700}))
+    new = load_model_config(write_config(tmp_path, {**base, "rope_parameters": {
+        "rope_theta": 700.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}))
+    assert (old.rope_theta, old.rotary_size, old.rope_scaling) == (new.rope_theta, new.rotary_size, new.rope_scaling)
+    assert (old.rope_theta, old.rotary_size, old.rope_scaling) == (700.0, 8, None)
+
+
+def test_overrides_change_the_model_and_keep_their_types():
+    config = load_model_config("gpt2", "n_layer=4, vocab_size=8000,tie_word_embeddings=false,resid_pdrop=0,n_inner=64,"
+                                       "activation_function=gelu,eos_token_id=7")
+    assert (config.num_layers, config.vocab_size, config.intermediate_size) == (4, 8000, 64)
+    assert (config.tie_word_embeddings, config.residual_dropout, config.activation) == (False, 0.0, "gelu")
+    assert config.hf_config["eos_token_id"] == 7
+    assert json.loads(json.dumps(config.hf_config))["n_layer"] == 4
+    assert load_model_config("llama3-1b", "rope_scaling=none,rope_theta=1e6").rope_scaling is None
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("n_layers=4", '--model_overrides n_layers: found an unknown key; expected a key of a gpt2 config.json. '
+                   'did you mean "n_layer"?'),
+    ("num_layers=4", 'did you mean "n_layer"?'),
+    ("hidden_size=4", 'did you mean "n_embd"?'),
+    ("n_layer", "found 'n_layer'; expected key=value"),
+    ("n_layer=", "expected key=value"),
+    ("n_layer=4.5", "n_layer: found '4.5'; expected a whole number"),
+    ("n_layer=none", "n_layer: found 'none'"),
+    ("tie_word_embeddings=yes", "tie_word_embeddings: found 'yes'; expected true or false"),
+    ("n_layer=2,n_layer=3", "n_layer: found the key twice"),
+    ("model_type=llama", "model_type: found an unknown key"),
+    ("scale_attn_by_inverse_layer_idx=true", "--model_overrides: scale_attn_by_inverse_layer_idx: found true"),
+    ("n_head=5", "n_embd: found 768; expected a multiple of n_head (5)"),
+])
+def test_bad_overrides_are_refused(overrides, words):
+    assert words in refusal("gpt2", overrides)
+
+
+def test_nested_values_have_no_override():
+    assert "Write such a value into a config.json" in refusal("llama3-1b", "rope_scaling=linear")
+
+
+def test_every_field_has_its_word_in_the_config_json():
+    for name in preset_names():
+        config = load_model_config(name)
+        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_positions"):
+            assert config.hf_config[config.key(field)] == getattr(config, field)

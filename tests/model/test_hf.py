@@ -1,0 +1,105 @@
+"""Logits, weights and gradients beside those of transformers' own models, from the same random weights."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+from pretrain.errors import ConfigError
+from pretrain.model.config import load_model_config
+from pretrain.model.hf import from_transformers, to_transformers
+from pretrain.model.specs import as_module
+from tests.support.model_shapes import SHAPES, write_config
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def both_models(name, tmp_path):
+    """Our module, filled from transformers', and theirs: the parameters drawn wide, so that no term is negligible."""
+    path = write_config(tmp_path, SHAPES[name])
+    config = load_model_config(path)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(path), dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            center = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.copy_(torch.empty_like(parameter).normal_(center, 0.15, generator=generator))
+    ours = as_module(config).eval()
+    ours.load_state_dict(from_transformers(theirs.state_dict(), config))
+    return config, ours, theirs
+
+
+def tokens_for(config, length=40):
+    return torch.randint(0, config.vocab_size, (3, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    config, ours, theirs = both_models(name, tmp_path)
+    tokens = tokens_for(config)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert expected.std() > 0.5
+        torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_go_there_and_back_exactly(name, tmp_path):
+    config, ours, theirs = both_models(name, tmp_path)
+    exported = to_transformers(ours.state_dict(), config)
+    assert set(exported) == set(theirs.state_dict())
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(exported[key], value), key
+    theirs.load_state_dict(exported, strict=True)
+    back = from_transformers(exported, config)
+    assert list(back) == list(ours.state_dict())
+    assert all(torch.equal(back[key], value) for key, value in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox_parallel"])
+def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
+    config, ours, theirs = both_models(name, tmp_path)
+    tokens = tokens_for(config)
+    expected = theirs(tokens, labels=tokens).loss
+    expected.backward()
+    count = tokens[:, 1:].numel()
+    loss = ours(tokens[:, :-1], tokens[:, 1:], torch.full((3, 39), 1 / count))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    if config.tie_word_embeddings:
+        gradients["lm_head.weight"] = gradients["transformer.wte.weight"]
+    for key, value in from_transformers(gradients, config).items():
+        torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
+
+
+def test_checkpoints_as_they_lie_on_the_hub_load(tmp_path):
+    """GPT-2's own file: no prefix, no head, causal masks as buffers."""
+    config, ours, theirs = both_models("gpt2", tmp_path)
+    hub = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()
+           if key != "lm_head.weight"}
+    hub["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    loaded = from_transformers(hub, config)
+    assert all(torch.equal(loaded[key], value) for key, value in ours.state_dict().items())
+
+
+def test_wrong_weights_are_refused(tmp_path):
+    config, ours, theirs = both_models("gpt2", tmp_path)
+    state = theirs.state_dict()
+    with pytest.raises(ConfigError, match=r"lm_head.weight: found a matrix other than the embedding's"):
+        from_transformers({**state, "lm_head.weight": state["lm_head.weight"] + 1}, config)
+    with pytest.raises(ConfigError, match=r"1 unknown \(transformer.extra"):
+        from_transformers({**state, "transformer.extra": torch.ones(1)}, config)
+    with pytest.raises(ConfigError, match=r"1 missing \(1.embedding"):
+        to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.embedding"}, config)
+
+
+def test_a_save_of_transformers_reads_as_the_model_it_was(tmp_path):
+    """transformers 5 writes rope_parameters and every default; the file must mean the same to us."""
+    for name, values in SHAPES.items():
+        config = load_model_config(write_config(tmp_path / name, values))
+        transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "saved")
+        saved = load_model_config(str(tmp_path / name / "saved"))
+        assert {**vars(saved), "hf_config": None} == {**vars(config), "hf_config": None}

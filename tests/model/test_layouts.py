@@ -1,0 +1,115 @@
+"""The same parameters, initial weights, loss and gradients in every layout: plain, ZeRO-3, 1 and 2 stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.model.config import load_model_config
+from pretrain.model.init import initialize_parameters
+from pretrain.model.specs import as_module
+from tests.support.launch import WORKERS, run_ranks
+from tests.support.model_shapes import SHAPES, write_config
+
+WORKER = WORKERS / "model_worker.py"
+LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
+DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw; one launch for all tests here."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name in LAID_OUT:
+        write_config(folder / "shapes" / name, SHAPES[name])
+    done = run_ranks([str(WORKER), str(folder / "shapes"), str(folder)], 2, cwd=folder)
+    assert [rank.returncode for rank in done] == [0, 0], "\n".join(rank.stdout[-3000:] for rank in done)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+def plain_state(name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
+    config = load_model_config(write_config(tmp_path, SHAPES[name]))
+    module = as_module(config)
+    initialize_parameters(module, config, seed=7)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_one_stage_has_the_plain_modules_names_and_weights(ranks, name, tmp_path):
+    expected = plain_state(name, tmp_path)
+    for seen in ranks:
+        assert list(seen[f"{name}/one_stage"]) == list(expected)
+        assert all(torch.equal(value, expected[key]) for key, value in seen[f"{name}/one_stage"].items())
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_two_stages_together_are_the_plain_module(ranks, name, tmp_path):
+    expected = plain_state(name, tmp_path)
+    stages = [seen[f"{name}/pipeline/0"]["initial"] for seen in ranks]
+    assert set(stages[0]) | set(stages[1]) == set(expected)
+    shared = set(stages[0]) & set(stages[1])
+    assert shared == {key for key in expected if key.startswith("tied_modules")}
+    for stage in stages:
+        assert all(torch.equal(value, expected[key]) for key, value in stage.items())
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_two_stages_take_the_plain_modules_step(ranks, name, interval):
+    for seen in ranks:
+        result = seen[f"{name}/pipeline/{interval}"]
+        assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
+        assert result["worst_weight"] < 1e-6
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_zero3_has_the_plain_modules_weights_loss_and_gradients(ranks, name, interval):
+    for seen in ranks:
+        result = seen[f"{name}/zero3/{interval}"]
+        assert result["names"]
+        assert result["initial_equal"]
+        assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
+        assert result["worst_gradient"] < 1e-6
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_a_stage_that_recomputes_draws_the_same_dropout(ranks, name):
+    for seen in ranks:
+        kept, recomputed = seen[f"{name}/dropout"]
+        assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_activation_checkpointing_changes_no_gradient_with_dropout(interval, tmp_path):
+    config = load_model_config(write_config(tmp_path, {**SHAPES["gpt2"], **DROPOUT}))
+    tokens = torch.randint(0, config.vocab_size, (2, 17))
+    gradients = []
+    for k in (0, interval):
+        module = as_module(config, activation_checkpoint_interval=k)
+        initialize_parameters(module, config, seed=1)
+        torch.manual_seed(5)
+        module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32)).backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_activation_checkpointing_keeps_less(tmp_path):
+    """Bytes that autograd holds after the forward pass, by the hook that sees each saved tensor."""
+    config = load_model_config(write_config(tmp_path, {**SHAPES["gpt2"], "n_layer": 8}))
+    tokens = torch.randint(0, config.vocab_size, (2, 16))
+    held = []
+    for interval in (0, 2):
+        module = as_module(config, activation_checkpoint_interval=interval)
+        initialize_parameters(module, config, seed=1)
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(tokens)
+        held.append(sum(sizes))
+    assert held[1] < held[0] / 3

@@ -1,0 +1,164 @@
+"""Layers, loss and initial weights of the plain module."""
+
+import math
+
+import pytest
+import torch
+
+from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.init import initial_value, initialize_parameters
+from pretrain.model.loss import token_weighted_cross_entropy
+from pretrain.model.rope import Rope, inverse_frequencies
+from pretrain.model.specs import CausalLM, as_module
+from tests.support.model_shapes import SHAPES, write_config
+
+INITIAL_SHAPES = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
+
+
+def build(name: str, tmp_path, seed: int = 1, **changes: object) -> tuple[ModelConfig, CausalLM]:
+    config = load_model_config(write_config(tmp_path, {**SHAPES[name], **changes}))
+    module = as_module(config)
+    initialize_parameters(module, config, seed=seed)
+    return config, module
+
+
+@pytest.mark.parametrize("name", INITIAL_SHAPES)
+def test_initial_loss_is_that_of_a_uniform_guess(name, tmp_path):
+    config, module = build(name, tmp_path, vocab_size=4000)
+    tokens = torch.randint(0, config.vocab_size, (8, 65), generator=torch.Generator().manual_seed(1))
+    loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((8, 64), 1 / 512))
+    assert loss.item() == pytest.approx(math.log(config.vocab_size), rel=0.02)
+
+
+@pytest.mark.parametrize("name", INITIAL_SHAPES)
+def test_one_batch_overfits(name, tmp_path):
+    config, module = build(name, tmp_path)
+    tokens = torch.randint(0, config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    for _ in range(120):
+        loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_token_sees_a_later_one(name, tmp_path):
+    config, module = build(name, tmp_path)
+    tokens = torch.randint(0, config.vocab_size, (1, 20))
+    changed = tokens.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % config.vocab_size
+    with torch.no_grad():
+        before, after = module(tokens), module(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_number_of_parameters_is_counted_without_building(name, tmp_path):
+    config, module = build(name, tmp_path)
+    sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
+    assert config.num_parameters() == sum(sizes.values())
+
+
+def test_loss_is_the_weighted_sum_of_cross_entropies_in_fp32():
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    labels = torch.randint(0, 11, (2, 5))
+    weights = torch.rand(2, 5)
+    weights[0, :3] = 0
+    loss = token_weighted_cross_entropy(logits, (labels, weights))
+    log_probabilities = logits.double().log_softmax(-1)
+    expected = -(weights.double() * log_probabilities.gather(-1, labels[..., None])[..., 0]).sum()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    assert torch.equal(logits.grad[0, :3], torch.zeros(3, 11).bfloat16())
+
+
+def test_a_wholly_masked_micro_batch_gives_zero_and_no_nan(tmp_path):
+    config, module = build("gpt2", tmp_path)
+    tokens = torch.randint(0, config.vocab_size, (2, 9))
+    loss = module(tokens[:, :-1], tokens[:, 1:], torch.zeros(2, 8))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in module.parameters())
+
+
+def test_initial_weights_are_a_function_of_seed_and_name(tmp_path):
+    _, module = build("gpt2", tmp_path)
+    _, again = build("gpt2", tmp_path)
+    _, other = build("gpt2", tmp_path, seed=2)
+    state = module.state_dict()
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in state.items())
+    assert not torch.equal(state["1.embedding"], other.state_dict()["1.embedding"])
+    assert not torch.equal(state["2.mlp.up.weight"], state["3.mlp.up.weight"])
+
+
+def test_initial_weights_have_the_spread_that_the_config_asks_for(tmp_path):
+    _, module = build("gpt2", tmp_path, initializer_range=0.05, n_embd=128)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            assert torch.all(parameter == (0 if name.endswith("bias") else 1)), name
+            continue
+        residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        expected = 0.05 / math.sqrt(2 * 3) if residual else 0.05
+        assert parameter.std().item() == pytest.approx(expected, rel=0.04), name
+    llama, _ = build("llama", tmp_path)
+    down = initial_value("1.mlp.down.weight", torch.Size([300, 300]), llama, seed=1)
+    assert down.std().item() == pytest.approx(0.02, rel=0.04)
+
+
+def test_initial_weights_in_bf16_are_the_fp32_ones_rounded(tmp_path):
+    config, module = build("llama", tmp_path)
+    low = as_module(config).bfloat16()
+    initialize_parameters(low, config, seed=1)
+    assert all(torch.equal(low.state_dict()[key], value.bfloat16()) for key, value in module.state_dict().items())
+
+
+def test_rope_keeps_its_precision_when_the_module_is_cast(tmp_path):
+    """The engine casts parameters and buffers to bf16; angles of far positions must not come from bf16 numbers."""
+    config, module = build("llama", tmp_path, max_position_embeddings=4096)
+    module.bfloat16()
+    assert list(module.buffers()) == []
+    rope = module.get_submodule("1.attention").rope
+    cos, _ = rope.tables(4096, torch.zeros(1, dtype=torch.bfloat16))
+    exact = (torch.arange(4096, dtype=torch.float64)[:, None] * inverse_frequencies(config).double()).cos()
+    assert (cos.double() - exact).abs().max() < 0.005  # half a step of bf16 at 1, and fp32's angle
+
+
+def test_rope_tables_grow_and_are_shared_by_the_layers(tmp_path):
+    config, module = build("llama", tmp_path)
+    ropes = {id(module.get_submodule(f"{index}.attention").rope) for index in (1, 2, 3)}
+    assert len(ropes) == 1
+    rope = Rope(config)
+    short = rope.tables(8, torch.zeros(1))[0].clone()
+    long = rope.tables(32, torch.zeros(1))[0]
+    assert torch.equal(long[:8], short)
+    assert rope.tables(8, torch.zeros(1))[0].shape == (8, config.rotary_size // 2)
+
+
+def test_rope_first_used_in_inference_mode_serves_training(tmp_path):
+    config, module = build("llama", tmp_path)
+    tokens = torch.randint(0, config.vocab_size, (1, 9))
+    with torch.inference_mode():
+        module(tokens)
+    module(tokens[:, :-1], tokens[:, 1:], torch.ones(1, 8)).backward()
+    assert module.get_parameter("1.attention.qkv.weight").grad.abs().sum() > 0
+
+
+def test_dropout_acts_in_training_only(tmp_path):
+    for name, changes in (("gpt2", {"embd_pdrop": 0.3}), ("gpt2", {"resid_pdrop": 0.3}), ("gpt2", {"attn_pdrop": 0.3}),
+                          ("neox_parallel", {"hidden_dropout": 0.3}), ("llama", {"attention_dropout": 0.3})):
+        config, module = build(name, tmp_path, **changes)
+        tokens = torch.randint(0, config.vocab_size, (2, 16))
+        assert not torch.equal(module(tokens), module(tokens)), (name, changes)
+        module.eval()
+        assert torch.equal(module(tokens), module(tokens)), (name, changes)
+
+
+def test_labels_without_weights_are_refused(tmp_path):
+    config, module = build("gpt2", tmp_path)
+    tokens = torch.randint(0, config.vocab_size, (1, 8))
+    with pytest.raises(ValueError, match="labels_BT without weights_BT"):
+        module(tokens, tokens)

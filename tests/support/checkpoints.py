@@ -1,0 +1,43 @@
+"""Real checkpoints of two small runs of train.py, made once for all tests that only read or copy them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import Manifest, whole_checkpoints
+from pretrain.checkpoint.format.verify import damage
+from tests.support.cases import config, flags
+from tests.support.launch import ROOT, run_ranks
+
+STEPS = 3
+LAYOUTS = {"zero1": config(1, precision="bf16", micro=2), "pipeline2": config(1, precision="bf16", micro=2, stages=2)}
+_made: dict[str, Path] = {}
+
+
+def real_run(layout: str, corpus: str, factory: pytest.TempPathFactory) -> Path:
+    """Run folder of 2 ranks with a checkpoint of each of `STEPS` steps. Only for reading."""
+    if layout not in _made:
+        folder = factory.mktemp(layout)
+        (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
+        words = {**flags(corpus, steps=STEPS), "deepspeed_config": "ds.json", "save": "run",
+                 "save_interval": 1, "eval_interval": 1}
+        done = run_ranks([str(ROOT / "pretrain" / "train.py"), *(f"--{key}={word}" for key, word in words.items())], 2,
+                         cwd=folder, timeout=900)
+        assert all(process.returncode == 0 for process in done), [process.stdout[-3000:] for process in done]
+        _made[layout] = folder / "run"
+    return _made[layout]
+
+
+def copy_checkpoints(run: Path, to: Path) -> Path:
+    """A checkpoints folder to damage."""
+    return Path(shutil.copytree(run / "checkpoints", to, symlinks=True))
+
+
+def newest_verified(checkpoints: Path) -> tuple[Path, Manifest] | None:
+    """As a start chooses, in one process: the newest whole one whose files all have their hashes."""
+    for folder, manifest in whole_checkpoints(checkpoints)[0]:
+        if not damage(folder, manifest):
+            return folder, manifest
+    return None

@@ -1,0 +1,33 @@
+"""DeepSpeed JSONs of public repositories and documentation, and what becomes of each here.
+
+`tests/golden/foreign_jsons.jsonl` has one a line, without comments: {"from": repository and path, "json": the document,
+"flags" (of the run, those that "auto" values and missing keys need), "ranks" (1 unless given), and either "notes" (the
+subject of each note) or "rejected": [key, remedy]}. Blocks that have no part in the outcome may be shortened.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PATH = Path(__file__).parents[1] / "golden" / "foreign_jsons.jsonl"
+
+
+@dataclass(frozen=True)
+class ForeignJson:
+    """One document and its expected outcome."""
+
+    source: str
+    config: dict[str, Any]
+    flags: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    notes: tuple[str, ...] | None = None  # None: rejected
+    rejected: tuple[str, ...] = ()  # the key and the remedy
+
+
+def read_foreign_jsons() -> list[ForeignJson]:
+    """All documents, in the order of the file."""
+    rows = [json.loads(line) for line in _PATH.read_text(encoding="utf-8").splitlines()]
+    return [ForeignJson(row["from"], row["json"], row.get("flags", {}), row.get("ranks", 1),
+                        tuple(row["notes"]) if "notes" in row else None, tuple(row.get("rejected", ())))
+            for row in rows]

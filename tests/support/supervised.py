@@ -1,0 +1,67 @@
+"""launch/supervise.py as a process, and waiting for what it does."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.launch import LIMIT_S, ROOT
+
+
+def supervise(words: list[str], *, environ: dict[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
+    """`launch/supervise.py WORDS` with pauses that a test can wait for."""
+    scripts = str(Path(sys.executable).parent)
+    environ = environ or {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
+               "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen([sys.executable, str(ROOT / "launch" / "supervise.py"), "--backoff_s", "0.1", *words],
+                            env=environ, text=True, start_new_session=True, **settings)
+
+
+def ended(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
+    """(exit code, what it said); it is killed where it does not end."""
+    try:
+        said = process.communicate(timeout=timeout)[1]
+    except subprocess.TimeoutExpired:
+        end_tree(process)
+        raise
+    return process.returncode, said or ""
+
+
+def end_tree(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def batched(words: list[str]) -> list[tuple[str, str]]:
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    path, found = run / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        if line.endswith("}"):
+            found.append(json.loads(line))
+    return [row for row in found if "loss" in row]
+
+
+def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while len(rows(run)) < number:
+        assert supervisor.poll() is None, "the supervisor has ended"
+        assert time.monotonic() < deadline, f"{len(rows(run))} of {number} steps in {LIMIT_S} s"
+        time.sleep(0.05)

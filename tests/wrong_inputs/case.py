@@ -1,0 +1,142 @@
+"""A wrong input, the values that are legal by chance, and a right command line of each program."""
+
+import argparse
+import dataclasses
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LONG = "n" * 300
+DEEP = 100_000  # levels of nesting
+TOO_LARGE = str(2**63)
+NUMBERS = ("x", "", "nan", "inf", "1e999", "-1", "0", "1.5", TOO_LARGE)
+RAW: dict[str, bytes] = {  # contents that are no JSON object
+    "empty": b"", "binary": bytes(range(256)), "utf16": '{"a": 1}'.encode("utf-16"), "truncated": b'{"model_type": "gp',
+    "list": b"[]", "string": b'"x"', "deep": b'{"a": ' * DEEP, "deep_list": b'{"a": ' + b"[" * DEEP,
+    "digits": b'{"vocab_size": ' + b"9" * 5000 + b"}", "twice": b'{"vocab_size": 8, "vocab_size": 8}',
+    "nan": b'{"vocab_size": NaN}', "long_key": b'{"' + b"k" * 100_000 + b'": 1}', "comma": b'{"vocab_size" 8}',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A command line, the files that it needs, and what the refusal must name. {world} is the folder with the files."""
+
+    name: str
+    program: str
+    words: tuple[str, ...]
+    culprit: str
+    files: tuple[tuple[str, bytes], ...] = ()
+
+
+# Made cases that are right after all, with the reason: the beginnings of their names.
+_ZEROS = {
+    "tools/check_cluster.py": ("rounds", "min_gbit", "max_clock_skew"), "tools/generate.py": ("top_k",),
+    "tools/checkpoint.py prune": ("keep_every", "keep_best"),
+    "tools/compare_zero.py": ("activation_checkpoint_interval",),
+    "launch/supervise.py": ("max_restarts", "backoff_s", "backoff_max_s", "grace_s"),
+    "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
+                          "keep_every", "keep_best", "weight_decay", "adam_epsilon"),
+}
+_NUMBERS_LIKE_OTHERS = {  # 1.5
+    "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
+    "tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "nvme_gbps", "network_gbps", "tokens", "storage_gbps"),
+    "tools/generate.py": ("temperature",), "tools/make_corpus.py": ("megabytes",),
+    "tools/train_tokenizer.py": ("max_megabytes",),
+    "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
+    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops"),
+}
+
+
+def _flags(flags: dict[str, tuple[str, ...]], value: str) -> tuple[str, ...]:
+    return tuple(f"{program} --{flag}={value}" for program, names in flags.items() for flag in names)
+
+
+LEGAL: dict[str, tuple[str, ...]] = {
+    "0 turns it off, or means all": _flags(_ZEROS, "0"),
+    "a number like others": _flags(_NUMBERS_LIKE_OTHERS, "1.5"),
+    "the newest two stay in any case": ("tools/checkpoint.py prune --keep_checkpoints=0",),
+    "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0"),
+    "greedy sampling": ("tools/generate.py --temperature=0",),
+    "more than there is takes all": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
+                                     f"tools/train_tokenizer.py --max_megabytes={TOO_LARGE}"),
+    "a long run": (f"tools/compare_zero.py --tokens={TOO_LARGE}",),
+    "machines may be without them": _flags({"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
+    "a text of one's own": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
+                            "tools/prepare_data.py --jsonl_key=~/x", "tools/train_tokenizer.py --jsonl_key=~/x",
+                            "launch/supervise.py --health_command=~/x"),
+    "refused, by the checkpoint's name": ("tools/generate.py --step=0",),
+    "set by the launcher": ("pretrain/train.py --local_rank=-1", "pretrain/train.py --local_rank=0"),
+    "plausible values": (*(f"meta.json {key}: 5" for key in ("vocab_size", "num_tokens", "num_documents", "max_token",
+                                                             "eod_token", "entropy_nats")),
+                         'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
+    "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
+                                        "llama max_position_embeddings: 1000000000"),
+    "an architecture that it knows": ('compare_zero model_type: "gptj"',),
+}
+TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
+         "train_steps": "50", "save": "{world}/run"}
+TOOLS: dict[str, list[str]] = {  # a right command line of each program
+    "pretrain/train.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
+    "tools/check_config.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
+    "tools/check_cluster.py": [],
+    "tools/bench.py": [],
+    "tools/compare_zero.py": ["--model", "gpt2", "--world_size", "8"],
+    "tools/checkpoint.py list": ["{world}/done"],
+    "tools/checkpoint.py verify": ["{world}/done"],
+    "tools/checkpoint.py prune": ["{world}/done", "--keep_checkpoints", "2"],
+    "tools/checkpoint.py convert": ["{world}/done", "{world}/out"],
+    "tools/checkpoint.py consolidate": ["{world}/done", "{world}/out"],
+    "tools/checkpoint.py diff": ["{world}/done", "{world}/done"],
+    "tools/generate.py": ["{world}/done"],
+    "tools/summarize.py": ["{world}/done"],
+    "tools/make_corpus.py": ["{world}/out"],
+    "tools/prepare_data.py": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
+    "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
+    "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
+}
+
+
+def main_of(program: str) -> Callable[[], Any]:
+    """The program's `main`, which reads sys.argv."""
+    path = ROOT / program.split(" ")[0]
+    if path.name == "train.py":
+        from pretrain.train import main
+
+        return main
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return (lambda: module.main(sys.argv[1:])) if path.stem in ("check_cluster", "check_config") else module.main
+
+
+class _ParsedError(Exception):
+    """Raised instead of parsing; holds the parser."""
+
+
+def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:
+    """The flags that the program declares itself."""
+    from pretrain.cli import Parser
+
+    def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
+        raise _ParsedError(parser)
+
+    original, sys.argv = Parser.parse_known_args, [program, "--", "true"]
+    Parser.parse_known_args = stop  # type: ignore[assignment,method-assign]
+    try:
+        main()
+    except _ParsedError as parsed:
+        parser = parsed.args[0]
+    finally:
+        Parser.parse_known_args = original  # type: ignore[method-assign]
+    words = program.split(" ")
+    if len(words) > 1:
+        parser = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+                      ).choices[words[1]]
+    return [action for action in parser._actions if action.option_strings and action.dest != "help"]

@@ -1,0 +1,138 @@
+"""Wrong inputs made from the programs' own parsers: every flag, and every path that is read or written."""
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main_of
+
+
+def flag_cases() -> Iterator[Case]:
+    """Every flag of every program: a missing and an empty value, other types, numbers at and beyond the edge."""
+    for program, right in TOOLS.items():
+        own = [] if program == "pretrain/train.py" else actions_of(program, main_of(program))
+        for action in own:
+            flag = action.option_strings[-1] if not isinstance(action, argparse.BooleanOptionalAction) else \
+                action.option_strings[0]
+            yield from _of_flag(program, right, flag, _values(action), missing=action.nargs not in (0, "?"))
+        yield Case(f"{program} --no_such_flag", program, _before_end(right, ["--no_such_flag=1"]), "--no_such_flag")
+        yield Case(f"{program} --no_such_flag=LONG", program, _before_end(right, [f"--{LONG}"]), "--nnn")
+    yield from _train_flags()
+
+
+def _values(action: argparse.Action) -> tuple[str, ...]:
+    if action.nargs == 0:
+        return ("x", "")  # --json=x
+    if action.choices is not None:
+        return ("no-such-choice", "", "5.5")
+    is_number = getattr(action.type, "__qualname__", "").split(".")[0] in ("whole_number", "number", "int", "float")
+    return NUMBERS if is_number else ("", "~/x")
+
+
+def _train_flags() -> Iterator[Case]:
+    from pretrain.config.arguments import RunArguments
+
+    program, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
+    for f in dataclasses.fields(RunArguments):
+        flag, kind = f"--{f.name}", str(f.type)
+        numeric, switch = "int" in kind or "float" in kind, "bool" in kind
+        values = NUMBERS if numeric else ("maybe", "2") if switch else ("", "~/x")
+        yield from _of_flag(program, right, flag, values, missing=not switch)
+        for shape, text in (("list", "[1]"), ("mapping", "{a: 1}")):
+            yield Case(f"yaml {f.name}: {shape}", program, ("--config", "{world}/in.yaml"), f.name,
+                       (("in.yaml", f"model: tiny\n{f.name}: {text}\n".encode()),))
+        yield Case(f"yaml {f.name} twice", program, ("--config", "{world}/in.yaml"), f"in.yaml:3: {f.name}",
+                   (("in.yaml", f"{f.name}: 1\n\n{f.name}: 1\n".encode()),))
+
+
+def _of_flag(program: str, right: list[str], flag: str, values: tuple[str, ...], *, missing: bool) -> Iterator[Case]:
+    for value in values:
+        yield Case(f"{program} {flag}={value[:20]}", program, _before_end(right, [f"{flag}={value}"]), flag)
+    if missing:
+        words = ["--save", "{world}/run", flag, "--", "true"] if "--" in right else [*right, flag]
+        yield Case(f"{program} {flag} (no value)", program, tuple(words), flag)
+
+
+def _before_end(right: list[str], words: list[str]) -> tuple[str, ...]:
+    """The right words and these, in front of a supervised command."""
+    end = right.index("--") if "--" in right else len(right)
+    return (*right[:end], *words, *right[end:])
+
+
+# files and folders
+
+UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
+              "long": "{world}/" + LONG, "proc": "/proc/self/none"}
+UNWRITABLE = {"under a file": "{world}/file/x", "long": "{world}/" + LONG, "proc": "/proc/x", "proc below": "/proc/x/y"}
+READ_FLAGS = {"--deepspeed_config": "deepspeed_config", "--model": "model", "--tokenizer": "tokenizer",
+              "--train_data": "", "--valid_data": "", "--test_data": "", "--config": "config"}
+
+
+def _name_of(path: str) -> str:
+    """The part of a path that must be in the message, which cuts long paths."""
+    return path.rsplit("/", 1)[1][:50]
+
+
+def path_cases() -> Iterator[Case]:
+    """Every path that is read or written, each in a place where that cannot be."""
+    train = "pretrain/train.py"
+    for flag, (what, path) in itertools.product(READ_FLAGS, UNREADABLE.items()):
+        yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), _name_of(path))
+    for flag in ("--save", "--checkpoint_mirror"):
+        for what, path in UNWRITABLE.items():
+            yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), flag)
+    yield Case("--save file", train, (*TOOLS[train], "--save", "{world}/file"), "--save")
+    for what, url in {"the run folder": "{world}/run", "inside": "{world}/run/mirror", "dots": "{world}/x/../run",
+                      "file URL": "file://{world}/run", "protocol": "s4://bucket/x", "no protocol": "://x"}.items():
+        yield Case(f"--checkpoint_mirror {what}", train, (*TOOLS[train], "--checkpoint_mirror", url),
+                   "--checkpoint_mirror")
+    for command in ("list", "verify", "prune", "convert", "consolidate", "diff"):
+        program = f"tools/checkpoint.py {command}"
+        for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+    for command, (what, path) in itertools.product(("convert", "consolidate"), {
+            **UNWRITABLE, "file": "{world}/file", "other folder": "{world}/done"}.items()):
+        program = f"tools/checkpoint.py {command}"
+        yield Case(f"{program} to {what}", program, ("{world}/done", path), _name_of(path))
+    for program in ("tools/generate.py", "tools/summarize.py"):
+        for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+            yield Case(f"{program} {what}", program, (path,), _name_of(path))
+    yield Case("generate --step", "tools/generate.py", ("{world}/done", "--step", "7"), "global_step7")
+    for what, path in UNREADABLE.items():
+        yield Case(f"generate --tokenizer {what}", "tools/generate.py", ("{world}/done", "--tokenizer", path),
+                   "--tokenizer")
+        for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
+            yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+    yield from _output_cases()
+
+
+def _output_cases() -> Iterator[Case]:
+    places = {**UNWRITABLE, "file": "{world}/file"}
+    for what, path in places.items():
+        yield Case(f"make_corpus {what}", "tools/make_corpus.py", (path,), _name_of(path))
+        yield Case(f"train_tokenizer --out {what}", "tools/train_tokenizer.py",
+                   ("{world}/text.txt", "--out", path), _name_of(path))
+    for what, path in {**UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}.items():
+        yield Case(f"prepare_data --out {what}", "tools/prepare_data.py",
+                   (*TOOLS["tools/prepare_data.py"], "--out", path), "--out")
+    for flag, (what, path) in itertools.product(("--json", "--csv", "--plot", "--write"), {
+            **UNWRITABLE, "folder": "{world}/nvme", "no folder": "{world}/none/x"}.items()):
+        if what != "folder":
+            path += ".html" * (flag == "--plot")
+        yield Case(f"compare_zero {flag} {what}", "tools/compare_zero.py",
+                   (*TOOLS["tools/compare_zero.py"], flag, path), flag)
+    for what, path in {**UNREADABLE, **UNWRITABLE, "file": "{world}/file"}.items():
+        yield Case(f"bench --write {what}", "tools/bench.py", ("--write", path), "--write")
+        yield Case(f"compare_zero --configs {what}", "tools/compare_zero.py",
+                   (*TOOLS["tools/compare_zero.py"], "--configs", path), _name_of(path))
+    for what, path in UNREADABLE.items():
+        yield Case(f"compare_zero --model {what}", "tools/compare_zero.py", ("--model", path, "--world_size", "8"),
+                   "--model")
+        yield Case(f"supervise --hostfile {what}", "launch/supervise.py",
+                   ("--hostfile", path, "--save", "{world}/run", "--", "deepspeed", "pretrain/train.py"), "--hostfile")
+        yield Case(f"supervise YAML {what}", "launch/supervise.py",
+                   ("--", "deepspeed", "pretrain/train.py", "--config", path), "--config")
+    for what, path in UNWRITABLE.items():
+        yield Case(f"supervise --save {what}", "launch/supervise.py", ("--save", path, "--", "true"), "--save")
+        yield Case(f"check_cluster --save {what}", "tools/check_cluster.py", ("--save", path), "--save")

@@ -1,0 +1,139 @@
+"""Wrong inputs made from the programs' own tables: every flag, JSON key and model key, times what can be wrong.
+
+`python -m tests.wrong_inputs.generated FOLDER OUT [NAME]` runs them in this process, where importing torch or deepspeed
+fails, and writes a JSON line for each that was not refused as it should be.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.wrong_inputs.case import LEGAL, Case, main_of
+from tests.wrong_inputs.files import content_cases, json_cases, model_cases
+from tests.wrong_inputs.flags import flag_cases, path_cases
+from tests.wrong_inputs.inputs import make_world
+
+_MOST_SECONDS = 20  # of processor time, in one case
+
+
+def made_cases() -> list[Case]:
+    """All of them, those that are legal too."""
+    return [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases()]
+
+
+def cases() -> list[Case]:
+    """Those that must be refused."""
+    legal = {name for names in LEGAL.values() for name in names}
+    return [case for case in made_cases() if case.name not in legal]
+
+
+class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Importing torch or deepspeed fails; asking whether they are installed does not."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name in ("torch", "deepspeed") else None
+
+    def create_module(self, spec: Any) -> Any:
+        raise AssertionError(f"{spec.name} was imported: the input was not refused before")
+
+    def exec_module(self, module: Any) -> None: ...
+
+
+def _no_process(self: Any, words: Any, *_: Any, **__: Any) -> None:
+    if words[0] != "nvidia-smi":
+        raise AssertionError(f"{words} was started: the input was not refused before")
+    raise FileNotFoundError
+
+
+def _took_too_long(*_: Any) -> None:
+    raise AssertionError(f"{_MOST_SECONDS} s of processor time, and not refused")
+
+
+def run_case(case: Case, world: Path) -> str:
+    """What is wrong with the refusal; "" where it is as it should be."""
+    written = [world / name for name, _ in case.files]
+    kept = {path: path.read_bytes() for path in written if path.exists()}
+    made = {path.parent for path in written if not path.parent.exists()}
+    for (_, content), path in zip(case.files, written, strict=True):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    before = sorted(world.rglob("*"))
+    try:
+        code, out, err = _run(case, world)
+        after = sorted(world.rglob("*"))
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+        for path, content in kept.items():
+            path.write_bytes(content)
+        for folder in made:
+            folder.rmdir()
+    left = [str(path) for path in after if path not in before] + [str(path) for path in before if path not in after]
+    said = err.splitlines()
+    culprit = case.culprit.replace("{world}", str(world))
+    for wrong, problem in ((left, f"left behind or removed: {left[:3]}"), (code != 2, f"exit code {code}"),
+                           (out != "", "output"), ("Traceback" in err, "traceback"), (len(said) != 1, "lines"),
+                           (len(err) > 2000, "a line of over 2000 characters"),
+                           (not err.startswith("ds-pretrain: error: "), "start"),
+                           (culprit not in err, f"no {culprit} in it")):
+        if wrong:
+            return f"{problem}: {err[-1500:]} {out[:300]}"
+    return ""
+
+
+def _run(case: Case, world: Path) -> tuple[Any, str, str]:
+    from pretrain.cli import run_main
+
+    words = [*case.program.split(" ")[1:], *(word.replace("{world}", str(world)) for word in case.words)]
+    environment = dict(os.environ)
+    sys.argv = [case.program, *words]
+    out, err, code = io.StringIO(), io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main = main_of(case.program)
+            signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
+            run_main(main)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        err.write(traceback.format_exc())
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    return code, out.getvalue(), err.getvalue()
+
+
+def main(folder: str, out: str, only: str = "") -> None:
+    """Run the cases whose name holds `only`."""
+    import pretrain.distributed.world
+
+    pretrain.distributed.world._SECONDS_TO_TELL = 0.0
+    sys.meta_path.insert(0, _NoTorch())
+    subprocess.Popen.__init__ = _no_process  # type: ignore[method-assign,assignment]
+    signal.signal(signal.SIGPROF, _took_too_long)
+    world = Path(folder)
+    make_world(world)
+    (world / "tmp").mkdir()
+    (world / "cwd").mkdir()
+    tempfile.tempdir = str(world / "tmp")
+    os.chdir(world / "cwd")
+    os.environ.update(DS_ACCELERATOR="cpu", TMPDIR=str(world / "tmp"))
+    with open(out, "w", encoding="utf-8") as file:
+        for case in cases():
+            if only in case.name:
+                file.write(json.dumps([case.name, run_case(case, world)]) + "\n")
+                file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The generated wrong inputs: each is refused in one line with exit code 2, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, Case
+from tests.wrong_inputs.generated import cases, made_cases
+from tests.wrong_inputs.inputs import make_world
+
+CASES = cases()
+PROCESSES = (  # one of each kind, as a user would start it
+    "--save proc", "--model missing", "YAML: deep", "DeepSpeed JSON: deep", "tools/generate.py missing",
+    "tools/checkpoint.py convert to proc", "tools/checkpoint.py consolidate to under a file",
+    "metrics.jsonl loss: \"x\"", "tools/make_corpus.py --megabytes=nan", "supervise --hostfile missing",
+    "gpt2 vocab_size: 1000000000", "prepare_data --out slash",
+)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name -> what is wrong with the refusal, of all cases: run in one process, where torch cannot be imported."""
+    folder = tmp_path_factory.mktemp("wrong")
+    world, out = folder / "world", folder / "out.jsonl"
+    world.mkdir()
+    subprocess.run([sys.executable, "-m", "tests.wrong_inputs.generated", str(world), str(out)], cwd=ROOT, check=True)
+    return dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("program", sorted({case.program for case in CASES}))
+def test_wrong_inputs_are_refused_in_one_line(refusals: dict[str, str], program: str) -> None:
+    names = [case.name for case in CASES if case.program == program]
+    wrong = [f"{name}: {refusals.get(name, 'not run')}" for name in names if refusals.get(name, "not run")]
+    assert not wrong, f"{len(wrong)} of {len(names)}:\n" + "\n".join(wrong[:20])
+
+
+def test_there_are_enough_and_every_exception_is_one_of_them() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 500
+    assert {name for excepted in LEGAL.values() for name in excepted} <= {case.name for case in made_cases()}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_as_a_process(tmp_path: Path, name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    world, here = tmp_path / "world", tmp_path / "here"
+    make_world(world)
+    here.mkdir()
+    _write_files(case, world)
+    before = sorted(tmp_path.rglob("*"))
+    words = [word.replace("{world}", str(world)) for word in case.words]
+    command = [sys.executable, str(ROOT / case.program.split(" ")[0]), *case.program.split(" ")[1:], *words]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, env=_environment(tmp_path), check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("ds-pretrain: error: ")
+    assert case.culprit.replace("{world}", str(world)) in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _write_files(case: Case, world: Path) -> None:
+    for file, content in case.files:
+        (world / file).parent.mkdir(exist_ok=True)
+        (world / file).write_bytes(content)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "DS_ACCELERATOR": "cpu",
+            "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def test_every_program_is_tried() -> None:
+    programs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
+    assert {program.split(" ")[0] for program in TOOLS} == programs | {"pretrain/train.py", "launch/supervise.py"}
