@@ -20,8 +20,9 @@ from pretrain.console.status import clear_status, status
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
-from pretrain.distributed.world import ALONE, World, prepare_deepspeed, running_environment
+from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.lazy_imports import leave_out_compiler
+from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, INTERRUPTED, REFUSED, ConfigError, SaveError
 
 

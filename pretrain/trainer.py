@@ -19,7 +19,8 @@ from pretrain.console.status import clear_status, status
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import gather
-from pretrain.distributed.world import World, init_process_group
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World
 from pretrain.engine.build import (
     DeepSpeedEngine,
     build_engine,

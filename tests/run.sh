@@ -12,6 +12,7 @@ cores=$(env -u OMP_NUM_THREADS nproc)  # which that variable would limit
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # threads of one test would wait for the cores of another
 ruff check .
 mypy
+lint-imports
 [ $# = 0 ] || exec pytest "$@"
 status=0
 pytest -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \

@@ -20,7 +20,8 @@ from pretrain.cluster.health.settings import Settings
 from pretrain.config.arguments import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
-from pretrain.distributed.world import ALONE, prepare_deepspeed, running_environment
+from pretrain.distributed.world import ALONE, running_environment
+from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 

@@ -4,7 +4,7 @@ from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
 from pretrain.cli import Parser, number, path, place, run_main, whole_number
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.world import prepare_deepspeed
+from pretrain.engine.prepare import prepare_deepspeed
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Environment -> ranks, process-group set-up, and output that only rank 0 prints.
+"""Ranks of a run, from the environment that its launcher set.
 
 Ranks come from whichever launcher started us: `deepspeed`/torchrun (RANK ...), Open MPI (OMPI_COMM_WORLD_*),
 MPICH and Intel MPI (PMI_*), SLURM's srun (SLURM_*), or any other MPI launcher (PMIX_RANK alone: MPI itself is asked).
@@ -6,27 +6,17 @@ torch itself reads only the first kind; a job started by the others would otherw
 without a word.
 """
 
-import functools
-import importlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import cpuinfo
-
-from pretrain.cluster.hosts.probe import interface_towards
-from pretrain.distributed.device import Device
 from pretrain.distributed.process import free_port
-from pretrain.engine.lazy_imports import silence_renamed_collectives
 from pretrain.errors import ConfigError
 
 DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
-_FAR_ADDRESS = "203.0.113.1"  # of a network for examples; only the route to it is asked for
 # (rank, world size, local rank, local world size) of each kind of launcher, in order of precedence
 _LAUNCHERS = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -164,87 +154,9 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
             environ["MASTER_ADDR"] = _mpi_head_address(world)
 
 
-def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
-    """Between hosts gloo binds to the address of this host's name, often 127.0.0.1, unless an interface is named."""
-    on_one_host = int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
-    if on_one_host or "GLOO_SOCKET_IFNAME" in environ:
-        return
-    found = interface_towards(environ["MASTER_ADDR"]) or interface_towards(_FAR_ADDRESS)
-    if found is not None:
-        environ["GLOO_SOCKET_IFNAME"] = found[0]
 
 
-def prepare_deepspeed(device: Device) -> None:
-    """Prepare this process for DeepSpeed, before DeepSpeed is imported (imports torch).
 
-    Names the accelerator, which DeepSpeed would otherwise guess with a warning; puts this environment's `ninja` first
-    in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
-    its compiled operators where `operator_cache` keeps them.
-    """
-    from pretrain.engine.operator_cache import cache_operators
-
-    silence_renamed_collectives()
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    os.environ.setdefault("DS_ACCELERATOR", device.kind)
-    scripts = str(Path(sys.executable).parent)
-    if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
-        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
-    cache_operators()
-
-
-def _one_timeout_for_all_groups() -> None:
-    """DeepSpeed 0.19.8 (comm/torch.py, new_group) gives the groups that it makes torch's default, 30 minutes of gloo,
-    whatever DEEPSPEED_TIMEOUT (minutes) says. Guarded by tests/cluster/test_cluster.py, test_a_cut_cable_...
-    """
-    from deepspeed.constants import default_pg_timeout
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = default_pg_timeout
-    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
-
-
-def taken_port(world: World) -> ConfigError:
-    """Error for a MASTER_PORT that another program listens on, with the remedy of the launcher in use."""
-    remedy = "MASTER_PORT=N before its command"
-    if world.launcher == "none":
-        remedy = "unset MASTER_PORT: one process takes a free port by itself"
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        remedy = "torchrun --master_port N"
-    elif "CROSS_RANK" in os.environ:  # of deepspeed/launcher/launch.py
-        remedy = "deepspeed --master_port N, or ds-pretrain, which chooses a free one"
-    elif world.launcher in ("openmpi", "pmi", "mpi"):
-        remedy = "MASTER_PORT=N before mpirun (Open MPI: mpirun -x MASTER_PORT=N)"
-    elif world.launcher == "slurm":
-        remedy = "MASTER_PORT=N before srun"
-    return ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
-                       expected="a free port on rank 0's host", remedy=remedy)
-
-
-def init_process_group(world: World) -> None:
-    """Form the process group; every rank checks that it has the size that the launcher promised."""
-    import deepspeed
-    import torch.distributed
-    from deepspeed.accelerator import get_accelerator
-
-    from pretrain.patches.upstream import remove_shared_memory_names
-
-    if world.size == 1:  # a rank alone needs no operator for shared memory, and would compile it
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    choose_interface(world, os.environ)
-    _one_timeout_for_all_groups()
-    try:
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise taken_port(world) from None
-    if get_accelerator().device_name() == "cpu":
-        remove_shared_memory_names(world.rank)
-    else:
-        get_accelerator().set_device(world.local_rank)
-    formed = torch.distributed.get_world_size()
-    if formed != world.size:
-        raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")
 
 
 def running_environment() -> World:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pretrain.cli import Parser, run_main
 from pretrain.distributed.device import detect_device, has_nvcc
-from pretrain.distributed.world import prepare_deepspeed
+from pretrain.engine.prepare import prepare_deepspeed
 
 # op_builder class name -> its purpose; the longest to compile first
 _OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",

@@ -338,7 +338,8 @@ def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
             segment.unlink()
         return len(left)
 
-    assert left_by("from pretrain.distributed.world import init_process_group, running_environment\n"
+    assert left_by("from pretrain.distributed.process_group import init_process_group\n"
+                   "from pretrain.distributed.world import running_environment\n"
                    "init_process_group(running_environment())") == 0
     assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
         "DeepSpeed unlinks its shared memory: remove upstream.remove_shared_memory_names")

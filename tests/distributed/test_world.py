@@ -2,7 +2,8 @@
 
 import pytest
 
-from pretrain.distributed.world import ALONE, World, export_world, taken_port, world_from_environment
+from pretrain.distributed.process_group import taken_port
+from pretrain.distributed.world import ALONE, World, export_world, world_from_environment
 from pretrain.errors import ConfigError
 
 ENVIRONMENTS = {

@@ -129,7 +129,7 @@ def test_deepspeeds_operators_compile_as_one_file(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     code = """
         from pretrain.distributed.device import detect_device
-        from pretrain.distributed.world import prepare_deepspeed
+        from pretrain.engine.prepare import prepare_deepspeed
         prepare_deepspeed(detect_device())
         from deepspeed.accelerator import get_accelerator
         for name in ("FusedAdam", "ShareMemComm", "CPUAdam", "CPULion", "AsyncIO"):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
-from pretrain.distributed.world import init_process_group, running_environment
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
 
 

@@ -16,7 +16,8 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.data.loader import Loader, MicroBatch
-from pretrain.distributed.world import World, init_process_group, running_environment
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World, running_environment
 from pretrain.engine.build import (
     DeepSpeedEngine,
     build_engine,

@@ -17,7 +17,8 @@ from pretrain.bench.processes.job import LEARNING_RATE, Job
 from pretrain.bench.processes.rounds import Rounds
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
-from pretrain.distributed.world import init_process_group, running_environment
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.errors import ConfigError

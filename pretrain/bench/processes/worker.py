@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from pretrain.bench.processes.job import OURS, Job
-from pretrain.distributed.world import prepare_deepspeed
+from pretrain.engine.prepare import prepare_deepspeed
 
 CONTENDERS = {  # module and function: (job, rounds) -> never returns
     "project": "ours.project", "bare_engine": "ours.bare_engine", "loop": "ours.loop",

@@ -16,7 +16,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from pretrain.cluster.hosts.listening import listens
 from pretrain.distributed.process import port_is_free
-from pretrain.distributed.world import World, taken_port
+from pretrain.distributed.process_group import taken_port
+from pretrain.distributed.world import World
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -34,7 +34,8 @@ from pretrain.cluster.health.report import Report
 from pretrain.cluster.health.settings import Settings
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.world import World, init_process_group
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 

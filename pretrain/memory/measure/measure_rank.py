@@ -15,7 +15,9 @@ from pretrain.config.arguments import RunArguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process, resident_bytes
-from pretrain.distributed.world import World, init_process_group, prepare_deepspeed, running_environment
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World, running_environment
+from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 
 

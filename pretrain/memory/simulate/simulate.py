@@ -120,7 +120,7 @@ def _simulation(answer: dict[str, Any]) -> Simulation | ConfigError:
 
 def main(path: Path) -> None:
     """The process of `simulate_many`."""
-    from pretrain.distributed.world import prepare_deepspeed
+    from pretrain.engine.prepare import prepare_deepspeed
 
     prepare_deepspeed(cpu_device())
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (it and the next take seconds in each fork)

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 import pretrain.trainer  # noqa: F401
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.world import prepare_deepspeed
+from pretrain.engine.prepare import prepare_deepspeed
 
 GRACE_S = 60.0  # in which the ranks beside one that failed can report too; most of them end at once
 
