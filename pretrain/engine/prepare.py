@@ -5,8 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-import cpuinfo
-
 from pretrain.distributed.device import Device
 from pretrain.engine.lazy_imports import silence_renamed_collectives
 
@@ -18,6 +16,8 @@ def prepare_deepspeed(device: Device) -> None:
     in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
     its compiled operators where `operator_cache` keeps them.
     """
+    import cpuinfo  # starts a process when it is imported
+
     from pretrain.engine.operator_cache import cache_operators
 
     silence_renamed_collectives()

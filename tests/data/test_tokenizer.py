@@ -192,7 +192,7 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
     (["nowhere.txt"], "nowhere.txt: found no such file"),
     (["EMPTY"], "empty.txt: found no text"),
     (["BLANK"], "expected text to learn pieces from"),
-    ([str(Path(__file__).parent)], "tests: found a folder"),
+    ([str(Path(__file__).parent)], "data: found a folder"),
     ([], "INPUT: required"),
     (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.memory.measure.measure import run_ranks
+from pretrain.memory.measure import run_ranks
 from pretrain.memory.measure.out_of_memory import kernel_oom_kills
 from pretrain.memory.measure.run_ranks import FailedRank, failure
 

@@ -5,7 +5,8 @@
 The first part is an inventory of the engine, taken between two steps. The second part is a counter of jemalloc >= 5.3,
 with which train.py runs where it is installed (pretrain/distributed/allocator.py): bytes allocated less bytes
 freed by the calling thread, and their maximum. On a CPU torch runs forward pass, backward pass and optimizer in that
-one thread. The counter includes what operators allocate inside; a block counts as the size class that jemalloc rounds it up to.
+one thread. The counter includes what operators allocate inside; a block counts as the size class that jemalloc
+rounds it up to.
 
 glibc's malloc has no such counter. There the inventory is taken once more within the step, after its backward pass.
 """

@@ -23,8 +23,8 @@ from pretrain.memory.estimate.estimate import estimate_rank
 from pretrain.memory.estimate.shape import ModelShape, shape_of
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import PLACES, STATES, Footprint
+from pretrain.memory.measure import run_ranks as run_ranks_module
 from pretrain.memory.measure.measure import Measurement, measure, measurement
-from pretrain.memory.measure.measure import run_ranks as run_ranks_module
 from pretrain.memory.measure.steps import plan_without_data
 from pretrain.memory.simulate.simulate import Simulation, simulate, simulate_many
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
