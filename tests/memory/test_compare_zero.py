@@ -14,19 +14,19 @@ from rich.console import Console
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.ds_estimators import _estimator
-from pretrain.memory.estimate.estimate import estimate
-from pretrain.memory.estimate.shape import read_shape, shape_of
+from pretrain.memory.estimate.deepspeed_formulas import _estimator
+from pretrain.memory.estimate.model_shape import read_shape, shape_of
+from pretrain.memory.estimate.rank_memory import estimate
 from pretrain.memory.hardware import GIB, GPUS, make_cluster
 from pretrain.memory.report.command import combinations_of, main, make_report, subject_of
 from pretrain.memory.report.options import parse_flags
 from pretrain.memory.report.table import print_report
 from pretrain.memory.search.combinations import Axes, combine
 from pretrain.memory.search.compare import Subject, misfit
-from pretrain.memory.search.search import bisect, find_largest, scaled_shape
+from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.sizes import in_unit
-from pretrain.memory.step_time.cost import checkpoint_bytes, run_cost
-from pretrain.memory.step_time.step_time import model_flops_per_token
+from pretrain.memory.step_time.run_cost import checkpoint_bytes, run_cost
+from pretrain.memory.step_time.time_model import model_flops_per_token
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
@@ -66,7 +66,7 @@ def test_a_hundred_layouts_take_little_work(capsys: pytest.CaptureFixture[str]) 
 def test_the_table_is_made_without_torch() -> None:
     done, imported = run_and_list_imports(["tools/compare_zero.py", "--model", "gpt2", "--world_size", "8"])
     assert done.returncode == 0, done.stderr
-    assert "pretrain.memory.estimate.estimate" in imported
+    assert "pretrain.memory.estimate.rank_memory" in imported
     assert not {*HEAVY, "transformers", "numpy"} & imported
 
 

@@ -26,11 +26,11 @@ from pretrain.memory.estimate.activations import (
     loss_kept,
     loss_peak,
 )
-from pretrain.memory.estimate.architectures import ARCHITECTURES
-from pretrain.memory.estimate.estimate import estimate, estimate_rank
-from pretrain.memory.estimate.shape import read_shape, shape_of
-from pretrain.memory.estimate.stages import layer_work, partition_balanced, partition_uniform, stage_layers
-from pretrain.memory.estimate.working import groups_of_layers
+from pretrain.memory.estimate.model_shape import read_shape, shape_of
+from pretrain.memory.estimate.other_architectures import ARCHITECTURES
+from pretrain.memory.estimate.phases import groups_of_layers
+from pretrain.memory.estimate.pipeline_stages import layer_work, partition_balanced, partition_uniform, stage_layers
+from pretrain.memory.estimate.rank_memory import estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.tracker import StorageTracker
 from pretrain.model.config import load_model_config, model_config_from, preset_names

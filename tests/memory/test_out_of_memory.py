@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.world import World
-from pretrain.memory.estimate.shape import shape_of
+from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.report.advice import alternatives, differences, print_advice

@@ -5,7 +5,7 @@ from pathlib import Path
 from pretrain.checkpoint.format.manifest import Manifest, judged_folders
 from pretrain.config.layout import layout_of_plan
 from pretrain.config.validate import Plan
-from pretrain.memory.step_time.cost import checkpoint_bytes as bytes_of_layout
+from pretrain.memory.step_time.run_cost import checkpoint_bytes as bytes_of_layout
 
 
 def checkpoint_bytes(plan: Plan, checkpoints: Path) -> int:

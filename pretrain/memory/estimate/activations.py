@@ -15,7 +15,7 @@ inside. Experts see `experts_per_token` times the tokens, evenly (DeepSpeed-MoE 
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.shape import Layer, ModelShape
+from pretrain.memory.estimate.model_shape import Layer, ModelShape
 
 _FP32, _INT64 = 4, 8
 LOSS_TOKENS = 1024  # whose logits exist at a time (model/fused_loss.py)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.activations import Pass, pass_of
-from pretrain.memory.estimate.shape import ModelShape
-from pretrain.memory.estimate.stages import Group, rank_groups
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.pipeline_stages import Group, rank_groups
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 
 Exactly what DeepSpeed 0.19.8 allocates, with its padding; one function for each of its optimizers, named by the file
 that it was read from. "Between two micro-batches" of a step after the first: gradients are being accumulated, and the
-optimizer has its states. What comes and goes within a step is in `working.py`.
+optimizer has its states. What comes and goes within a step is in `phases.py`.
 
-The published formula (ZeRO, arXiv 1910.02054) is `estimate.paper_states`.
+The published formula (ZeRO, arXiv 1910.02054) is `rank_memory.paper_states`.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from pretrain.config.layout import Layout
+from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.nvme import aligned, swapped_gradients, swaps
-from pretrain.memory.estimate.shape import ModelShape
-from pretrain.memory.estimate.stages import Group, rank_groups
+from pretrain.memory.estimate.pipeline_stages import Group, rank_groups
 from pretrain.memory.footprint import Footprint
 
 Part = tuple[tuple[str, str], int]  # ((role, place), bytes)

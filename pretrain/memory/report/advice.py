@@ -14,8 +14,8 @@ from pretrain.config.layout import Layout, layout_of_plan
 from pretrain.distributed.process import resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.estimate import Estimate, estimate
-from pretrain.memory.estimate.shape import shape_of
+from pretrain.memory.estimate.model_shape import shape_of
+from pretrain.memory.estimate.rank_memory import Estimate, estimate
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.search.combinations import OFFLOADS, Axes, Candidate, combine

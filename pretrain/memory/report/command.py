@@ -7,17 +7,17 @@ from pathlib import Path
 
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.shape import read_shape, shape_of
+from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.hardware import GB, GIB, Cluster
 from pretrain.memory.report.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import Report, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.memory.search.combinations import Candidate, Combinations, combine, grouped, read_candidates
 from pretrain.memory.search.compare import Row, Subject, compare, recommend
-from pretrain.memory.search.search import find_largest, write_config
+from pretrain.memory.search.largest_fit import find_largest, write_config
 from pretrain.memory.sizes import in_unit
-from pretrain.memory.step_time.cost import cost_lines, run_cost
-from pretrain.memory.step_time.step_time import LINK_EFFICIENCY
+from pretrain.memory.step_time.run_cost import cost_lines, run_cost
+from pretrain.memory.step_time.time_model import LINK_EFFICIENCY
 from pretrain.model.config import load_model_config
 
 

@@ -17,7 +17,7 @@ from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.estimate import Estimate, estimate, estimate_rank
+from pretrain.memory.estimate.rank_memory import Estimate, estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.measure import measure
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console

@@ -9,10 +9,10 @@ from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
 from pretrain.memory.search.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
-from pretrain.memory.search.search import KINDS
+from pretrain.memory.search.largest_fit import KINDS
 from pretrain.memory.sizes import UNITS
-from pretrain.memory.step_time.cost import STORAGE_RATE
-from pretrain.memory.step_time.step_time import KERNEL_EFFICIENCY
+from pretrain.memory.step_time.run_cost import STORAGE_RATE
+from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY
 from pretrain.paths import check_file
 
 _MOST = 10**8

@@ -14,9 +14,9 @@ from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.search.combinations import Candidate
 from pretrain.memory.search.compare import Row, Subject
-from pretrain.memory.search.search import Largest
+from pretrain.memory.search.largest_fit import Largest
 from pretrain.memory.sizes import in_unit
-from pretrain.memory.step_time.cost import Cost
+from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, total_bytes
 
 _WIDE = 2000  # characters: no row is cut or folded

@@ -10,7 +10,7 @@ from typing import Any
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.layout import Layout, layout_of_config
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.shape import ModelShape
+from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 
 OFFLOADS = {"none": ("none", "none"), "optimizer_cpu": ("cpu", "none"), "all_cpu": ("cpu", "cpu"),

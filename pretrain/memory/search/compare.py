@@ -13,13 +13,13 @@ from pretrain.config.resolve import complete_ds_config
 from pretrain.config.rules import RULES, libaio, report_folders
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.ds_estimators import DeepSpeedEstimate, deepspeed_estimate
-from pretrain.memory.estimate.estimate import Estimate, estimate
-from pretrain.memory.estimate.shape import ModelShape
+from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.rank_memory import Estimate, estimate
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.combinations import Candidate, grouped
 from pretrain.memory.sizes import with_unit
-from pretrain.memory.step_time.step_time import (
+from pretrain.memory.step_time.time_model import (
     KERNEL_EFFICIENCY,
     StepTime,
     model_flops_per_token,

@@ -8,8 +8,8 @@ norms and losses are left out.
 from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
-from pretrain.memory.estimate.shape import ModelShape
-from pretrain.memory.estimate.stages import local_size, stage_tensors
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.pipeline_stages import local_size, stage_tensors
 
 LINKS = ("network", "pcie", "disk")
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch

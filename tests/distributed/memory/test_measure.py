@@ -19,8 +19,8 @@ from pretrain.config.layout import Layout, layout_of_plan
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import missing_operator
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.estimate import estimate_rank
-from pretrain.memory.estimate.shape import ModelShape, shape_of
+from pretrain.memory.estimate.model_shape import ModelShape, shape_of
+from pretrain.memory.estimate.rank_memory import estimate_rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import PLACES, STATES, Footprint
 from pretrain.memory.measure import run_ranks as run_ranks_module

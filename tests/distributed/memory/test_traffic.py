@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.config.layout import layout_of_config
 from pretrain.engine.build_ops import missing_operator
-from pretrain.memory.estimate.shape import shape_of
+from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_part, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.estimate import estimate
-from pretrain.memory.estimate.shape import ModelShape
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.rank_memory import estimate
 from pretrain.memory.search.combinations import Candidate
 from pretrain.memory.search.compare import Row, Subject, misfit
 

@@ -25,10 +25,11 @@ from pretrain.memory.estimate.activations import (
     loss_peak,
     own_input_bytes,
 )
+from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.nvme import retained_gradients
+from pretrain.memory.estimate.optimizer_phases import optimizer_step, reduction
+from pretrain.memory.estimate.pipeline_stages import local_size, stage_layers
 from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.estimate.shape import Layer, ModelShape
-from pretrain.memory.estimate.stages import local_size, stage_layers
 from pretrain.memory.estimate.states import (
     bucket_bytes,
     elements_touched,
@@ -37,7 +38,6 @@ from pretrain.memory.estimate.states import (
     persistent,
     states_of_rank,
 )
-from pretrain.memory.estimate.update import optimizer_step, reduction
 from pretrain.memory.footprint import Footprint
 
 _FP64 = 8

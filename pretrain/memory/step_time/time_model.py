@@ -7,8 +7,8 @@ other jobs on the same network.
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.shape import ModelShape
-from pretrain.memory.estimate.stages import layer_work, stage_layers
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.pipeline_stages import layer_work, stage_layers
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.traffic import PHASES, Part, Transfer, passes
 

@@ -5,8 +5,9 @@ from functools import lru_cache
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.shape import ModelShape
-from pretrain.memory.estimate.stages import Group, rank_groups
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.phases import moments
+from pretrain.memory.estimate.pipeline_stages import Group, rank_groups
 from pretrain.memory.estimate.states import (
     elements_touched,
     engine_kind,
@@ -16,7 +17,6 @@ from pretrain.memory.estimate.states import (
     pinning_loss,
     states_of_rank,
 )
-from pretrain.memory.estimate.working import moments
 from pretrain.memory.footprint import Footprint
 
 # Of what is allocated and freed again on CUDA (everything but states and fixed buffers): what its caching allocator
@@ -33,7 +33,7 @@ class Estimate:
     num_parameters: int  # of the whole model
     steady: Footprint  # between two micro-batches: states and fixed buffers
     peak: Footprint  # at the worst moment, with a margin for what the allocators lose
-    moment: str  # which that is: see working.py; "states" without a shape
+    moment: str  # which that is: see phases.py; "states" without a shape
     stage: int = 0  # the worst rank's pipeline stage
     zero_rank: int = 0  # and its place among the ranks that ZeRO divides over
 

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.shape import Layer, ModelShape, Tensor
+from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
 from pretrain.model.flops import head_to_cut_by
 
 # The classes of build_specs, which "type:REGEX" is compared with.

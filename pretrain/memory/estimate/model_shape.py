@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.architectures import ARCHITECTURES
+from pretrain.memory.estimate.other_architectures import ARCHITECTURES
 from pretrain.model.config import ModelConfig, find_config, model_config_from
 from pretrain.model.config_keys import KEYS, read_config_json
 

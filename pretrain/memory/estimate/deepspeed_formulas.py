@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.shape import ModelShape
+from pretrain.memory.estimate.model_shape import ModelShape
 
 _FILES = {"estimate_zero2_model_states_mem_needs": "runtime/zero/stage_1_and_2.py",
           "estimate_zero3_model_states_mem_needs": "runtime/zero/stage3.py"}

@@ -1,8 +1,8 @@
-"""What reduction and optimizer step need beside the states: two of the moments of `working.py`."""
+"""What reduction and optimizer step need beside the states: two of the moments of `phases.py`."""
 
 from pretrain.config.layout import Layout
+from pretrain.memory.estimate.pipeline_stages import stage_layers
 from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.estimate.stages import stage_layers
 from pretrain.memory.estimate.states import (
     bucket_bytes,
     elements_touched,
