@@ -58,7 +58,7 @@ def run(args: RunArguments, world: World) -> int:
     prepare_deepspeed(device)
     if not _compiles(plan):
         leave_out_compiler()
-    from pretrain.memory.report.advice import MemoryWatch, print_advice
+    from pretrain.memory.report.memory_watch import MemoryWatch, print_advice
     from pretrain.trainer import train  # imports torch and deepspeed
 
     watch = MemoryWatch.start(plan, world)

@@ -34,7 +34,7 @@ from pretrain.engine.build import (
     train_batch,
 )
 from pretrain.errors import FINISHED, STOPPED
-from pretrain.memory.report.advice import MemoryWatch
+from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.run_folder import RunFolder, run_record
 from pretrain.resilience.stop import Stop

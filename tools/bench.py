@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from pretrain.bench.levers import explain
-from pretrain.bench.measure import measure
 from pretrain.bench.report import (
     as_json,
     busy,
@@ -28,6 +27,7 @@ from pretrain.bench.report import (
     show,
     write_between_markers,
 )
+from pretrain.bench.run_sections import measure
 from pretrain.bench.settings import add_flags, settings_of
 from pretrain.cli import Parser, run_main
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.bench.processes.job import shape
-from pretrain.bench.processes.turns import Section
+from pretrain.bench.processes.baseline_job import shape
+from pretrain.bench.processes.interleave import Section
 from pretrain.bench.settings import Settings
 from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pretrain.bench.levers import LEVERS, explain
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import take_turns
 from pretrain.bench.report import check_markers, markers, write_between_markers
 from pretrain.bench.sections.pipeline import highest_speedup
 from pretrain.bench.sections.step import PEERS, PROJECT

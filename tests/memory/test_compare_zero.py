@@ -18,8 +18,8 @@ from pretrain.memory.estimate.deepspeed_formulas import _estimator
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.estimate.rank_memory import estimate
 from pretrain.memory.hardware import GIB, GPUS, make_cluster
-from pretrain.memory.report.command import combinations_of, main, make_report, subject_of
-from pretrain.memory.report.options import parse_flags
+from pretrain.memory.report.compare_zero import combinations_of, main, make_report, subject_of
+from pretrain.memory.report.compare_zero_flags import parse_flags
 from pretrain.memory.report.table import print_report
 from pretrain.memory.search.combinations import Axes, combine
 from pretrain.memory.search.compare import Subject, misfit

@@ -32,7 +32,7 @@ from pretrain.memory.estimate.phases import groups_of_layers
 from pretrain.memory.estimate.pipeline_stages import layer_work, partition_balanced, partition_uniform, stage_layers
 from pretrain.memory.estimate.rank_memory import estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.tracker import StorageTracker
+from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import load_model_config, model_config_from, preset_names
 from pretrain.model.flops import flops_per_token
 from pretrain.model.kernels import cpu_attention, fused_loss

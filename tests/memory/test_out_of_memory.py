@@ -13,7 +13,7 @@ from pretrain.distributed.world import World
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
-from pretrain.memory.report.advice import alternatives, differences, print_advice
+from pretrain.memory.report.memory_watch import alternatives, differences, print_advice
 from pretrain.memory.search.compare import Subject
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.bench.baselines.ours import loader_of
-from pretrain.bench.processes.job import LEARNING_RATE, Job
-from pretrain.bench.processes.rounds import Rounds
+from pretrain.bench.baselines.this_project import loader_of
+from pretrain.bench.processes.baseline_job import LEARNING_RATE, Job
+from pretrain.bench.processes.request_loop import Rounds
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group

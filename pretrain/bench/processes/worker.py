@@ -6,13 +6,13 @@ import os
 import sys
 import traceback
 
-from pretrain.bench.processes.job import OURS, Job
+from pretrain.bench.processes.baseline_job import OURS, Job
 from pretrain.engine.prepare import prepare_deepspeed
 
 CONTENDERS = {  # module and function: (job, rounds) -> never returns
-    "project": "ours.project", "bare_engine": "ours.bare_engine", "loop": "ours.loop",
-    "checkpoint": "ours.checkpoint", "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop",
-    "torch": "peers.torch_loop", "products": "machine.products", "disk": "machine.disk",
+    "project": "this_project.project", "bare_engine": "this_project.bare_engine", "loop": "this_project.loop",
+    "checkpoint": "this_project.checkpoint", "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop",
+    "torch": "peers.torch_loop", "products": "machine_limits.products", "disk": "machine_limits.disk",
 }
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     if job.contender in OURS:  # the others run as they come
         prepare_deepspeed(job.device)
 
-    from pretrain.bench.processes.rounds import Ended, Rounds  # imports torch
+    from pretrain.bench.processes.request_loop import Ended, Rounds  # imports torch
     from pretrain.engine.operator_cache import cache_operators
 
     cache_operators()  # the same operators for all: none of the baselines compiles its own

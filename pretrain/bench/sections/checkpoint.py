@@ -2,8 +2,8 @@
 
 import statistics
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, take_turns
 
 INTERVAL_S = 1800.0
 _NAMES = {False: "synchronous", True: "--async_save"}

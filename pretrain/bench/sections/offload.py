@@ -4,8 +4,8 @@ import json
 import statistics
 from typing import Any
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, take_turns
 
 _SHOWN = 5
 _KEYS = ("block_size", "queue_depth", "intra_op_parallelism")

@@ -2,8 +2,8 @@
 
 import statistics
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, spread, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, spread, take_turns
 
 LOOP, BARE = "step loop", "bare engine"
 LOG_INTERVAL = 10  # train.py's default: a round has a logged step, or as many as its length asks for

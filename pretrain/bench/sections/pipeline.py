@@ -3,8 +3,8 @@
 import statistics
 from typing import Any
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, spread, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, spread, take_turns
 
 STAGES, MICRO_BATCHES = 2, 8
 PIPELINE, SINGLE = "2 stages x 8 micro-batches", "1 stage on one rank's cores"

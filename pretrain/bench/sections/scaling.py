@@ -2,8 +2,8 @@
 
 import statistics
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, spread, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, spread, take_turns
 from pretrain.bench.sections.step import tokens_per_second
 
 

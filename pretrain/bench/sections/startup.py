@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.bench.processes.child import ContenderError, environment
-from pretrain.bench.processes.job import Job, Workshop
-from pretrain.bench.processes.turns import Say, Section, spread
+from pretrain.bench.processes.baseline_job import Job, Workshop
+from pretrain.bench.processes.baseline_process import ContenderError, environment
+from pretrain.bench.processes.interleave import Say, Section, spread
 from pretrain.distributed.process import ROOT, free_port
 
 

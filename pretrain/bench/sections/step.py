@@ -3,8 +3,8 @@
 import statistics
 from typing import Any
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section, Turns, spread, take_turns
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section, Turns, spread, take_turns
 from pretrain.model.flops import flops_per_token
 
 PROJECT, PRODUCTS = "this project", "matrix products"

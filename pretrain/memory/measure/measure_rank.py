@@ -29,9 +29,9 @@ def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[di
 
     from pretrain.distributed.collectives import gather
     from pretrain.engine.build import build_engine
-    from pretrain.memory.measure.inventory import on_nvme
-    from pretrain.memory.measure.steps import observe, time_steps
-    from pretrain.memory.measure.tracker import StorageTracker
+    from pretrain.memory.measure.observe_steps import observe, time_steps
+    from pretrain.memory.measure.storage_tracker import StorageTracker
+    from pretrain.memory.measure.tensor_inventory import on_nvme
 
     tracker = StorageTracker() if detect_device().kind == "cpu" else None
     with tracker or contextlib.nullcontext():
@@ -47,7 +47,7 @@ def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[di
 
 def run(job: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Every rank's result. Raises ConfigError."""
-    from pretrain.memory.measure.steps import plan_without_data
+    from pretrain.memory.measure.observe_steps import plan_without_data
 
     device = detect_device()
     plan = plan_without_data(RunArguments(**job["args"]), world_size=world.size, device=device)

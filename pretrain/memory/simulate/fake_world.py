@@ -26,9 +26,9 @@ from pretrain.distributed.device import cpu_device
 from pretrain.engine import build as pretrain_engine
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.inventory import role_of_file
-from pretrain.memory.measure.steps import observe, plan_without_data
-from pretrain.memory.measure.tracker import StorageTracker
+from pretrain.memory.measure.observe_steps import observe, plan_without_data
+from pretrain.memory.measure.storage_tracker import StorageTracker
+from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

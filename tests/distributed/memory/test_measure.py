@@ -24,9 +24,9 @@ from pretrain.memory.estimate.rank_memory import estimate_rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import PLACES, STATES, Footprint
 from pretrain.memory.measure import run_ranks as run_ranks_module
-from pretrain.memory.measure.measure import Measurement, measure, measurement
-from pretrain.memory.measure.steps import plan_without_data
-from pretrain.memory.simulate.simulate import Simulation, simulate, simulate_many
+from pretrain.memory.measure.measure_run import Measurement, measure, measurement
+from pretrain.memory.measure.observe_steps import plan_without_data
+from pretrain.memory.simulate.simulate_ranks import Simulation, simulate, simulate_many
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
 
 ALL = bool(os.environ.get("DS_PRETRAIN_ALL_MEMORY"))

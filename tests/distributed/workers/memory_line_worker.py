@@ -13,8 +13,8 @@ from pretrain.distributed.process import end_process
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files, train_batch
 from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.memory.measure.steps import plan_without_data, random_batches
-from pretrain.memory.report.advice import REPORTED_STEP, MemoryWatch
+from pretrain.memory.measure.observe_steps import plan_without_data, random_batches
+from pretrain.memory.report.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.cases_loop import each_case
 
 

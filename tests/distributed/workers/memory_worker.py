@@ -11,7 +11,7 @@ from pretrain.config.arguments import RunArguments
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files
 from pretrain.memory.measure.measure_rank import measure_here
-from pretrain.memory.measure.steps import plan_without_data
+from pretrain.memory.measure.observe_steps import plan_without_data
 from tests.support.cases_loop import each_case
 
 

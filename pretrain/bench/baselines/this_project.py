@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 
 from pretrain import trainer as training_loop
-from pretrain.bench.processes.job import Job
-from pretrain.bench.processes.rounds import Rounds
+from pretrain.bench.processes.baseline_job import Job
+from pretrain.bench.processes.request_loop import Rounds
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
@@ -26,7 +26,7 @@ from pretrain.engine.build import (
     deepspeed_output,
     train_batch,
 )
-from pretrain.memory.report.advice import MemoryWatch
+from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 from pretrain.monitor.run_folder import RunFolder

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.bench.processes.child import Child, ContenderError, children
-from pretrain.bench.processes.job import Job, Workshop
+from pretrain.bench.processes.baseline_job import Job, Workshop
+from pretrain.bench.processes.baseline_process import Child, ContenderError, children
 
 Say = Callable[[str], None]
 Side = list[Job]

@@ -15,8 +15,8 @@ import ctypes
 
 from deepspeed import DeepSpeedEngine
 
-from pretrain.memory.measure.inventory import held
-from pretrain.memory.measure.steps import call_after_backward
+from pretrain.memory.measure.observe_steps import call_after_backward
+from pretrain.memory.measure.tensor_inventory import held
 
 
 class StepTensors:

@@ -9,7 +9,7 @@ from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.hardware import GB, GIB, Cluster
-from pretrain.memory.report.options import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
+from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import Report, largest_json, print_largest, print_report, report_csv, report_json
 from pretrain.memory.search.combinations import Candidate, Combinations, combine, grouped, read_candidates
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     found = combinations_of(flags, subject, _device_kind(flags.mode))
     if flags.mode != "estimate":
         # judges whole runs, which takes numpy
-        from pretrain.memory.report.observe import observe_all, observed_json, print_observed, say_to_stderr
+        from pretrain.memory.report.estimate_check import observe_all, observed_json, print_observed, say_to_stderr
 
         observed = observe_all(_one_of_each(found), subject, flags, say_to_stderr)
         if not _emit(flags.json, lambda: observed_json(observed)):

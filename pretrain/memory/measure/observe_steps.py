@@ -20,8 +20,8 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.device import Device
 from pretrain.engine.build import train_batch
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.inventory import Holding, entries, holdings, unaccounted
-from pretrain.memory.measure.tracker import StorageTracker, peak_of
+from pretrain.memory.measure.storage_tracker import StorageTracker, peak_of
+from pretrain.memory.measure.tensor_inventory import Holding, entries, holdings, unaccounted
 
 _SHOWN = 12  # largest buffers
 _SETTLE_S = 0.1  # gloo's threads let go of a tensor a moment after its collective is over

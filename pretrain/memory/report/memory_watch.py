@@ -24,7 +24,7 @@ from pretrain.memory.sizes import with_unit
 
 if TYPE_CHECKING:
     from pretrain.config.validate import Plan
-    from pretrain.memory.measure.allocated import StepTensors
+    from pretrain.memory.measure.cpu_step_peak import StepTensors
 
 REPORTED_STEP = 2  # of this start: the first step makes the optimizer's states
 _NEARLY = 0.85  # of what the failed layout was predicted to take: a change must save at least the rest
@@ -53,7 +53,7 @@ class MemoryWatch:
 
         if get_accelerator().device_name() != "cpu":
             return cls(plan, world, "cuda", int(get_accelerator().total_memory()), 0)
-        from pretrain.memory.measure.allocated import StepTensors
+        from pretrain.memory.measure.cpu_step_peak import StepTensors
 
         room = max(0, _host_room(world.local_size) - PROCESS_GROWTH_BYTES)
         return cls(plan, world, "cpu", room, resident_bytes()[0], StepTensors())

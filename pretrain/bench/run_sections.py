@@ -4,8 +4,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.bench.processes.job import Workshop
-from pretrain.bench.processes.turns import Say, Section
+from pretrain.bench.processes.baseline_job import Workshop
+from pretrain.bench.processes.interleave import Say, Section
 from pretrain.bench.sections.checkpoint import checkpoint_stall
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead

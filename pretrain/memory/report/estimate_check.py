@@ -19,11 +19,11 @@ from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.rank_memory import Estimate, estimate, estimate_rank
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.measure import measure
+from pretrain.memory.measure.measure_run import measure
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console
 from pretrain.memory.search.combinations import Candidate
 from pretrain.memory.search.compare import Subject
-from pretrain.memory.simulate.simulate import simulate_many
+from pretrain.memory.simulate.simulate_ranks import simulate_many
 from pretrain.memory.sizes import in_unit
 
 DEFAULT_STEPS = 4

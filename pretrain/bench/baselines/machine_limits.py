@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from pretrain.bench.processes.job import Job
-from pretrain.bench.processes.rounds import Rounds
+from pretrain.bench.processes.baseline_job import Job
+from pretrain.bench.processes.request_loop import Rounds
 
 _PRODUCT_S = 1.0  # of products a round
 _DISK_BYTES = 256 * 2**20  # a transfer

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.tracker import storage_of
+from pretrain.memory.measure.storage_tracker import storage_of
 
 Entry = tuple[str, str, str, torch.Tensor]  # role, place, name, tensor
 

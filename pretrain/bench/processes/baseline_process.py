@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.processes.job import OURS, Job
+from pretrain.bench.processes.baseline_job import OURS, Job
 from pretrain.distributed.allocator import jemalloc_environment
 from pretrain.distributed.process import free_port, package_environment
 

@@ -95,7 +95,7 @@ def _run(jobs: Sequence[tuple[RunArguments, int, int]],
         environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         errors = Path(folder, "stderr.txt")
         with errors.open("w") as stderr, subprocess.Popen(
-                [sys.executable, "-m", "pretrain.memory.simulate.simulate", str(path)], env=environ, text=True,
+                [sys.executable, "-m", "pretrain.memory.simulate.simulate_ranks", str(path)], env=environ, text=True,
                 stdout=subprocess.PIPE, stderr=stderr) as process:
             assert process.stdout is not None
             for line in process.stdout:
