@@ -10,4 +10,4 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${VENV:-$root/.venv}/bin/python
 [ -x "$python" ] || python=$(command -v python3) || { echo "launch/cluster.sh: no Python. Remedy: launch/setup.sh" >&2; exit 2; }
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m pretrain.cluster.launcher "$@"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m pretrain.cluster.multihost_launch "$@"

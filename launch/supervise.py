@@ -5,7 +5,7 @@ import sys
 from dataclasses import fields
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, place, run_main, text, whole_number
-from pretrain.cluster.supervise.hosts import reach_hosts
+from pretrain.cluster.supervise.host_checks import reach_hosts
 from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
 from pretrain.cluster.supervise.supervisor import Settings, supervise
 from pretrain.errors import ConfigError

@@ -23,7 +23,7 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 
 def _one_timeout_for_all_groups() -> None:
     """DeepSpeed 0.19.8 (comm/torch.py, new_group) gives the groups that it makes torch's default, 30 minutes of gloo,
-    whatever DEEPSPEED_TIMEOUT (minutes) says. Guarded by tests/cluster/test_cluster.py, test_a_cut_cable_...
+    whatever DEEPSPEED_TIMEOUT (minutes) says. Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_cable_...
     """
     from deepspeed.constants import default_pg_timeout
     from torch.distributed import distributed_c10d

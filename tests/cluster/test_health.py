@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from pretrain.cluster.health.check import Place, hosts_of
+from pretrain.cluster.health.connections import ClockServer, Reach, reach
 from pretrain.cluster.health.devices import DeviceHealth, device_health
-from pretrain.cluster.health.judge import judge_devices, judge_links, judge_reach
+from pretrain.cluster.health.findings import judge_devices, judge_links, judge_reach
 from pretrain.cluster.health.links import Link, partner_of, rounds, spread
-from pretrain.cluster.health.reach import ClockServer, Reach, reach
+from pretrain.cluster.health.outliers import culprits, slow
 from pretrain.cluster.health.report import Report
-from pretrain.cluster.health.verdict import culprits, slow
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT, free_port, run_ranks
 

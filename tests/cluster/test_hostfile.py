@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.flags import command_line
-from pretrain.cluster.hosts.ending import exit_code
-from pretrain.cluster.hosts.environment import (
+from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.hosts.multihost_job import exit_code
+from pretrain.cluster.hosts.preflight import Facts
+from pretrain.cluster.hosts.rank_environment import (
     interface_variables,
     own_variables,
     run_variables,
     threads,
     write_environment,
 )
-from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.hosts.preflight import Facts
-from pretrain.cluster.launcher import deepspeed_command, main, quoted_for_pdsh
+from pretrain.cluster.launcher_flags import command_line
+from pretrain.cluster.multihost_launch import deepspeed_command, main, quoted_for_pdsh
 from pretrain.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.cluster.slurm import RECORD, after, check_time_limit, seconds
+from pretrain.cluster.slurm_job import RECORD, after, check_time_limit, seconds
 from pretrain.errors import ConfigError
 from tests.cluster.workers.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
 from tests.support.launch import ROOT

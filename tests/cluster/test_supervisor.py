@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pretrain.cluster.supervise import launch_command as launch
-from pretrain.cluster.supervise.ledger import Progress, read_ledger, step_seconds
+from pretrain.cluster.supervise.restart_log import Progress, read_ledger, step_seconds
 from pretrain.cluster.supervise.supervisor import Settings, backoff, judge
 from pretrain.errors import ConfigError
 from tests.support.supervised import ended, supervise, wait_until

@@ -16,9 +16,10 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.resume import checkpoints_of
 from pretrain.checkpoint.save.space import checkpoint_bytes
-from pretrain.cluster.health.board import START_SHARE, Board, SilentRanksError, bounded, first_line, join
+from pretrain.cluster.health.connections import ClockServer, Reach, host_name, own_address, reach_all
 from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
-from pretrain.cluster.health.judge import judge_collectives, judge_devices, judge_disks, judge_links, judge_reach
+from pretrain.cluster.health.findings import judge_collectives, judge_devices, judge_disks, judge_links, judge_reach
+from pretrain.cluster.health.key_value_store import START_SHARE, Board, SilentRanksError, bounded, first_line, join
 from pretrain.cluster.health.links import (
     Collective,
     Link,
@@ -29,7 +30,6 @@ from pretrain.cluster.health.links import (
     rounds,
     spread,
 )
-from pretrain.cluster.health.reach import ClockServer, Reach, host_name, own_address, reach_all
 from pretrain.cluster.health.report import Report
 from pretrain.cluster.health.settings import Settings
 from pretrain.config.validate import check_run

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pretrain.cluster.health.verdict import LATENCY, MEASURES, Finding, Measure, number
+from pretrain.cluster.health.outliers import LATENCY, MEASURES, Finding, Measure, number
 
 
 @dataclass(frozen=True)

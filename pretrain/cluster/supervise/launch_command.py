@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.cluster.flags import split_words
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
+from pretrain.cluster.launcher_flags import split_words
 from pretrain.config.arguments import read_yaml
 from pretrain.errors import ConfigError
 

@@ -19,9 +19,9 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import newest_step
 from pretrain.cluster.hosts.remote import Reach
 from pretrain.cluster.supervise import launch_command as launch
-from pretrain.cluster.supervise.hosts import DEFAULT_HEALTH_COMMAND, LOCAL, ranks_on, reach_hosts, unhealthy
-from pretrain.cluster.supervise.ledger import Ledger, Progress, Start, marks, read_progress, step_seconds
+from pretrain.cluster.supervise.host_checks import DEFAULT_HEALTH_COMMAND, LOCAL, ranks_on, reach_hosts, unhealthy
 from pretrain.cluster.supervise.processes import adopt_orphans, ask_to_save, descendants, end_descendants
+from pretrain.cluster.supervise.restart_log import Ledger, Progress, Start, marks, read_progress, step_seconds
 from pretrain.errors import CRASHED, FINISHED, GUARD, HANG, NEVER_AGAIN, REFUSED, STOPPED, ConfigError
 from pretrain.monitor.rows import read_starts
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pretrain.cluster.supervise.ledger import read_ledger
+from pretrain.cluster.supervise.restart_log import read_ledger
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.supervise.hosts import ranks_on, reach_hosts, unhealthy
-from pretrain.cluster.supervise.ledger import read_ledger
+from pretrain.cluster.supervise.host_checks import ranks_on, reach_hosts, unhealthy
+from pretrain.cluster.supervise.restart_log import read_ledger
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.flags import command_line, split_words
-from pretrain.cluster.launch import local_slots, main
+from pretrain.cluster.ds_pretrain import local_slots, main
+from pretrain.cluster.launcher_flags import command_line, split_words
 from pretrain.config.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -96,7 +96,7 @@ def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
         return local_slots(command_line("").parse_args(words), device)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("pretrain.cluster.launch._gpus", lambda: 4)
+    monkeypatch.setattr("pretrain.cluster.ds_pretrain._gpus", lambda: 4)
     assert slots(GPU) == [0, 1, 2, 3]
     assert slots(GPU, "--num_gpus", "2") == [0, 1]
     assert slots(GPU, "--include", "localhost:1,3") == [1, 3]
@@ -112,8 +112,8 @@ def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_run_is_rejected_without_torch(corpus: str, tmp_path: Path) -> None:
-    code = "import sys\nfrom pretrain.errors import ConfigError\nfrom pretrain.cluster.launch import main\ntry:\n" \
-           "    main(sys.argv[1:])\nexcept ConfigError as error:\n    print(error)\n" \
+    code = "import sys\nfrom pretrain.errors import ConfigError\nfrom pretrain.cluster.ds_pretrain import main\n" \
+           "try:\n    main(sys.argv[1:])\nexcept ConfigError as error:\n    print(error)\n" \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
     flags = _flags(str(tmp_path / "nowhere"), tmp_path / "run", "--train_steps", "2", config=ZERO2)
     done = subprocess.run([sys.executable, "-c", code, "--num_gpus", "2", *flags], capture_output=True, text=True,
@@ -125,7 +125,7 @@ def test_a_wrong_run_is_rejected_without_torch(corpus: str, tmp_path: Path) -> N
 
 def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, Path("run"), "--train_steps", "2", config=ZERO2)
-    done = subprocess.run([sys.executable, "-m", "pretrain.cluster.launch", "--num_gpus", "2", *flags],
+    done = subprocess.run([sys.executable, "-m", "pretrain.cluster.ds_pretrain", "--num_gpus", "2", *flags],
                           env={**_environment(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, text=True, timeout=300,
                           capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -138,7 +138,7 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
 
 # ---- signals, with a small program in place of DeepSpeed's launcher
 
-_STARTER = "import os, sys\nfrom pretrain.cluster.launch import run_launcher\n" \
+_STARTER = "import os, sys\nfrom pretrain.cluster.ds_pretrain import run_launcher\n" \
            "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ)))"
 _SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"
 _STARTS = "import signal\nprint('ready')\nsignal.pause()"

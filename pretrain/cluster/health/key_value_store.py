@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from pretrain.cluster.hosts.listening import listens
+from pretrain.cluster.hosts.wait_for_port import listens
 from pretrain.distributed.process import port_is_free
 from pretrain.distributed.process_group import taken_port
 from pretrain.distributed.world import World

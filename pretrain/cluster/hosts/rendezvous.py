@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pretrain.cluster.hosts import probe
-from pretrain.cluster.hosts.ending import LOST, Watch
-from pretrain.cluster.hosts.listening import listens
+from pretrain.cluster.hosts.multihost_job import LOST, Watch
 from pretrain.cluster.hosts.preflight import Facts, Question, check_here, compare, token_in
+from pretrain.cluster.hosts.wait_for_port import listens
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import newest_whole
-from pretrain.cluster.hosts.ending import LOST
+from pretrain.cluster.hosts.multihost_job import LOST
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port

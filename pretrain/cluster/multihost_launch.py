@@ -12,13 +12,18 @@ from pathlib import Path
 
 from pretrain.checkpoint.load.resume import choose_resume
 from pretrain.cli import run_main
-from pretrain.cluster.flags import LAUNCHERS, command_line, split_words
-from pretrain.cluster.hosts.ending import Job, run_job
-from pretrain.cluster.hosts.environment import launcher_environment, own_variables, run_variables, write_environment
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.hosts.meeting import PORT_OFFSET, join
+from pretrain.cluster.hosts.multihost_job import Job, run_job
 from pretrain.cluster.hosts.preflight import ROOT, Facts, Question, examine_hosts, question_of
+from pretrain.cluster.hosts.rank_environment import (
+    launcher_environment,
+    own_variables,
+    run_variables,
+    write_environment,
+)
 from pretrain.cluster.hosts.remote import by_srun, by_ssh, here, ssh_options
+from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join
+from pretrain.cluster.launcher_flags import LAUNCHERS, command_line, split_words
 from pretrain.config.arguments import RunArguments, parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device

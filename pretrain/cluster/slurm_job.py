@@ -1,6 +1,6 @@
 """What a SLURM job asks around its ranks: is there time for a save, which node failed, is it worth another start?
 
-launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm before` on every node, and `after` where a run
+launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before` on every node, and `after` where a run
 failed.
 """
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises ConfigError.
     """
-    parser = Parser(prog="python -m pretrain.cluster.slurm")
+    parser = Parser(prog="python -m pretrain.cluster.slurm_job")
     parser.add_argument("when", choices=("before", "after"))
     parser.add_argument("--world_size", type=int, default=1, help="ranks of the run")
     parser.add_argument("--signal_seconds", type=int, default=0, help="of #SBATCH --signal=B:USR1@SECONDS")

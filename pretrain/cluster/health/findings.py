@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from statistics import median
 
+from pretrain.cluster.health.connections import Reach
 from pretrain.cluster.health.devices import DeviceHealth, DiskHealth
 from pretrain.cluster.health.links import Collective, Link
-from pretrain.cluster.health.reach import Reach
-from pretrain.cluster.health.report import LinkRow, Report
-from pretrain.cluster.health.verdict import (
+from pretrain.cluster.health.outliers import (
     DISK,
     FREE_MEMORY,
     INSIDE,
@@ -25,6 +24,7 @@ from pretrain.cluster.health.verdict import (
     usual_latency,
     usual_link,
 )
+from pretrain.cluster.health.report import LinkRow, Report
 
 Hosts = dict[str, list[int]]  # ranks of each
 Pair = tuple[str, str]

@@ -23,10 +23,10 @@ from types import FrameType
 
 from pretrain.checkpoint.load.resume import choose_resume
 from pretrain.cli import run_main, say
-from pretrain.cluster.flags import NO_HOSTFILE, command_line, split_words
-from pretrain.cluster.hosts.environment import launcher_environment
 from pretrain.cluster.hosts.hostfile import choose_hosts
-from pretrain.cluster.launcher import chosen_hosts, launch_on_hosts
+from pretrain.cluster.hosts.rank_environment import launcher_environment
+from pretrain.cluster.launcher_flags import NO_HOSTFILE, command_line, split_words
+from pretrain.cluster.multihost_launch import chosen_hosts, launch_on_hosts
 from pretrain.cluster.supervise.processes import ask_to_save, descendants, end_descendants
 from pretrain.config.arguments import parse_arguments
 from pretrain.config.validate import check_run
