@@ -10,9 +10,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.agree import agree_on_checkpoint
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.checkpoint.save.store import load_checkpoint
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.console.status import clear_status, status

@@ -12,17 +12,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.checkpoint.convert.commands import (
-    Found,
-    check_new_folder,
-    checkpoints_of,
-    find,
-    find_one,
-    is_checkpoint,
-    layout,
-    verify,
-    written,
-)
+from pretrain.checkpoint.convert.commands import check_new_folder, layout, verify, written
+from pretrain.checkpoint.load.select import Found, checkpoints_of, find, find_one, is_checkpoint
 from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.console.progress import Progress

@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
 from pretrain.checkpoint.load.resume import checkpoints_of, choose_resume
-from pretrain.checkpoint.save.space import checkpoint_bytes
+from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.config.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
@@ -118,7 +118,7 @@ def save_seconds(plan: Plan, run: Path) -> float:
     if took:
         return max(took[-10:])
     folder = next(path for path in (run.absolute(), *run.absolute().parents) if path.is_dir())
-    return checkpoint_bytes(plan, checkpoints_of(plan)) / _bytes_per_second(folder)
+    return next_checkpoint_bytes(plan, checkpoints_of(plan)) / _bytes_per_second(folder)
 
 
 def step_seconds(run: Path) -> float:

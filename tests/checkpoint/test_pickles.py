@@ -14,10 +14,11 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from pretrain.checkpoint.convert.commands import find_one, verify
+from pretrain.checkpoint.convert.commands import verify
 from pretrain.checkpoint.format.files import HashedFile
 from pretrain.checkpoint.format.pickle_scan import ORDINARY, is_ordinary, pickle_globals
 from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.load.select import find_one
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pretrain.config.checkpoint_size import checkpoint_bytes
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import _estimator
@@ -25,7 +26,7 @@ from pretrain.memory.search.combinations import Axes, combine
 from pretrain.memory.search.compare import Subject, misfit
 from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.sizes import in_unit
-from pretrain.memory.step_time.run_cost import checkpoint_bytes, run_cost
+from pretrain.memory.step_time.run_cost import run_cost
 from pretrain.memory.step_time.time_model import model_flops_per_token
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token

@@ -1,11 +1,84 @@
-"""Find the checkpoint and the tokenizer that a tool reads, without importing torch."""
+"""Find the checkpoints and the tokenizer that a tool reads, without importing torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.convert.commands import find_one
-from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_folders,
+    judge_folder,
+    newest_whole,
+    read_manifest,
+    step_of,
+)
 from pretrain.errors import ConfigError
 from pretrain.monitor.rows import newest_start
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's folder, and its manifest, or what is wrong with it."""
+
+    folder: Path
+    manifest: Manifest | None
+    complaint: str = ""
+
+    @property
+    def step(self) -> int:
+        """From the manifest, or from the folder's name if there is none."""
+        return self.manifest.step if self.manifest else step_of(self.folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files that its manifest names."""
+        return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The folder with the checkpoints of a run: of the run's folder, or that folder itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def find(path: Path) -> list[Found]:
+    """The checkpoints of a run folder, of its checkpoints folder, or `path` itself; the newest first.
+
+    Raises ConfigError where there is none.
+    """
+    if is_checkpoint(path):
+        return [_judge(path)]
+    folders = checkpoint_folders(checkpoints_of(path))
+    if not folders:
+        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
+    return [_judge(folder) for folder in folders]
+
+
+def find_one(path: Path, *, step: int | None = None) -> Found:
+    """`path` itself; of a run folder the newest complete checkpoint, or that of `step`. Raises ConfigError."""
+    if is_checkpoint(path):
+        found = Found(path, read_manifest(path))
+        if step is not None and found.step != step:
+            raise ConfigError("--step", found=f"{step}, and {path}", expected="one of the two",
+                              remedy="name the run folder, or leave --step out")
+        return found
+    if step is not None:
+        folder = checkpoints_of(path) / f"global_step{step}"
+        return Found(folder, read_manifest(folder))
+    newest = newest_whole(checkpoints_of(path))
+    if newest is None:
+        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's",
+                          remedy="name what --save named, or a global_stepN folder")
+    return Found(newest[0], newest[1])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is one checkpoint's folder, damaged or not."""
+    return (step_of(path) >= 0 and path.is_dir()) or (path / MANIFEST).is_file()
+
+
+def _judge(folder: Path) -> Found:
+    found = judge_folder(folder)
+    return Found(folder, None, str(found)) if isinstance(found, ConfigError) else Found(folder, found)
 
 
 def chosen_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:

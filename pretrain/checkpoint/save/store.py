@@ -1,4 +1,4 @@
-"""Save and load through the engine. A checkpoint is whole or absent: it is written under a temporary name, and renamed.
+"""Save a checkpoint through the engine. It is written under a temporary name and then renamed, so it is never partial.
 
 A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_rank_RRRRR.pt` and
 `shard_index_rank_RRRRR.json`, which says where each weight and optimizer state lies; and `manifest.json`.
@@ -6,31 +6,24 @@ A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_ra
 
 import contextlib
 import secrets
-from copy import copy
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile
 from pretrain.checkpoint.format.fragments import index_json, index_name
 from pretrain.checkpoint.format.manifest import Manifest, manifest_of
-from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.load.reshard import load_resharded, same_shards, set_loss_scale
-from pretrain.checkpoint.load.resume import same_layout
+from pretrain.checkpoint.format.rng_state import rng_file, rng_state
 from pretrain.checkpoint.save.commit import check_space, commit, discard, temporary_folder, write_part
 from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save
-from pretrain.checkpoint.save.space import checkpoint_bytes
+from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.build import loss_scale_state
 from pretrain.errors import SaveError
-from pretrain.patches import upstream
 
 _VISIBLE_S = 60  # for files of other hosts to be seen here, when all have been written
-_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
 
 
 def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
@@ -41,7 +34,7 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
         try:
             discard(temporary)  # what a killed run left
             checkpoints.mkdir(parents=True, exist_ok=True)
-            check_space(checkpoints, needed_bytes=checkpoint_bytes(plan, checkpoints))
+            check_space(checkpoints, needed_bytes=next_checkpoint_bytes(plan, checkpoints))
             temporary.mkdir()
         except OSError as error:
             raise SaveError(f"{temporary}: {error}") from error
@@ -63,7 +56,7 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     if rank == 0:
         with contextlib.suppress(OSError):
             copy_recovery_script(engine, str(temporary.parent))
-    files.write(_rng_file(temporary, rank), lambda file: save(_rng_state(), file))
+    files.write(rng_file(temporary, rank), lambda file: save(rng_state(), file))
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
     return files.error
@@ -119,40 +112,3 @@ def describe(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples
     """The manifest of the engine's present state, without files."""
     return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
                        loss_scale=loss_scale_state(engine), save_id=save_id)
-
-
-def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
-    """Weights, optimizer, schedule, loss scale, counters and RNG state, from a checkpoint of any layout; collective.
-
-    In the layout that saved, the engine reads its own files, and training goes on bit for bit.
-    """
-    if same_layout(manifest, plan) and same_shards(engine, folder):
-        engine.checkpoint_engine = FileEngine()
-        optimizer = engine.optimizer
-        settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}
-        upstream.load_checkpoint(engine, folder.parent, folder.name)
-        for name, value in settings.items():  # this run's: DeepSpeed brings back those of the JSON that saved
-            setattr(optimizer, name, value)
-        set_loss_scale(engine, manifest.loss_scale)
-        _set_rng_state(load_pickle(_rng_file(folder, dist.get_rank())))
-    else:
-        load_resharded(engine, folder, manifest)
-    assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)
-
-
-def _rng_file(folder: Path, rank: int) -> Path:
-    return folder / f"rng_state_rank_{rank:05d}.pt"
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    device = get_accelerator()
-    states = {"cpu": torch.get_rng_state()}
-    if device.device_name() != "cpu":
-        states["device"] = device.get_rng_state()
-    return states
-
-
-def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "device" in states and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(states["device"])

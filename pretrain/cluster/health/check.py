@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.resume import checkpoints_of
-from pretrain.checkpoint.save.space import checkpoint_bytes
+from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cluster.health.connections import ClockServer, Reach, host_name, own_address, reach_all
 from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
 from pretrain.cluster.health.findings import judge_collectives, judge_devices, judge_disks, judge_links, judge_reach
@@ -192,7 +192,7 @@ def _disk(crew: Crew) -> DiskHealth:
     needed, run = 0, crew.settings.run
     if run is not None:
         plan = check_run(run, world_size=crew.world.size, device=detect_device())
-        needed = checkpoint_bytes(plan, checkpoints_of(plan))
+        needed = next_checkpoint_bytes(plan, checkpoints_of(plan))
     return disk_health(crew.settings.folder, crew.settings.disk_bytes, needed)
 
 

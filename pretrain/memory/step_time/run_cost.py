@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pretrain.config.layout import DTYPE_BYTES, Layout
+from pretrain.config.checkpoint_size import checkpoint_bytes
+from pretrain.config.layout import Layout
 from pretrain.memory.hardware import GB
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
@@ -40,17 +41,6 @@ def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, pea
     return Cost(tokens=tokens, chinchilla_tokens=optimal, flops=tokens * flops_per_token, mfu=mfu,
                 days=seconds / 86400, gpu_hours=seconds / 3600 * layout.world_size, checkpoint_bytes=size,
                 checkpoint_seconds=size / nodes / storage_rate)
-
-
-def checkpoint_bytes(layout: Layout, num_parameters: int) -> int:
-    """fp32 weights, optimizer states and, but for ZeRO-3, the weights that the model computes with; a file's own
-    structure and padding come on top. fp32 at stage 0 has no second copy of its weights.
-    """
-    in_fp32 = layout.precision == "fp32"
-    masters = 0 if in_fp32 and layout.zero_stage == 0 else 2 if layout.masters_in_16bit else 4
-    moments = (2 if layout.moments_in_16bit else 4) * layout.optimizer_moments
-    computed_with = 0 if layout.zero_stage == 3 else DTYPE_BYTES[layout.precision]
-    return num_parameters * (masters + moments + computed_with)
 
 
 def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> list[str]:

@@ -21,7 +21,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import nn
 
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.save.store import load_checkpoint, save_checkpoint
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.save.store import save_checkpoint
 from pretrain.config.validate import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.model.init import initialize_parameters

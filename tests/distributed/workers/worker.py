@@ -16,7 +16,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.save.store import load_checkpoint, save_checkpoint
+from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.save.store import save_checkpoint
 from pretrain.config.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.data.loader import Loader
