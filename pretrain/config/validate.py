@@ -78,7 +78,8 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise _too_few(f"--tokenizer {args.tokenizer}", f"{tokenizer.vocab_size} tokens", tokenizer.vocab_size, model)
-    datasets = open_datasets(args)
+    datasets = open_datasets(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
+                             seq_length=args.seq_length, seed=args.seed)
     eod_token = _check_data(args, datasets, tokenizer, model)
     return plan_of(settings, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
                    more_notes=(*_vocabulary_notes(tokenizer, model),

@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.config.arguments import RunArguments
 from pretrain.data.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 
@@ -111,29 +110,29 @@ def split_documents(num_documents: int, shares: tuple[float, float, float]) -> l
     return list(itertools.pairwise(bounds))
 
 
-def open_datasets(args: RunArguments) -> dict[str, SampleDataset]:
-    """The datasets "train", "valid" and "test" of a run; the last two only where there are documents for them.
+def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: str | None = None, split: str,
+                  seq_length: int, seed: int) -> dict[str, SampleDataset]:
+    """Open the datasets "train", "valid" and "test" of a run; the last two only if there are documents for them.
 
-    A set with its own pair takes nothing from --train_data. Raises ConfigError: a missing or damaged pair, a bad
-    --split, a share too small for one sample.
+    `split` divides the documents of `train_data`. A set with its own pair gets none of them. Raises ConfigError for a
+    missing or damaged pair, a bad --split, and a range of documents too short for one sample.
     """
-    if not args.train_data:
-        raise ConfigError("--train_data", found="nothing", expected="the prefix of a .bin/.idx pair",
+    if not train_data:
+        raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="tools/prepare_data.py writes one")
-    shares = parse_split(args.split)
-    own = {"valid": args.valid_data, "test": args.test_data}
-    kept = tuple(0.0 if own.get(name) else share for name, share in zip(_NAMES, shares, strict=True))
-    total = sum(kept)
-    indexed = IndexedDataset(args.train_data)
-    ranges = split_documents(indexed.num_documents, (kept[0] / total, kept[1] / total, kept[2] / total))
-    # The default share of test, 1 in 1000, is meant for large corpora: a small one has no test set.
-    fewest_tokens = {"train": 0, "valid": 1, "test": args.seq_length + 1}
+    own = {"valid": valid_data, "test": test_data}
+    weights = [0.0 if own.get(name) else share for name, share in zip(_NAMES, parse_split(split), strict=True)]
+    train_share, valid_share, test_share = (weight / sum(weights) for weight in weights)
+    indexed = IndexedDataset(train_data)
+    ranges = split_documents(indexed.num_documents, (train_share, valid_share, test_share))
+    # The default proportion of test documents, 1 in 1000, is meant for large corpora: a small one has no test set.
+    fewest_tokens = {"train": 0, "valid": 1, "test": seq_length + 1}
     datasets: dict[str, SampleDataset] = {}
     for name, (first, last) in zip(_NAMES, ranges, strict=True):
         prefix = own.get(name)
         source = IndexedDataset(prefix) if prefix else indexed
         start, stop = (0, source.num_tokens) if prefix else indexed.document_offsets[[first, last]].tolist()
         if prefix or stop - start >= fewest_tokens[name]:
-            datasets[name] = SampleDataset(source, seq_length=args.seq_length, seed=args.seed, first_token=start,
+            datasets[name] = SampleDataset(source, seq_length=seq_length, seed=seed, first_token=start,
                                            last_token=stop, name=name)
     return datasets

@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import MutableMapping
 
-from pretrain.cluster.hosts.probe import interface_towards
+from pretrain.distributed.host import interface_towards
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 

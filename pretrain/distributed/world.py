@@ -13,18 +13,11 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.distributed.host import LAUNCHER_VARIABLES
 from pretrain.distributed.process import free_port
 from pretrain.errors import ConfigError
 
 DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
-# (rank, world size, local rank, local world size) of each kind of launcher, in order of precedence
-_LAUNCHERS = {
-    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
 
     A batch shell of SLURM (SLURM_PROCID set, no step) counts as no launcher: only srun's steps have ranks.
     """
-    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
+    for launcher, (rank, size, local_rank, local_size) in LAUNCHER_VARIABLES.items():
         if rank not in environ or size not in environ:
             continue
         if launcher == "pmi" and local_rank not in environ and "SLURM_LOCALID" in environ:
@@ -152,11 +145,6 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
             environ["MASTER_ADDR"] = "127.0.0.1"
         else:
             environ["MASTER_ADDR"] = _mpi_head_address(world)
-
-
-
-
-
 
 
 def running_environment() -> World:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.config.arguments import RunArguments
 from pretrain.data.dataset import SampleDataset, open_datasets, parse_split, permute, split_documents
 from pretrain.data.indexed import IndexedDataset, IndexedWriter
 from pretrain.errors import ConfigError
@@ -123,35 +122,35 @@ def test_bad_splits(split: str) -> None:
         parse_split(split)
 
 
-def ranges(**flags: object) -> dict[str, tuple[int, int]]:
-    datasets = open_datasets(RunArguments(seq_length=8, **flags))  # type: ignore[arg-type]
+def ranges(train_data: str, *, split: str = "969,30,1", **own: str) -> dict[str, tuple[int, int]]:
+    datasets = open_datasets(train_data, split=split, seq_length=8, seed=1234, **own)
     return {name: (data.first_token, data.last_token) for name, data in datasets.items()}
 
 
 def test_open_datasets_splits_by_documents(tmp_path: Path) -> None:
     prefix = write_counting(tmp_path / "data", [100] * 10)
-    assert ranges(train_data=prefix, split="8,1,1") == {"train": (0, 800), "valid": (800, 900), "test": (900, 1000)}
-    assert ranges(train_data=prefix, split="9,1") == {"train": (0, 900), "valid": (900, 1000)}
-    assert ranges(train_data=prefix, split="1") == {"train": (0, 1000)}
+    assert ranges(prefix, split="8,1,1") == {"train": (0, 800), "valid": (800, 900), "test": (900, 1000)}
+    assert ranges(prefix, split="9,1") == {"train": (0, 900), "valid": (900, 1000)}
+    assert ranges(prefix, split="1") == {"train": (0, 1000)}
 
 
 def test_own_pairs_take_nothing_from_the_training_data(tmp_path: Path) -> None:
     prefix, valid = write_counting(tmp_path / "data", [100] * 10), write_counting(tmp_path / "valid", [50])
-    own = ranges(train_data=prefix, valid_data=valid, split="9,5,1")
+    own = ranges(prefix, valid_data=valid, split="9,5,1")
     assert own == {"train": (0, 900), "valid": (0, 50), "test": (900, 1000)}
-    assert ranges(train_data=prefix, valid_data=valid) == {"train": (0, 1000), "valid": (0, 50)}
-    both = ranges(train_data=prefix, valid_data=valid, test_data=valid, split="8,1,1")
+    assert ranges(prefix, valid_data=valid) == {"train": (0, 1000), "valid": (0, 50)}
+    both = ranges(prefix, valid_data=valid, test_data=valid, split="8,1,1")
     assert both == {"train": (0, 1000), "valid": (0, 50), "test": (0, 50)}
 
 
 def test_open_datasets_refuses(tmp_path: Path) -> None:
     short = write_counting(tmp_path / "short", [100, 100, 5])
     with pytest.raises(ConfigError, match=r"short \(valid\): found 5 tokens; expected at least 9 .*--split"):
-        ranges(train_data=short, split="2,1")
-    assert ranges(train_data=short, split="2,0,1") == {"train": (0, 200)}, "a rest too short is no test set"
-    with pytest.raises(ConfigError, match="--train_data: found nothing"):
-        ranges()
+        ranges(short, split="2,1")
+    assert ranges(short, split="2,0,1") == {"train": (0, 200)}, "a rest too short is no test set"
+    with pytest.raises(ConfigError, match="--train_data: it is required"):
+        ranges("")
     with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
-        ranges(train_data=str(tmp_path / "nowhere"))
+        ranges(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
-        ranges(train_data=short, valid_data=str(tmp_path / "nowhere"))
+        ranges(short, valid_data=str(tmp_path / "nowhere"))

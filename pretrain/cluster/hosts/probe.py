@@ -1,5 +1,7 @@
-"""What runs on a host before and after a run. Only the standard library and psutil: `remote.py` sends this file's text
-to each host's Python, so that a host without this checkout can still say so.
+"""Code that runs on each host before and after a run.
+
+Only the standard library, psutil and distributed/host.py: `remote.py` sends the text of both files to each host's
+Python, so that a host without this checkout can still answer.
 """
 
 import contextlib
@@ -15,29 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pretrain.distributed.host import RANK_VARIABLES, interface_towards
+
 JOB_VARIABLE = "DS_PRETRAIN_JOB"  # its value marks every process of one start
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _HASHED_BYTES = 2**20  # at either end of a file
-
-
-def interface_towards(address: str) -> tuple[str, str] | None:
-    """(name, address) of this host's network interface that owns `address`, or else from which packets to it leave.
-
-    None where that is the loopback interface, or `address` is unknown here or has no way to it.
-    """
-    import psutil
-
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # a datagram socket: this sends nothing
-            source = probe.getsockname()[0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if source in [entry.address.split("%")[0] for entry in addresses] and name != "lo":
-            return name, source
-    return None
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Ask every host the same question at the same time: ssh (or srun), that host's Python, and the text of probe.py."""
 
+import inspect
 import json
 import os
 import shlex
@@ -7,14 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.cluster.hosts import probe
+from pretrain.distributed import host as host_facts
 
 CONNECT_TIMEOUT_S = 8
 Answer = TypeVar("Answer")
 Reach = Callable[[str, str], list[str]]  # (host, shell command) -> the words that run it there
+
+# Creates the modules from their texts, because the host may lack this checkout or have another version of it.
+_PROGRAM = """
+import json, sys, types
+for name, source in {sources!r}.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(source, module.__dict__)
+sys.modules[{probe!r}].answer({question!r}, *json.loads({words!r}))
+"""
 
 
 class HostError(Exception):
@@ -64,8 +74,8 @@ def last_words(done: "subprocess.CompletedProcess[str]") -> str:
 
 def ask(reach: Reach, host: str, question: str, *words: Any, timeout_s: float = 15) -> Any:
     """What probe.py's function `question` returns on `host`. Raises HostError."""
-    program = f"{Path(probe.__file__).read_text(encoding='utf-8')}\n" \
-              f"answer({question!r}, *json.loads({json.dumps(words)!r}))\n"
+    sources = {module.__name__: inspect.getsource(module) for module in (host_facts, probe)}
+    program = _PROGRAM.format(sources=sources, probe=probe.__name__, question=question, words=json.dumps(words))
     done = run(reach, host, f"{shlex.quote(sys.executable)} -", text=program, timeout_s=timeout_s)
     try:
         return json.loads(done.stdout.splitlines()[-1])  # a login script may print before

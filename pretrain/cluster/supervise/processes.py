@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import psutil
 
 from pretrain.checkpoint.save.background import WRITER_MODULE
-from pretrain.cluster.hosts.probe import RANK_VARIABLES
+from pretrain.distributed.host import RANK_VARIABLES
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
