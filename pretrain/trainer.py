@@ -94,7 +94,7 @@ def _run_steps(plan: Plan, engine: DeepSpeedEngine, loaders: dict[str, Loader], 
         watch.after_step(step - first_step, meter.screen.line)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
             eval_loss = _evaluate_split(engine, loaders, meter, "valid", args.eval_steps, step, consumed_samples)
-        saver.hear()
+        saver.poll()
         stopped_by = stop.requested()
         if _due(step, args.save_interval, last_step) or stopped_by:
             saver.save(engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,

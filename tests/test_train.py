@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, newest_whole
+from pretrain.checkpoint.format.manifest import MANIFEST, newest_complete
 from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
@@ -140,7 +140,7 @@ def test_damaged_newest_checkpoint_is_passed_over(interrupted: tuple[Path, Path,
     _, whole, _ = interrupted
     checkpoints = whole / "checkpoints"
     (checkpoints / "global_step9").mkdir()  # as a killed copy would leave it
-    found = newest_whole(checkpoints)
+    found = newest_complete(checkpoints)
     assert found is not None
     assert found[0].name == "global_step6"
     assert "global_step9" in found[2][0]

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.checkpoint.convert.commands import check_new_folder, layout, verify, written
-from pretrain.checkpoint.load.select import Found, checkpoints_of, find, find_one, is_checkpoint
+from pretrain.checkpoint.load.select import (
+    FoundCheckpoint,
+    find_checkpoint,
+    find_checkpoints,
+    find_checkpoints_folder,
+    is_checkpoint,
+)
 from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.console.progress import Progress
@@ -25,7 +31,7 @@ _CHECKPOINT = "global_stepN folder; of a run folder the newest whole one is take
 
 def _list(args: argparse.Namespace) -> int:
     table = Table("step", "MB", "layout", "precision", "eval loss", "whole", box=None, pad_edge=False)
-    checkpoints = find(args.run)
+    checkpoints = find_checkpoints(args.run)
     for found in checkpoints:
         if found.manifest is None:
             table.add_row(found.folder.name.removeprefix("global_step"), "", "", "", "", "no")
@@ -41,10 +47,10 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    return max(_verified(found) for found in find(args.run))
+    return max(_verified(found) for found in find_checkpoints(args.run))
 
 
-def _verified(found: Found) -> int:
+def _verified(found: FoundCheckpoint) -> int:
     """Read every file; 0, or what is wrong is printed and 1."""
     with Progress(f"verifying {found.folder.name}", found.num_bytes) as progress:
         complaints = verify(found, progress.advance)
@@ -56,22 +62,22 @@ def _verified(found: Found) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    if is_checkpoint(args.run) or not find(args.run):
+    if is_checkpoint(args.run) or not find_checkpoints(args.run):
         raise ConfigError(str(args.run), found="one checkpoint", expected="a run's folder, or its checkpoints folder")
     try:
-        removed = prune(checkpoints_of(args.run), keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
-                        keep_best=args.keep_best, verified=set())
+        removed = prune(find_checkpoints_folder(args.run), keep_checkpoints=args.keep_checkpoints,
+                        keep_every=args.keep_every, keep_best=args.keep_best, verified=set())
     except SaveError as error:
         print(error)
         return 1
     for folder in removed:
         print(f"removed {folder}")
-    print(f"{len(removed)} removed, {len(find(args.run))} kept")
+    print(f"{len(removed)} removed, {len(find_checkpoints(args.run))} kept")
     return 0
 
 
 def _convert(args: argparse.Namespace) -> int:
-    source = find_one(args.checkpoint)
+    source = find_checkpoint(args.checkpoint)
     check_new_folder(args.out)
     if _verified(source):
         return 1
@@ -83,7 +89,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _consolidate(args: argparse.Namespace) -> int:
-    source = find_one(args.checkpoint)
+    source = find_checkpoint(args.checkpoint)
     check_new_folder(args.out)
     if _verified(source):
         return 1
@@ -95,7 +101,7 @@ def _consolidate(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = find_one(args.a), find_one(args.b)
+    a, b = find_checkpoint(args.a), find_checkpoint(args.b)
     if max(_verified(a), _verified(b)):
         return 1
     from pretrain.checkpoint.convert.export import diff

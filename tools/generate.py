@@ -1,6 +1,6 @@
 """Sample text from a run's checkpoint: tools/generate.py RUN --prompt 'def '"""
 
-from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
 from pretrain.cli import Parser, number, path, place, run_main, whole_number
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.distributed.device import detect_device
@@ -26,7 +26,7 @@ def main() -> None:
                         help="(default: %(default)s)")
     args = parser.parse_args()
     # wrong paths are reported before torch is imported, which takes seconds
-    chosen_checkpoint(args.run, args.step)
+    select_checkpoint(args.run, args.step)
     load_tokenizer(args.tokenizer or tokenizer_of(args.run))
     prepare_deepspeed(detect_device())
     from pretrain.analysis.generate import Sampling, generate, load_trained_model

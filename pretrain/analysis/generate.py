@@ -8,8 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from pretrain.checkpoint.load.reader import Reader
-from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
 from pretrain.cli import say
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -41,7 +41,7 @@ class TrainedModel:
 
 def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
     """Load the checkpoint in `path`; of a run folder the newest complete one, or that of `step`. Raises ConfigError."""
-    folder, manifest = chosen_checkpoint(path, step)
+    folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
     return TrainedModel(folder, _transformers_model(folder, config), loaded, config.max_positions,
@@ -53,7 +53,7 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 
     values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.hf_config["model_type"], **values))
-    model.load_state_dict(to_transformers(Reader(folder).weights(), config))
+    model.load_state_dict(to_transformers(CheckpointReader(folder).weights(), config))
     return model.to(get_accelerator().device_name()).eval()
 
 

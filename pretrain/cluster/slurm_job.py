@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
-from pretrain.checkpoint.load.resume import checkpoints_of, choose_resume
+from pretrain.checkpoint.load.resume import checkpoints_folder, choose_resume
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.config.arguments import parse_arguments
@@ -79,7 +79,7 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
             say(line)
     run.mkdir(parents=True, exist_ok=True)
     with open(run / RECORD, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(Start(job, nodes, newest_step(checkpoints_of(plan)), time.time()))) + "\n")
+        file.write(json.dumps(asdict(Start(job, nodes, newest_step(checkpoints_folder(plan)), time.time()))) + "\n")
 
 
 def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
@@ -118,7 +118,7 @@ def save_seconds(plan: Plan, run: Path) -> float:
     if took:
         return max(took[-10:])
     folder = next(path for path in (run.absolute(), *run.absolute().parents) if path.is_dir())
-    return next_checkpoint_bytes(plan, checkpoints_of(plan)) / _bytes_per_second(folder)
+    return next_checkpoint_bytes(plan, checkpoints_folder(plan)) / _bytes_per_second(folder)
 
 
 def step_seconds(run: Path) -> float:

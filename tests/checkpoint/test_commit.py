@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes
-from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, Manifest, whole_checkpoints
-from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
     check_space,
     commit,
@@ -65,9 +65,9 @@ def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_by
 
 def steps_of(checkpoints: Path) -> list[int]:
     """Those of the whole checkpoints, every one verified."""
-    whole, complaints = whole_checkpoints(checkpoints)
+    whole, complaints = complete_checkpoints(checkpoints)
     assert not complaints
-    assert not [line for folder, found in whole for line in damage(folder, found)]
+    assert not [line for folder, found in whole for line in find_damage(folder, found)]
     return [found.step for _, found in whole]
 
 
@@ -250,7 +250,7 @@ def test_pruning_never_leaves_a_damaged_pair(tmp_path: Path) -> None:
     (tmp_path / "global_step3" / "model_rank_00000.pt").write_bytes(bytes(10))
     with pytest.raises(SaveError, match=r"no checkpoint was removed.*model_rank_00000.pt: found SHA-256"):
         prune(tmp_path, **rules, verified=set())
-    assert len(whole_checkpoints(tmp_path)[0]) == 4
+    assert len(complete_checkpoints(tmp_path)[0]) == 4
     (tmp_path / LATEST).write_text("global_step2")  # a step back was made
     removed = prune(tmp_path, **rules, verified={"global_step3"})
     assert [path.name for path in removed] == ["global_step1"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from pretrain.checkpoint.convert import export
 from pretrain.checkpoint.convert.export import consolidate, convert, diff
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.reader import Reader
+from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.specs import as_module
@@ -83,10 +83,11 @@ def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SOURCES:
         folder = Path(saved[name]["folder"])
-        reader = Reader(folder)
+        reader = CheckpointReader(folder)
         consolidate(folder, work / f"{name}-fp32", dtype="fp32")
         weights = load_file(work / f"{name}-fp32" / "model.safetensors")
-        assert {key: reader.whole(key).tolist() for key in reader.shapes} == {k: v.tolist() for k, v in weights.items()}
+        assert {key: value.tolist() for key, value in reader.weights().items()} == {
+            key: value.tolist() for key, value in weights.items()}
         values = json.loads((work / f"{name}-fp32" / "config.json").read_text())
         as_module(model_config_from(values, "config.json")).load_state_dict(weights)
     monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
@@ -106,7 +107,7 @@ def test_diff_names_what_differs(saved: dict[str, Any]) -> None:
     found = diff(a, b)
     assert {difference.state for difference in found} == {"fp32", "exp_avg", "exp_avg_sq"}
     one = next(d for d in found if d.name == "2.mlp.up.weight" and d.state == "fp32")
-    expected = (Reader(a).whole(one.name) - Reader(b).whole(one.name)).abs().max().item()
+    expected = (CheckpointReader(a).tensor(one.name) - CheckpointReader(b).tensor(one.name)).abs().max().item()
     assert one.max_abs == expected
     assert str(one) == f"2.mlp.up.weight fp32: differs by up to {expected:.3g}"
 
@@ -118,7 +119,7 @@ def test_an_index_that_misses_a_piece_is_named(work: Path, saved: dict[str, Any]
         if path.name != "shard_index_rank_00001.json":
             (folder / path.name).symlink_to(path)
     with pytest.raises(ConfigError, match=r"found elements 0 to \d+ in the shard indexes; expected all \d+"):
-        Reader(folder)
+        CheckpointReader(folder)
 
 
 def test_memory_is_bounded(corpus: str, work: Path) -> None:

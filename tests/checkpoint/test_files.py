@@ -16,12 +16,12 @@ from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes,
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
+    complete_checkpoints,
     files_in,
-    newest_whole,
+    newest_complete,
     read_manifest,
-    whole_checkpoints,
 )
-from pretrain.checkpoint.format.verify import damage, share
+from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, STEPS, copy_checkpoints, newest_verified, real_run
 from tests.support.launch import ROOT
@@ -44,7 +44,7 @@ def _is_detected(checkpoints: Path, name: str) -> bool:
     """The newest checkpoint is refused with the file's name, and just the one before is chosen."""
     folder = _newest(checkpoints)
     try:
-        complaints = damage(folder, read_manifest(folder))
+        complaints = find_damage(folder, read_manifest(folder))
     except ConfigError as error:
         complaints = [str(error)]
     chosen = newest_verified(checkpoints)
@@ -53,11 +53,11 @@ def _is_detected(checkpoints: Path, name: str) -> bool:
 
 
 def test_real_checkpoints_are_whole(checkpoints: Path) -> None:
-    whole, complaints = whole_checkpoints(checkpoints)
+    whole, complaints = complete_checkpoints(checkpoints)
     assert [manifest.step for _, manifest in whole] == [3, 2, 1]
     assert complaints == []
     for folder, manifest in whole:
-        assert damage(folder, manifest) == []
+        assert find_damage(folder, manifest) == []
         assert manifest.files.keys() == set(files_in(folder))
         assert len(manifest.files) >= 7
         assert Manifest.from_json(manifest.to_json()) == manifest == read_manifest(folder)
@@ -127,14 +127,14 @@ def test_damaged_files_are_detected(checkpoints: Path) -> None:
             does(folder / name)
             assert _is_detected(checkpoints, name), (name, harm)
             if not harm.startswith(("zeroed", "a link")):  # sizes suffice, before anything is read
-                found = newest_whole(checkpoints)
+                found = newest_complete(checkpoints)
                 assert found is not None
                 assert found[1].step == STEPS - 1, (name, harm)
                 assert name in found[2][0], (name, harm)
             _repair(folder / name, content)
             cases += 1
     print(f"damaged files detected: {cases} of {cases}")
-    assert damage(folder, read_manifest(folder)) == []
+    assert find_damage(folder, read_manifest(folder)) == []
 
 
 def test_swapped_files_are_detected(checkpoints: Path) -> None:
@@ -220,11 +220,11 @@ def test_files_are_shared_evenly_among_ranks() -> None:
     numbers = random.Random(2)
     sizes = {f"file{index}": numbers.choice([0, 10, 1000, 5000]) for index in range(200)}
     for ranks in (1, 3, 8):
-        shares = [share(sizes, rank, ranks) for rank in range(ranks)]
+        shares = [files_of_rank(sizes, rank, ranks) for rank in range(ranks)]
         assert sorted(name for names in shares for name in names) == sorted(sizes)
         loads = [sum(sizes[name] for name in names) for names in shares]
         assert max(loads) - min(loads) <= 5000
-    assert share({"one": 5}, 1, 2) == []
+    assert files_of_rank({"one": 5}, 1, 2) == []
 
 
 def test_verification_needs_neither_torch_nor_numpy() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, read_manifest, whole_checkpoints
-from pretrain.checkpoint.format.verify import damage, share
+from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, complete_checkpoints, read_manifest
+from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, finished_in_mirror, upload
 from pretrain.errors import ConfigError, SaveError
 from tests.support.checkpoints import real_run
@@ -76,7 +76,7 @@ def _mirror(folder: Path, url: str) -> None:
 def _upload(folder: Path, url: str, rank: int) -> None:
     manifest = read_manifest(folder)
     sizes = {name: record.bytes for name, record in manifest.files.items()}
-    upload(folder, url, share(sizes, rank, 2), rank=rank, save_id=manifest.save_id)
+    upload(folder, url, files_of_rank(sizes, rank, 2), rank=rank, save_id=manifest.save_id)
 
 
 def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
@@ -93,12 +93,12 @@ def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
     assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
     folder = fetch(url, tmp_path / "here", NEWEST)
     assert folder == tmp_path / "here" / NEWEST
-    assert damage(folder, read_manifest(folder)) == []
+    assert find_damage(folder, read_manifest(folder)) == []
     assert (folder / MANIFEST).read_bytes() == (checkpoints / NEWEST / MANIFEST).read_bytes()
     assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST}
     (folder / MANIFEST).unlink()
     fetch(url, tmp_path / "here", NEWEST)  # replaces a damaged one
-    assert [found.step for _, found in whole_checkpoints(folder.parent)[0]] == [3]
+    assert [found.step for _, found in complete_checkpoints(folder.parent)[0]] == [3]
 
 
 def _names_in(url: str) -> set[str]:

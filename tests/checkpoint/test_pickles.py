@@ -16,9 +16,9 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from pretrain.checkpoint.convert.commands import verify
 from pretrain.checkpoint.format.files import HashedFile
-from pretrain.checkpoint.format.pickle_scan import ORDINARY, is_ordinary, pickle_globals
+from pretrain.checkpoint.format.pickle_scan import USUAL_GLOBALS, has_only_usual_globals, pickle_globals
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.load.select import find_one
+from pretrain.checkpoint.load.select import find_checkpoint
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
@@ -92,7 +92,7 @@ def test_getattr_of_anything_else_is_rejected_and_not_run(value: Any, tmp_path: 
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"zero_stage": value, "canary": Poison("canary")}, "file.pt")
-    assert not is_ordinary(Path("file.pt"))
+    assert not has_only_usual_globals(Path("file.pt"))
     with pytest.raises(ConfigError, match="nothing in the file was run") as rejected:
         load_pickle(Path("file.pt"))
     assert "not written by this program" not in str(rejected.value)
@@ -102,21 +102,21 @@ def test_getattr_of_anything_else_is_rejected_and_not_run(value: Any, tmp_path: 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_other_protocols_do_not_hide_a_class(tmp_path: Path, protocol: int) -> None:
     torch.save({"module": Call(exec, "pass")}, tmp_path / "file.pt", pickle_protocol=protocol)
-    assert not is_ordinary(tmp_path / "file.pt")
+    assert not has_only_usual_globals(tmp_path / "file.pt")
     with pytest.raises(ConfigError):
         load_pickle(tmp_path / "file.pt")
 
 
 def test_what_the_scan_passes_is_what_the_reader_admits(tmp_path: Path) -> None:
     known = _get_allowed_globals().keys()
-    torch_only = {name.replace(" ", ".") for name in ORDINARY if not name.startswith("deepspeed")}
+    torch_only = {name.replace(" ", ".") for name in USUAL_GLOBALS if not name.startswith("deepspeed")}
     assert torch_only <= known
-    assert not is_ordinary(tmp_path / "missing")
+    assert not has_only_usual_globals(tmp_path / "missing")
     (tmp_path / "text").write_text("text")
-    assert not is_ordinary(tmp_path / "text")
+    assert not has_only_usual_globals(tmp_path / "text")
     with open(tmp_path / "legacy", "wb") as file:
         pickle.dump({}, file)
-    assert not is_ordinary(tmp_path / "legacy")
+    assert not has_only_usual_globals(tmp_path / "legacy")
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -124,11 +124,11 @@ def test_verify_reads_what_agrees_with_its_hash(layout: str, corpus: str, tmp_pa
                                                 tmp_path_factory: pytest.TempPathFactory,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """A pickle that no reader loads is named; what Python 3.11.2 saved is well."""
-    newest = find_one(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
+    newest = find_checkpoint(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
     folder, canary = newest.folder, tmp_path / "canary"
     assert newest.manifest is not None
     pickles = sorted(folder.glob("*.pt"))
-    assert all(is_ordinary(path) for path in pickles), "verify needs no torch for what we save"
+    assert all(has_only_usual_globals(path) for path in pickles), "verify needs no torch for what we save"
     assert not any("ZeroStageEnum" in name for path in pickles for name in pickle_globals(path))
     assert verify(newest) == []
 
@@ -138,11 +138,11 @@ def test_verify_reads_what_agrees_with_its_hash(layout: str, corpus: str, tmp_pa
         patch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
         content["optimizer_state_dict"]["zero_stage"] = ZeroStageEnum.optimizer_states
         put_into(folder, path.name, content)
-    assert not is_ordinary(path)
-    assert verify(find_one(folder)) == []
+    assert not has_only_usual_globals(path)
+    assert verify(find_checkpoint(folder)) == []
 
     put_into(folder, path.name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
-    (complaint,) = verify(find_one(folder))
+    (complaint,) = verify(find_checkpoint(folder))
     assert complaint.startswith(f"{path}: found a pickle that needs ")
     assert "system" in complaint
     assert not canary.exists()

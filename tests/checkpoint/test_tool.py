@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.select import chosen_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
 from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.support.launch import ROOT, run_ranks
@@ -79,13 +79,13 @@ def test_one_resolver_for_all_tools(run: Path) -> None:
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
                               (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
-        folder, manifest = chosen_checkpoint(path, step)
+        folder, manifest = select_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
     for wrong, step, said in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
                               (run / "none", None, "no such folder")):
         with pytest.raises(ConfigError, match=said):
-            chosen_checkpoint(wrong, step)
+            select_checkpoint(wrong, step)
     (run / "run.json").unlink()
     with pytest.raises(ConfigError, match="--tokenizer"):
         tokenizer_of(checkpoints / "global_step2")

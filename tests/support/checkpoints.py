@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import Manifest, whole_checkpoints
-from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints
+from pretrain.checkpoint.format.verify import find_damage
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT, run_ranks
 
@@ -37,7 +37,7 @@ def copy_checkpoints(run: Path, to: Path) -> Path:
 
 def newest_verified(checkpoints: Path) -> tuple[Path, Manifest] | None:
     """As a start chooses, in one process: the newest whole one whose files all have their hashes."""
-    for folder, manifest in whole_checkpoints(checkpoints)[0]:
-        if not damage(folder, manifest):
+    for folder, manifest in complete_checkpoints(checkpoints)[0]:
+        if not find_damage(folder, manifest):
             return folder, manifest
     return None

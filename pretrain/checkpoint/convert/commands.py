@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.format.verify import Advance, damage, unreadable
-from pretrain.checkpoint.load.select import Found
+from pretrain.checkpoint.format.verify import Advance, find_damage, unloadable_files
+from pretrain.checkpoint.load.select import FoundCheckpoint
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -23,14 +23,14 @@ def check_new_folder(out: Path) -> None:
     check_folder(out, str(out))
 
 
-def verify(found: Found, advance: Advance | None = None) -> list[str]:
+def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
     """Read every file of a checkpoint and list what is wrong; [] if nothing is.
 
     Files that have their hash must also be loadable.
     """
     if found.manifest is None:
         return [found.complaint]
-    return damage(found.folder, found.manifest, advance=advance) or unreadable(found.folder, found.manifest)
+    return find_damage(found.folder, found.manifest, advance=advance) or unloadable_files(found.folder, found.manifest)
 
 
 def layout(manifest: Manifest) -> str:

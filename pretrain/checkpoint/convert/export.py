@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from pretrain.checkpoint.convert.commands import SOURCE
 from pretrain.checkpoint.format.files import fsync, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED, Reader
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
 from pretrain.console.progress import Progress
 from pretrain.errors import ConfigError
@@ -42,7 +42,7 @@ class Difference:
 
 def diff(a: Path, b: Path) -> list[Difference]:
     """Every weight and optimizer state in which the checkpoints in folders `a` and `b`, of any layout, differ."""
-    one, other = Reader(a), Reader(b)
+    one, other = CheckpointReader(a), CheckpointReader(b)
     found = [Difference("optimizer", key, abs(one.scalars.get(key, 0) - other.scalars.get(key, 0)))
              for key in sorted(one.scalars.keys() | other.scalars.keys())
              if one.scalars.get(key) != other.scalars.get(key)]
@@ -66,7 +66,7 @@ def diff(a: Path, b: Path) -> list[Difference]:
     return found
 
 
-def _max_abs(one: Reader, other: Reader, name: str, state: str) -> float:
+def _max_abs(one: CheckpointReader, other: CheckpointReader, name: str, state: str) -> float:
     """0 where the bits are the same, NaN included."""
     largest = 0.0
     for start, length in _chunks(prod(one.shapes[name])):
@@ -92,7 +92,7 @@ def consolidate(folder: Path, out: Path, *, dtype: str) -> None:
     manifest = read_manifest(folder)
 
     def write(temporary: Path) -> None:
-        reader = Reader(folder)
+        reader = CheckpointReader(folder)
         shards = _shards(reader.shapes, DTYPES[dtype].itemsize)
         names = ["model.safetensors"] if len(shards) == 1 else [
             f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -123,7 +123,8 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]
     return shards
 
 
-def _write_safetensors(reader: Reader, path: Path, names: list[str], dtype: torch.dtype, progress: Progress) -> None:
+def _write_safetensors(reader: CheckpointReader, path: Path, names: list[str], dtype: torch.dtype,
+                       progress: Progress) -> None:
     """The format is a length (u64), a JSON header and the tensors' bytes: written in pieces it needs no memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -148,14 +149,14 @@ def convert(folder: Path, out: Path) -> None:
     manifest = read_manifest(folder)
 
     def write(temporary: Path) -> None:
-        reader = Reader(folder)
+        reader = CheckpointReader(folder)
         step = _universal_step(reader)
         total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
         with Progress("converting", total) as progress:
             for name, shape in reader.shapes.items():
                 (temporary / "zero" / name).mkdir(parents=True)
                 for state in reader.states:
-                    torch.save({"param": reader.whole(name, state)}, temporary / "zero" / name / f"{state}.pt")
+                    torch.save({"param": reader.tensor(name, state)}, temporary / "zero" / name / f"{state}.pt")
                     progress.advance(4 * prod(shape), name)
                 if step is not None:
                     torch.save(step, temporary / "zero" / name / "step.pt")
@@ -170,7 +171,7 @@ def convert(folder: Path, out: Path) -> None:
     write_atomically(out.parent / "latest_universal", out.name)  # where DeepSpeed looks when it is given no tag
 
 
-def _universal_step(reader: Reader) -> int | torch.Tensor | None:
+def _universal_step(reader: CheckpointReader) -> int | torch.Tensor | None:
     """The optimizer's step count as the class that saved keeps it: torch's own are tensors."""
     if "step" not in reader.scalars:
         return None
@@ -178,7 +179,8 @@ def _universal_step(reader: Reader) -> int | torch.Tensor | None:
     return torch.tensor(step) if hasattr(torch.optim, reader.optimizer) else int(step)
 
 
-def _universal_optimizer(reader: Reader, step: int | torch.Tensor | None, manifest: Manifest) -> dict[str, Any]:
+def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | None,
+                         manifest: Manifest) -> dict[str, Any]:
     """`zero/optimizer_state.pt`, with what stages 1 and 2 look for and what stage 3 does.
 
     A parameter group has no more than what schedules change: DeepSpeed gives stage 3's groups all the first one's

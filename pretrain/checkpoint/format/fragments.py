@@ -36,14 +36,14 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Place:
+class FileLocation:
     """A value in a file that torch.save wrote: `load(file)[keys[0]][keys[1]] ...`."""
 
     file: str
     keys: tuple[str | int, ...]
 
-    def at(self, *keys: str | int) -> "Place":
-        return Place(self.file, (*self.keys, *keys))
+    def at(self, *keys: str | int) -> "FileLocation":
+        return FileLocation(self.file, (*self.keys, *keys))
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class FlatTensor:
     parameter: torch.Tensor  # empty while it is swapped out to NVMe
     numel: int
     fragments: tuple[Fragment, ...]
-    weights: Place | None  # where this rank's files hold it; None: another rank's do
-    states: Place | None  # the dict of its optimizer states; likewise
+    weights: FileLocation | None  # where this rank's files hold it; None: another rank's do
+    states: FileLocation | None  # the dict of its optimizer states; likewise
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -97,14 +97,14 @@ def _one_after_another(parameters: list[torch.Tensor]) -> list[int]:
     return [0, *accumulate(parameter.numel() for parameter in parameters)][:-1]
 
 
-def _model_file(engine: DeepSpeedEngine) -> Place | None:
+def _model_file(engine: DeepSpeedEngine) -> FileLocation | None:
     """`mp_rank_XX_model_states.pt`: the first data-parallel rank writes it."""
-    return Place(Path(engine._get_ckpt_name("", "")).name, ()) if engine.save_non_zero_checkpoint else None
+    return FileLocation(Path(engine._get_ckpt_name("", "")).name, ()) if engine.save_non_zero_checkpoint else None
 
 
-def _optimizer_file(engine: DeepSpeedEngine) -> Place:
+def _optimizer_file(engine: DeepSpeedEngine) -> FileLocation:
     """`*_optim_states.pt`: every rank has its own."""
-    return Place(Path(engine._get_zero_ckpt_name("", "")).name, ("optimizer_state_dict",))
+    return FileLocation(Path(engine._get_zero_ckpt_name("", "")).name, ("optimizer_state_dict",))
 
 
 def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
@@ -196,13 +196,13 @@ def _unwrapped(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
     return flats
 
 
-def _layer_places(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, Place | None]]:
+def _layer_places(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, FileLocation | None]]:
     """By id: each parameter of this stage, and its place in a `layer_XX-model_states.pt`."""
-    places: dict[int, tuple[torch.Tensor, Place | None]] = {id(p): (p, None) for p in engine.module.parameters()}
+    places: dict[int, tuple[torch.Tensor, FileLocation | None]] = {id(p): (p, None) for p in engine.module.parameters()}
     for index, layer in enumerate(engine.module.forward_funcs):
         if isinstance(layer, torch.nn.Module):  # the others are written to no file
             file = Path(engine.module.ckpt_layer_path("", index)).name
-            places |= {id(p): (p, Place(file, (key,))) for key, p in layer.named_parameters()}
+            places |= {id(p): (p, FileLocation(file, (key,))) for key, p in layer.named_parameters()}
     return places
 
 

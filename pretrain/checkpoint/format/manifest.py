@@ -152,7 +152,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def judge_folder(folder: Path) -> Manifest | ConfigError:
+def manifest_or_error(folder: Path) -> Manifest | ConfigError:
     """Its manifest, or what is wrong with it, as `read_manifest` says."""
     try:
         return read_manifest(folder)
@@ -160,17 +160,17 @@ def judge_folder(folder: Path) -> Manifest | ConfigError:
         return error
 
 
-def judged_folders(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
-    """Every folder with a checkpoint's name, the newest first, with what `judge_folder` says."""
+def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
+    """Every folder with a checkpoint's name, the newest first, with what `manifest_or_error` says."""
     for folder in checkpoint_folders(checkpoints):
-        yield folder, judge_folder(folder)
+        yield folder, manifest_or_error(folder)
 
 
-def whole_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
     """(folder and manifest of each whole checkpoint, the newest first; what is wrong with the others)."""
     whole: list[tuple[Path, Manifest]] = []
     complaints: list[str] = []
-    for folder, found in judged_folders(checkpoints):
+    for folder, found in manifests_or_errors(checkpoints):
         if isinstance(found, ConfigError):
             complaints.append(str(found))
         else:
@@ -178,14 +178,14 @@ def whole_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], l
     return whole, complaints
 
 
-def newest_whole(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
+def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     """(folder, manifest, what was wrong with newer ones) of the newest whole checkpoint; None if there is none.
 
     `latest` is for other readers: a run that was killed may have left it behind the folders. Raises ConfigError where
     there are checkpoints and all are damaged.
     """
     complaints: list[str] = []
-    for folder, found in judged_folders(checkpoints):
+    for folder, found in manifests_or_errors(checkpoints):
         if not isinstance(found, ConfigError):
             return folder, found, complaints
         complaints.append(str(found))
@@ -198,6 +198,6 @@ def newest_whole(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
 def newest_step(checkpoints: Path) -> int:
     """Step of the newest whole checkpoint; 0 where there is none, or all are damaged, which the run itself says."""
     with contextlib.suppress(ConfigError):
-        found = newest_whole(checkpoints)
+        found = newest_complete(checkpoints)
         return found[1].step if found else 0
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _STORAGES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
 # what checkpoints consist of; `pickles.load_pickle` admits each of these (and a few more)
-ORDINARY = frozenset({
+USUAL_GLOBALS = frozenset({
     "collections OrderedDict", "torch Size", "torch._utils _rebuild_tensor_v2",
     *(f"torch {name}Storage" for name in _STORAGES),
     "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler", "deepspeed.runtime.fp16.loss_scaler LossScaler",
@@ -15,10 +15,10 @@ ORDINARY = frozenset({
 _OTHER_IMPORTS = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")  # opcodes; torch.save writes GLOBAL only
 
 
-def is_ordinary(path: Path) -> bool:
-    """Whether the file is a zip file of `torch.save` that needs nothing outside ORDINARY."""
+def has_only_usual_globals(path: Path) -> bool:
+    """Whether the file is a zip file of `torch.save` that needs nothing outside USUAL_GLOBALS."""
     try:
-        return pickle_globals(path) <= ORDINARY
+        return pickle_globals(path) <= USUAL_GLOBALS
     except (OSError, ValueError, struct.error, zipfile.BadZipFile):
         return False
 

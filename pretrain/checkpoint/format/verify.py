@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import Manifest, files_in
-from pretrain.checkpoint.format.pickle_scan import is_ordinary
+from pretrain.checkpoint.format.pickle_scan import has_only_usual_globals
 from pretrain.errors import ConfigError
 
 _THREADS = 4  # hashing runs outside Python's lock; more than this a disk seldom feeds
@@ -15,7 +15,7 @@ _THREADS = 4  # hashing runs outside Python's lock; more than this a disk seldom
 Advance = Callable[[int, str], None]  # bytes done since the last call, of which file
 
 
-def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *,
+def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *,
            advance: Advance | None = None) -> list[str]:
     """What is wrong, a line a file: `FILE: found ...; expected ...`. Of all files and foreign ones, or of `names` only.
 
@@ -30,23 +30,23 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None,
                 complaints.append(f"{folder / name}: {finding}")
             if advance is not None:
                 advance(manifest.files[name].bytes, name)
-    return complaints + (foreign(folder, manifest) if names is None else [])
+    return complaints + (unexpected_files(folder, manifest) if names is None else [])
 
 
-def foreign(folder: Path, manifest: Manifest) -> list[str]:
+def unexpected_files(folder: Path, manifest: Manifest) -> list[str]:
     """A line for each file that the manifest does not name: DeepSpeed looks for some of its files by pattern."""
     names = sorted(set(files_in(folder)) - manifest.files.keys())
     return [f"{folder / name}: found a foreign file; expected none" for name in names]
 
 
-def unreadable(folder: Path, manifest: Manifest) -> list[str]:
+def unloadable_files(folder: Path, manifest: Manifest) -> list[str]:
     """A line for each file with pickled data that a resume, `convert` or `consolidate` would reject.
 
     No tensors are read, and torch is imported only for a file with unusual classes.
     """
     complaints = []
     for name in sorted(name for name in manifest.files if name.endswith(".pt")):
-        if not is_ordinary(folder / name):
+        if not has_only_usual_globals(folder / name):
             from pretrain.checkpoint.format.pickles import load_pickle
 
             try:
@@ -72,7 +72,7 @@ def _finding(folder: Path, name: str, record: FileRecord) -> str | None:
     return None if sha256 == record.sha256 else f"found SHA-256 {sha256[:16]}...; expected {record.sha256[:16]}..."
 
 
-def share(names_with_sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
+def files_of_rank(names_with_sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     """The files that `rank` verifies: each file falls to one rank, and the ranks' bytes are about the same."""
     shares: list[list[str]] = [[] for _ in range(world_size)]
     loads = [0] * world_size

@@ -11,13 +11,13 @@ from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_folders,
-    judge_folder,
+    manifest_or_error,
     read_manifest,
     step_of,
 )
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.verify import damage, foreign, share
-from pretrain.checkpoint.load.resume import Resume, checkpoints_of, judged, refuse_to_overwrite
+from pretrain.checkpoint.format.verify import files_of_rank, find_damage, unexpected_files
+from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, finished_in_mirror
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
@@ -43,13 +43,13 @@ def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
             complaints.append(offer)
             continue
         folder, manifest = offer[0], Manifest.from_json(offer[1])
-        found = _damage_together(folder, manifest)
+        found = _find_damage_together(folder, manifest)
         if not found:
-            _refuse_foreign_pickles(folder, manifest)
-            return judged(folder, manifest, complaints, plan)
+            _reject_foreign_pickles(folder, manifest)
+            return make_resume(folder, manifest, complaints, plan)
         complaints += found
     if complaints:
-        raise ConfigError(str(checkpoints_of(plan)), found=f"no whole checkpoint ({complaints[0]})",
+        raise ConfigError(str(checkpoints_folder(plan)), found=f"no whole checkpoint ({complaints[0]})",
                           expected="at least one whole checkpoint", remedy="restore one, or choose another --save")
     if plan.args.resume == "required":
         raise ConfigError("--resume required", found="no checkpoint", expected="at least one",
@@ -66,7 +66,7 @@ def _next(offers: Iterator[Offer]) -> Offer | None:
 
 def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
     """What there is to go on from, by manifests and sizes, the newest first: here, or else in the mirror. Rank 0."""
-    checkpoints, mirror = checkpoints_of(plan), plan.args.checkpoint_mirror
+    checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, say=say)
     remove_leftovers(checkpoints)
     here = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
@@ -78,10 +78,10 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
         except ConfigError as error:
             yield str(error)  # the run goes on if there is a checkpoint here
     if plan.args.resume == "never":
-        refuse_to_overwrite([*here.values(), *(f"{mirror}/{tag}" for tag in there.values())])
+        reject_overwrite([*here.values(), *(f"{mirror}/{tag}" for tag in there.values())])
     for step in sorted(here.keys() | there.keys(), reverse=True):
         if step in here:
-            found = judge_folder(here[step])
+            found = manifest_or_error(here[step])
             yield str(found) if isinstance(found, ConfigError) else (here[step], found.to_json())
         if step in there and mirror is not None:
             say(f"fetching {there[step]} from {mirror}")
@@ -92,17 +92,17 @@ def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
                 yield str(error)
 
 
-def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
+def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files, each hashed by one rank; the same list on every rank, as soon as all are done."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
-    mine = share(sizes, rank, size)
+    mine = files_of_rank(sizes, rank, size)
     with ThreadPoolExecutor(1) as pool, Progress("verifying", sum(sizes[name] for name in mine),
                                                  active=rank == 0) as progress:
-        hashing = pool.submit(damage, folder, manifest, mine, advance=progress.advance)
+        hashing = pool.submit(find_damage, folder, manifest, mine, advance=progress.advance)
         wait_until_all(hashing.done)
         found = hashing.result()
-    found += foreign(folder, manifest) if rank == 0 else []
+    found += unexpected_files(folder, manifest) if rank == 0 else []
     try:
         if (folder / MANIFEST).read_text(encoding="utf-8") != manifest.to_json():
             found.append(f"{folder}: found another manifest on {gethostname()}; expected one folder that all share")
@@ -111,11 +111,11 @@ def _damage_together(folder: Path, manifest: Manifest) -> list[str]:
     return [line for lines in gather(found) for line in lines]
 
 
-def _refuse_foreign_pickles(folder: Path, manifest: Manifest) -> None:
+def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     """Raises ConfigError, on every rank, where a file holds more than the allow-list of `pickles.py`."""
     sizes = {name: record.bytes for name, record in manifest.files.items() if name.endswith(".pt")}
     refused: list[str] = []
-    for name in share(sizes, dist.get_rank(), dist.get_world_size()):
+    for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
         try:
             load_pickle(folder / name, mmap=True)
         except ConfigError as error:

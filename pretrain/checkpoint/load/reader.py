@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.format.fragments import Place
+from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
@@ -36,8 +36,8 @@ def state_name(class_name: str, key: str) -> str | None:
 class _Tensor:
     """A flat tensor in the files."""
 
-    weights: Place
-    states: dict[str, Place]
+    weights: FileLocation
+    states: dict[str, FileLocation]
     group: dict[str, Any]
 
 
@@ -51,7 +51,7 @@ class _Piece:
     tensor: _Tensor
 
 
-class Reader:
+class CheckpointReader:
     """Opens the indexes at once, and a file when something in it is asked for (memory-mapped). One process is enough.
 
     Attributes:
@@ -70,7 +70,7 @@ class Reader:
         self.optimizer = ""
         self._pieces: dict[str, list[_Piece]] = {}
         self._files: dict[str, Any] = {}
-        self._flat: dict[Place, torch.Tensor] = {}
+        self._flat: dict[FileLocation, torch.Tensor] = {}
         names: dict[str, None] = {}
         for path in sorted(folder.glob("shard_index_rank_*.json")):
             names |= dict.fromkeys(self._add_index(path))
@@ -97,7 +97,7 @@ class Reader:
         return found
 
     def _add_tensor(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
-        weights, states = (Place(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
+        weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
         named = {name: states.at(key) for key in entry["elementwise"]
                  if (name := state_name(self.optimizer, key)) is not None}
         tensor = _Tensor(weights, named, groups[entry["group"]])
@@ -147,13 +147,13 @@ class Reader:
         self.copy(name, state, start, out)
         return out
 
-    def whole(self, name: str, state: str = FP32) -> torch.Tensor:
+    def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
         """fp32 on the host, in the parameter's shape."""
         return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """state_dict of `as_module(config)` in fp32: the master weights, where there are such."""
-        return {name: self.whole(name) for name in self.shapes}
+        return {name: self.tensor(name) for name in self.shapes}
 
     def _open(self, name: str, state: str, piece: _Piece) -> torch.Tensor:
         """The flat tensor of a piece, on the disk until it is used."""

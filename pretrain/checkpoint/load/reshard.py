@@ -29,7 +29,7 @@ from pretrain.checkpoint.format.fragments import (
     is_elementwise,
 )
 from pretrain.checkpoint.format.manifest import Manifest
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED, Reader, optimizer_kind, state_name
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_kind, state_name
 from pretrain.console.progress import Progress
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
@@ -47,7 +47,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     refusal = ""
     try:
         with torch.no_grad():
-            reader = Reader(folder)
+            reader = CheckpointReader(folder)
             _check(engine, reader)
             _fill(engine, reader)
             _set_groups(engine, reader)
@@ -79,7 +79,7 @@ def _cut(index: str) -> Any:
                                       for tensor in values.get("tensors", [])]]
 
 
-def _check(engine: DeepSpeedEngine, reader: Reader) -> None:
+def _check(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """The same parameters, and an optimizer whose states can be cut up. Raises ConfigError."""
     saved, now = reader.optimizer, type(base_optimizer(engine)).__name__
     if optimizer_kind(saved) not in ELEMENTWISE or optimizer_kind(saved) != optimizer_kind(now):
@@ -93,7 +93,7 @@ def _check(engine: DeepSpeedEngine, reader: Reader) -> None:
                               expected=f"{shape}, as in this run's model")
 
 
-def _fill(engine: DeepSpeedEngine, reader: Reader) -> None:
+def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """The flat fp32 weights and their states; at stage 3 the 16-bit weights too."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.checkpoint_event_prologue()  # no parameter is gathered
@@ -149,7 +149,7 @@ def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, An
     return dict(optimizer.state.pop(dummy, {}))
 
 
-def _check_states(engine: DeepSpeedEngine, reader: Reader, template: dict[str, Any]) -> None:
+def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: dict[str, Any]) -> None:
     kind = type(base_optimizer(engine)).__name__
     tensors = {key for key, value in template.items() if torch.is_tensor(value) and value.dim() > 0}
     needed = {name for key in tensors if (name := state_name(kind, key)) is not None}
@@ -160,7 +160,7 @@ def _check_states(engine: DeepSpeedEngine, reader: Reader, template: dict[str, A
                           expected=f"those of this run's optimizer, {', '.join(sorted(needed)) or 'none'}")
 
 
-def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: Reader, template: dict[str, Any]) -> None:
+def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointReader, template: dict[str, Any]) -> None:
     """Set every state of one flat tensor; those that are not there yet are made like those of the template."""
     optimizer = base_optimizer(engine)
     state = optimizer.state[flat.parameter]
@@ -188,7 +188,7 @@ def _forget(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
         state[key] = value.zero_() if torch.is_tensor(value) else 0
 
 
-def _set_groups(engine: DeepSpeedEngine, reader: Reader) -> None:
+def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """The rates that the schedule has reached, by parameter group; a group that is all padding takes the first's."""
     names: dict[int, str] = {}
     for flat in flat_tensors(engine):
@@ -200,7 +200,7 @@ def _set_groups(engine: DeepSpeedEngine, reader: Reader) -> None:
             group[key] = type(group[key])(saved[key])
 
 
-def _set_counters(engine: DeepSpeedEngine, reader: Reader) -> None:
+def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     saved = reader.engine_state()
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]

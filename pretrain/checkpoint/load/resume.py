@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, manifest_of, newest_whole
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, manifest_of, newest_complete
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -20,7 +20,7 @@ class Resume:
     warnings: list[str]  # newer checkpoints that are damaged, and inputs that differ from the run that saved
 
 
-def checkpoints_of(plan: Plan) -> Path:
+def checkpoints_folder(plan: Plan) -> Path:
     return Path(plan.args.save) / "checkpoints"
 
 
@@ -30,12 +30,12 @@ def choose_resume(plan: Plan) -> Resume | None:
     What it holds is compared with the manifest later, and the mirror is looked at, by all ranks together (`agree.py`).
     Raises ConfigError.
     """
-    checkpoints, has_mirror = checkpoints_of(plan), plan.args.checkpoint_mirror is not None
+    checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
-        refuse_to_overwrite(checkpoint_folders(checkpoints))
+        reject_overwrite(checkpoint_folders(checkpoints))
         return None
     try:
-        found = newest_whole(checkpoints)
+        found = newest_complete(checkpoints)
     except ConfigError:
         if not has_mirror:
             raise
@@ -45,19 +45,19 @@ def choose_resume(plan: Plan) -> Resume | None:
             raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}", expected="at least one",
                               remedy="--resume auto begins at step 0")
         return None
-    return judged(*found, plan)
+    return make_resume(*found, plan)
 
 
-def refuse_to_overwrite(found: Sequence[Path | str]) -> None:
+def reject_overwrite(found: Sequence[Path | str]) -> None:
     """Raises ConfigError unless `found` is empty."""
     if found:
         raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
                           expected="no checkpoints", remedy="choose another --save and --checkpoint_mirror")
 
 
-def judged(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
+def make_resume(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
     """The checkpoint as one to go on from. Raises ConfigError where `plan` cannot go on from it exactly."""
-    check_continuity(manifest, plan, folder)
+    check_can_resume(manifest, plan, folder)
     changes = changed_inputs(manifest, plan)
     if changes:
         complaints = [*complaints, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
@@ -74,27 +74,27 @@ def same_layout(manifest: Manifest, plan: Plan) -> bool:
         manifest.offload_optimizer == "none") == (now.offload_optimizer == "none")
 
 
-def check_continuity(manifest: Manifest, plan: Plan, folder: Path) -> None:
+def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     """Refuse to go on where the result would be another run's. The layout may change. Raises ConfigError."""
     now = manifest_of(plan, step=0, consumed_samples=0, versions={})
     # the optimizer's settings come back with its state: other ones would have no effect
-    _refuse_change(folder, "optimizer", {
+    _reject_change(folder, "optimizer", {
         f"optimizer {key}": (manifest.optimizer.get(key), now.optimizer.get(key)) for key in ("type", "params")})
     # both say which samples come next: with others, some would come again and some never
-    _refuse_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
+    _reject_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
                                                "--seq_length": (manifest.seq_length, now.seq_length)})
     # each scheduler keeps a state of its own
-    _refuse_change(folder, "source of the learning rate", {"scheduler of": (manifest.scheduler, now.scheduler)})
+    _reject_change(folder, "source of the learning rate", {"scheduler of": (manifest.scheduler, now.scheduler)})
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
-    _refuse_change(folder, "model", {
+    _reject_change(folder, "model", {
         f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
         for f in fields(saved) if f.name != "hf_config"})
     if plan.args.train_tokens is not None:
-        _refuse_change(folder, "batch, or --train_steps instead of --train_tokens", {
+        _reject_change(folder, "batch, or --train_steps instead of --train_tokens", {
             "global batch size": (manifest.global_batch_size, now.global_batch_size)})
 
 
-def _refuse_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (saved, now) in pairs.items():
         if saved != now:
             raise ConfigError(f"{folder}: {name}", found=f"{saved} in the checkpoint and {now} in this run",

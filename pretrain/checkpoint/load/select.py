@@ -7,8 +7,8 @@ from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_folders,
-    judge_folder,
-    newest_whole,
+    manifest_or_error,
+    newest_complete,
     read_manifest,
     step_of,
 )
@@ -17,7 +17,7 @@ from pretrain.monitor.rows import newest_start
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint's folder, and its manifest, or what is wrong with it."""
 
     folder: Path
@@ -35,40 +35,40 @@ class Found:
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
 
 
-def checkpoints_of(path: Path) -> Path:
+def find_checkpoints_folder(path: Path) -> Path:
     """The folder with the checkpoints of a run: of the run's folder, or that folder itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def find(path: Path) -> list[Found]:
+def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
     """The checkpoints of a run folder, of its checkpoints folder, or `path` itself; the newest first.
 
     Raises ConfigError where there is none.
     """
     if is_checkpoint(path):
-        return [_judge(path)]
-    folders = checkpoint_folders(checkpoints_of(path))
+        return [_found_checkpoint(path)]
+    folders = checkpoint_folders(find_checkpoints_folder(path))
     if not folders:
         raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
-    return [_judge(folder) for folder in folders]
+    return [_found_checkpoint(folder) for folder in folders]
 
 
-def find_one(path: Path, *, step: int | None = None) -> Found:
+def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
     """`path` itself; of a run folder the newest complete checkpoint, or that of `step`. Raises ConfigError."""
     if is_checkpoint(path):
-        found = Found(path, read_manifest(path))
+        found = FoundCheckpoint(path, read_manifest(path))
         if step is not None and found.step != step:
             raise ConfigError("--step", found=f"{step}, and {path}", expected="one of the two",
                               remedy="name the run folder, or leave --step out")
         return found
     if step is not None:
-        folder = checkpoints_of(path) / f"global_step{step}"
-        return Found(folder, read_manifest(folder))
-    newest = newest_whole(checkpoints_of(path))
+        folder = find_checkpoints_folder(path) / f"global_step{step}"
+        return FoundCheckpoint(folder, read_manifest(folder))
+    newest = newest_complete(find_checkpoints_folder(path))
     if newest is None:
         raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's",
                           remedy="name what --save named, or a global_stepN folder")
-    return Found(newest[0], newest[1])
+    return FoundCheckpoint(newest[0], newest[1])
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -76,12 +76,14 @@ def is_checkpoint(path: Path) -> bool:
     return (step_of(path) >= 0 and path.is_dir()) or (path / MANIFEST).is_file()
 
 
-def _judge(folder: Path) -> Found:
-    found = judge_folder(folder)
-    return Found(folder, None, str(found)) if isinstance(found, ConfigError) else Found(folder, found)
+def _found_checkpoint(folder: Path) -> FoundCheckpoint:
+    found = manifest_or_error(folder)
+    if isinstance(found, ConfigError):
+        return FoundCheckpoint(folder, None, str(found))
+    return FoundCheckpoint(folder, found)
 
 
-def chosen_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
+def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
     """The checkpoint in a global_stepN folder, or of a run folder the newest complete one or that of `step`.
 
     Raises ConfigError.
@@ -89,7 +91,7 @@ def chosen_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
     if not path.is_dir():
         raise ConfigError(str(path), problem="there is no such folder",
                           remedy="name a run folder (what --save gave) or a global_stepN folder")
-    found = find_one(path, step=step)
+    found = find_checkpoint(path, step=step)
     assert found.manifest is not None
     return found.folder, found.manifest
 

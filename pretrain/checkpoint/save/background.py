@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.save.snapshot import Snapshot
-from pretrain.checkpoint.save.writer import Job, give_up, is_committed
+from pretrain.checkpoint.save.writer import SaveJob, is_committed, report_failure
 from pretrain.distributed.process import package_environment
 
 Reply = dict[str, Any]
@@ -25,7 +25,7 @@ class BackgroundWriter:
 
     def __init__(self, checkpoints: Path, rank: int) -> None:
         self.snapshot = Snapshot()
-        self._saves: list[Job] = []  # that have not been answered, the oldest first
+        self._saves: list[SaveJob] = []  # that have not been answered, the oldest first
         self._afters = 0  # likewise
         checkpoints.mkdir(parents=True, exist_ok=True)
         self._arguments = [str(self.snapshot.descriptor), str(checkpoints), str(rank)]
@@ -52,7 +52,7 @@ class BackgroundWriter:
         finally:
             replies.put(None)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SaveJob) -> None:
         """Give the writer a job; the snapshot's memory is its own as long as it is `saving`."""
         self._saves += [job] if job.snapshot is not None else []
         self._afters += 1
@@ -111,7 +111,7 @@ class BackgroundWriter:
             if is_committed(job):  # and died before it could say so
                 replies.append({"event": "save", "step": job.step, "path": job.final})
             else:
-                give_up(job, _ENDED)
+                report_failure(job, _ENDED)
                 replies.append({"event": "save_failed", "step": job.step, "reason": _ENDED})
         return replies + [{"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"}] * (
             afters > 0)

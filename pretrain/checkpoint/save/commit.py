@@ -84,14 +84,14 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
         files = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
         check_files(temporary, files, world_size=manifest.world_size)
         manifest = replace(manifest, files=files)
-        write_sealed_manifest(temporary, manifest)
+        write_manifest(temporary, manifest)
         remove_parts(temporary, world_size=manifest.world_size)
         publish(temporary, final)
     except (OSError, SaveError) as error:
         discard(temporary)
         raise error if isinstance(error, SaveError) else SaveError(f"{final}: {error}") from error
     with contextlib.suppress(OSError):  # no room for it: the checkpoint is there, and the next save tries again
-        point_latest(final)
+        write_latest(final)
     return manifest
 
 
@@ -157,7 +157,7 @@ def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: in
             raise SaveError(f"{temporary}: {name} has {size} bytes; {record.bytes} were written")
 
 
-def write_sealed_manifest(temporary: Path, manifest: Manifest) -> None:
+def write_manifest(temporary: Path, manifest: Manifest) -> None:
     """From here on the folder is a checkpoint, but for its name."""
     write_atomically(temporary / MANIFEST, manifest.to_json())
     for folder in (path for path in temporary.rglob("*") if path.is_dir()):
@@ -183,6 +183,6 @@ def publish(temporary: Path, final: Path) -> None:
     shutil.rmtree(damaged, ignore_errors=True)
 
 
-def point_latest(final: Path) -> None:
+def write_latest(final: Path) -> None:
     """For plain DeepSpeed, which reads it; this program looks at the folders."""
     write_atomically(final.parent / LATEST, final.name)

@@ -17,10 +17,10 @@ from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifes
 from pretrain.checkpoint.save.commit import (
     SaveError,
     check_space,
-    point_latest,
     publish,
     temporary_folder,
-    write_sealed_manifest,
+    write_latest,
+    write_manifest,
 )
 from pretrain.console.progress import Progress
 from pretrain.errors import ConfigError
@@ -196,9 +196,9 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     try:
         with Progress("fetching", num_bytes) as progress:
             mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, progress))
-        write_sealed_manifest(temporary, manifest)
+        write_manifest(temporary, manifest)
         publish(temporary, final)
-        point_latest(final)
+        write_latest(final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):

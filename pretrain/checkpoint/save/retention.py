@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import fsync
-from pretrain.checkpoint.format.manifest import LATEST, Manifest, whole_checkpoints
-from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.format.manifest import LATEST, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY
 from pretrain.errors import SaveError
 
@@ -24,7 +24,7 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
     """
     if keep_checkpoints == 0:
         return []
-    whole, _ = whole_checkpoints(checkpoints)
+    whole, _ = complete_checkpoints(checkpoints)
     kept = _kept(whole, keep_checkpoints, keep_every, keep_best) | {_latest(checkpoints)}
     removed = [folder for folder, _ in reversed(whole) if folder.name not in kept]
     if removed:
@@ -55,7 +55,7 @@ def _latest(checkpoints: Path) -> str:
 def _verify(newest: list[tuple[Path, Manifest]], verified: set[str]) -> None:
     for folder, manifest in newest:
         if folder.name not in verified:
-            complaints = damage(folder, manifest)
+            complaints = find_damage(folder, manifest)
             if complaints:
                 raise SaveError(f"no checkpoint was removed, because one that would stay is damaged: {complaints[0]}")
             verified.add(folder.name)

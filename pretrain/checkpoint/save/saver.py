@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.checkpoint.format.verify import share
+from pretrain.checkpoint.format.verify import files_of_rank
 from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.store import begin_save, describe, save_checkpoint, write_files
-from pretrain.checkpoint.save.writer import After, Job, Snapshotted
+from pretrain.checkpoint.save.writer import AfterSave, SaveJob, SnapshotFiles
 from pretrain.checkpoint.save.writer_locks import has_ended
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
@@ -22,14 +22,14 @@ from pretrain.monitor.run_folder import RunFolder, versions
 class Saver:
     """Saves as the flags ask. A save that fails is told, and training goes on; only the last one may not fail.
 
-    All methods but `hear` are collective.
+    All methods but `poll` are collective.
     """
 
     def __init__(self, plan: Plan, folder: RunFolder, screen: Screen) -> None:
         args = plan.args
         self._plan, self._folder, self._screen = plan, folder, screen
         self._checkpoints = folder.path.absolute() / "checkpoints"
-        self._after = After(keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
+        self._after = AfterSave(keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
                             keep_best=args.keep_best, mirror=args.checkpoint_mirror)
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
@@ -62,7 +62,7 @@ class Saver:
                     "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
             self._writer.start_again()
-            names = share(sizes, dist.get_rank(), dist.get_world_size())
+            names = files_of_rank(sizes, dist.get_rank(), dist.get_world_size())
             self._writer.submit(self._job(cursor["step"], save_id, names, snapshot=None))
 
     def _begin(self, engine: DeepSpeedEngine, cursor: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ class Saver:
         manifest = describe(engine, self._plan, save_id=save_id, **cursor).to_json() if dist.get_rank() == 0 else None
         names = [region.name for region in memory.files]
         self._writer.submit(self._job(cursor["step"], save_id, names,
-                                      snapshot=Snapshotted(str(temporary), list(memory.files), error, manifest)))
+                                      snapshot=SnapshotFiles(str(temporary), list(memory.files), error, manifest)))
 
-    def _job(self, step: int, save_id: str, names: list[str], snapshot: Snapshotted | None) -> Job:
-        return Job(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
+    def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None) -> SaveJob:
+        return SaveJob(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
                    save_id=save_id, timeout_s=self._plan.args.save_timeout,
                    locks_are_shared=self._locks_are_shared, names=names, after=self._after,
                    snapshot=snapshot)
@@ -95,21 +95,21 @@ class Saver:
         return True
 
     def _is_saving(self) -> bool:
-        self.hear()
+        self.poll()
         return self._writer is not None and self._writer.saving
 
     def _is_idle(self) -> bool:
-        self.hear()
+        self.poll()
         return self._writer is None or self._writer.idle
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Report what this rank's background writer has done since the last call; it costs next to nothing."""
         for reply in self._writer.replies() if self._writer is not None else []:
             self._tell(reply)
 
     def _hear_all(self) -> None:
         """Let rank 0 print what other ranks' writers complained of: the first complaint, as the others are like it."""
-        self.hear()
+        self.poll()
         complaints = [(rank, replies[0]) for rank, replies in enumerate(gather(self._unheard)) if replies]
         self._unheard = []
         if complaints and dist.get_rank() == 0:

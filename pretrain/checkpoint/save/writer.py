@@ -1,8 +1,8 @@
-"""The background process of one rank: writes snapshots, commits, prunes and mirrors, beside the training process.
+"""The background process of one rank: it writes snapshots, commits, prunes and mirrors while training continues.
 
-It imports neither torch nor DeepSpeed, talks to its training process in lines of JSON (a `Job` in, replies out), and
-to the writers of other ranks through files alone. When the training process dies, even by SIGKILL, it ends what it was
-told to do and exits: a checkpoint whose snapshots were all taken is not lost.
+It imports neither torch nor DeepSpeed. It talks to its training process in lines of JSON (a `SaveJob` in, replies out)
+and to the writers of other ranks through files alone. When the training process dies, even by SIGKILL, it finishes the
+jobs that it has received and exits, so a checkpoint whose snapshots were all taken is not lost.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _ASK_S = 1.0
 
 
 @dataclass(frozen=True)
-class After:
+class AfterSave:
     """What comes when a checkpoint is committed."""
 
     keep_checkpoints: int = 0
@@ -44,7 +44,7 @@ class After:
 
 
 @dataclass(frozen=True)
-class Snapshotted:
+class SnapshotFiles:
     """Files that are still to be written. Paths are absolute."""
 
     temporary: str
@@ -54,7 +54,7 @@ class Snapshotted:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One checkpoint as one rank's writer sees it."""
 
     step: int
@@ -64,8 +64,8 @@ class Job:
     timeout_s: float
     locks_are_shared: bool  # every host sees those of `writer_locks`
     names: list[str]  # of the files that this rank mirrors
-    after: After
-    snapshot: Snapshotted | None = None  # None: the training processes have written and committed it
+    after: AfterSave
+    snapshot: SnapshotFiles | None = None  # None: the training processes have written and committed it
 
 
 def main(descriptor: int, checkpoints: Path, rank: int) -> None:
@@ -86,12 +86,12 @@ def main(descriptor: int, checkpoints: Path, rank: int) -> None:
             after.submit(_after, job, verified)
 
 
-def _read_job(line: str) -> Job:
+def _read_job(line: str) -> SaveJob:
     values = json.loads(line)
     snapshot = values.pop("snapshot")
     if snapshot is not None:
-        snapshot = Snapshotted(**{**snapshot, "files": [Region(*file) for file in snapshot["files"]]})
-    return Job(**{**values, "after": After(**values["after"]), "snapshot": snapshot})
+        snapshot = SnapshotFiles(**{**snapshot, "files": [Region(*file) for file in snapshot["files"]]})
+    return SaveJob(**{**values, "after": AfterSave(**values["after"]), "snapshot": snapshot})
 
 
 def _reply(reply: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _reply(reply: dict[str, Any]) -> None:
         os.write(1, json.dumps(reply).encode() + b"\n")
 
 
-def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
+def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, Any]:
     """Write this rank's files and, on rank 0, commit when every rank's are there."""
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
@@ -111,7 +111,7 @@ def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
     except OSError as failure:
         error = f"{failure.filename or temporary}: {failure.strerror}"
     if error is not None:
-        give_up(job, error)
+        report_failure(job, error)
     elif snapshot.manifest is not None:
         try:
             committed = commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
@@ -125,7 +125,7 @@ def _save(job: Job, snapshot: Snapshotted, descriptor: int) -> dict[str, Any]:
             "seconds": round(time.perf_counter() - start, 3)}
 
 
-def _write_files(snapshot: Snapshotted, descriptor: int) -> dict[str, FileRecord]:
+def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileRecord]:
     """Raises OSError."""
     records: dict[str, FileRecord] = {}
     memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -136,7 +136,7 @@ def _write_files(snapshot: Snapshotted, descriptor: int) -> dict[str, FileRecord
     return records
 
 
-def give_up(job: Job, error: str) -> None:
+def report_failure(job: SaveJob, error: str) -> None:
     """Tell rank 0's writer that this rank's files will not come; as rank 0, end the save."""
     if job.snapshot is None:
         return
@@ -152,7 +152,7 @@ def give_up(job: Job, error: str) -> None:
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
 
 
-def _after(job: Job, verified: set[str]) -> None:
+def _after(job: SaveJob, verified: set[str]) -> None:
     """Mirror this rank's files; on rank 0 complete the mirror's copy, then prune."""
     final = Path(job.final)
     try:
@@ -166,7 +166,7 @@ def _after(job: Job, verified: set[str]) -> None:
         _reply({"event": "after_save", "step": job.step})
 
 
-def _told(job: Job, action: Callable[[], None]) -> None:
+def _told(job: SaveJob, action: Callable[[], None]) -> None:
     """Run it; what goes wrong is a reply."""
     try:
         action()
@@ -176,7 +176,7 @@ def _told(job: Job, action: Callable[[], None]) -> None:
                 "reason": str(failure) if ours else f"{type(failure).__name__}: {failure}"})
 
 
-def _mirror(job: Job, final: Path, url: str) -> None:
+def _mirror(job: SaveJob, final: Path, url: str) -> None:
     start = time.perf_counter()
     upload(final, url, job.names, rank=job.rank, save_id=job.save_id)
     if job.rank == 0:
@@ -184,13 +184,13 @@ def _mirror(job: Job, final: Path, url: str) -> None:
         _reply({"event": "mirror", "step": job.step, "path": url, "seconds": round(time.perf_counter() - start, 3)})
 
 
-def _prune(job: Job, checkpoints: Path, verified: set[str]) -> None:
+def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
     keep = {name: value for name, value in asdict(job.after).items() if name.startswith("keep_")}
     for removed in prune(checkpoints, verified=verified, **keep):
         _reply({"event": "prune", "step": job.step, "path": str(removed)})
 
 
-def is_committed(job: Job) -> bool:
+def is_committed(job: SaveJob) -> bool:
     """Whether this very save has become a checkpoint."""
     try:
         return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
@@ -198,7 +198,7 @@ def is_committed(job: Job) -> bool:
         return False
 
 
-def _becomes_committed(job: Job) -> bool:
+def _becomes_committed(job: SaveJob) -> bool:
     """Wait for rank 0's writer; False: it will not make a checkpoint of this save."""
     assert job.snapshot is not None
     start = asked = time.monotonic()
@@ -213,7 +213,7 @@ def _becomes_committed(job: Job) -> bool:
     return True
 
 
-def _has_ended(job: Job, rank: int) -> bool:
+def _has_ended(job: SaveJob, rank: int) -> bool:
     return job.locks_are_shared and has_ended(Path(job.final).parent, rank)
 
 

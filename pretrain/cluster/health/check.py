@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.load.resume import checkpoints_of
+from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cluster.health.connections import ClockServer, Reach, host_name, own_address, reach_all
 from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
@@ -192,7 +192,7 @@ def _disk(crew: Crew) -> DiskHealth:
     needed, run = 0, crew.settings.run
     if run is not None:
         plan = check_run(run, world_size=crew.world.size, device=detect_device())
-        needed = next_checkpoint_bytes(plan, checkpoints_of(plan))
+        needed = next_checkpoint_bytes(plan, checkpoints_folder(plan))
     return disk_health(crew.settings.folder, crew.settings.disk_bytes, needed)
 
 

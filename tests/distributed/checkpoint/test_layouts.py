@@ -13,7 +13,7 @@ import pytest
 
 from pretrain.checkpoint.convert.export import diff
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.reader import Reader
+from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import missing_operator
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.layouts import SAVED, STEPS, fp16, plain, relative, run_layouts, staged
@@ -95,7 +95,7 @@ def test_there_and_back(matrix: dict[str, Any]) -> None:
     for name, back in matrix["back"].items():
         first, last = Path(matrix["saved"][name.split("-")[0]]["folder"]), Path(back["folder"])
         assert diff(first, last) == [], name
-        assert Reader(first).scalars == Reader(last).scalars == {"step": SAVED}
+        assert CheckpointReader(first).scalars == CheckpointReader(last).scalars == {"step": SAVED}
     print(f"{len(matrix['back'])} layouts there and back: nothing differs")
 
 

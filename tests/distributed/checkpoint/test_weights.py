@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.reader import Reader
+from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import missing_operator
 from pretrain.model.config import model_config_from
 from pretrain.model.hf import to_transformers
@@ -36,10 +36,10 @@ def folders(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def test_weights_are_equal_in_every_layout(folders: dict[str, Path]) -> None:
     model = model_config_from(read_manifest(folders["zero1"]).model, "manifest")
-    expected = Reader(folders["zero1"]).weights()
+    expected = CheckpointReader(folders["zero1"]).weights()
     assert expected.keys() == as_module(model).state_dict().keys()
     for name, folder in folders.items():
-        found = Reader(folder).weights()
+        found = CheckpointReader(folder).weights()
         assert found.keys() == expected.keys(), name
         for key, tensor in found.items():
             torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=f"{name} {key}")
@@ -48,7 +48,7 @@ def test_weights_are_equal_in_every_layout(folders: dict[str, Path]) -> None:
 def test_transformers_computes_the_same_logits(folders: dict[str, Path]) -> None:
     manifest = read_manifest(folders["pipeline2"])
     model = model_config_from(manifest.model, "manifest")
-    weights = Reader(folders["pipeline2"]).weights()
+    weights = CheckpointReader(folders["pipeline2"]).weights()
     ours = as_module(model)
     ours.load_state_dict(weights)
     theirs = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in manifest.model.items() if k != "model_type"}))

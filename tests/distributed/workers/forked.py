@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import trainer as loop
-from pretrain.checkpoint.format.manifest import whole_checkpoints
-from pretrain.checkpoint.format.verify import damage
+from pretrain.checkpoint.format.manifest import complete_checkpoints
+from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.train import main
@@ -129,8 +129,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 def newest_verified(checkpoints: Path) -> int:
     """The step of the newest checkpoint whose hashes are right, found without the code that chooses; 0: none."""
-    return max((manifest.step for folder, manifest in whole_checkpoints(checkpoints)[0]
-                if not damage(folder, manifest)), default=0)
+    return max((manifest.step for folder, manifest in complete_checkpoints(checkpoints)[0]
+                if not find_damage(folder, manifest)), default=0)
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, poll_s: float = 0.005) -> None:

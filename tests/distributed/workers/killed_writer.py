@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.checkpoint.save import commit, writer
 
-SUB_STEPS = ("wait_for_parts", "check_files", "write_sealed_manifest", "remove_parts", "publish", "point_latest")
+SUB_STEPS = ("wait_for_parts", "check_files", "write_manifest", "remove_parts", "publish", "write_latest")
 
 
 def die_after(name: str) -> None:
