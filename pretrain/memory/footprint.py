@@ -1,4 +1,7 @@
-"""Bytes of one rank by what they are for and by where they lie: what estimates and measurements have in common."""
+"""Bytes of one rank by role (what the bytes are for) and location (which memory holds them).
+
+Estimates, simulations and measurements all return a Footprint, so that they can be compared role by role.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,39 +9,39 @@ from typing import Any
 
 ROLES = ("parameters", "gradients", "master_weights", "optimizer_states", "buffers", "activations", "logits", "margin")
 STATES = ROLES[:4]
-# Where the bytes lie in the layout, which decides it, not `tensor.device`: what is not offloaded counts as "device"
-# even where the accelerator is the CPU. pinned: page-locked host memory.
-PLACES = ("device", "pinned", "host", "nvme")
+# pinned: page-locked host memory. The layout decides the location, not `tensor.device`: whatever is not offloaded
+# counts as "device", even where the accelerator is the CPU.
+LOCATIONS = ("device", "pinned", "host", "nvme")
 
-Key = tuple[str, str]  # (role, place)
+Key = tuple[str, str]  # (role, location)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank by (role, place); pairs that are not there are 0."""
+    """Bytes of one rank by (role, location). Missing pairs are 0."""
 
     sizes: Mapping[Key, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for role, place in self.sizes:
-            if role not in ROLES or place not in PLACES:
-                raise ValueError(f"footprint: found ({role!r}, {place!r}); roles: {ROLES}; places: {PLACES}")
+        for role, location in self.sizes:
+            if role not in ROLES or location not in LOCATIONS:
+                raise ValueError(f"footprint: found ({role!r}, {location!r}); roles: {ROLES}; locations: {LOCATIONS}")
 
-    def total(self, role: str | None = None, place: str | None = None) -> int:
-        """Bytes of a role, of a place, of both, or of everything."""
-        return sum(size for (own_role, own_place), size in self.sizes.items()
-                   if role in (None, own_role) and place in (None, own_place))
+    def total(self, role: str | None = None, location: str | None = None) -> int:
+        """Sum the bytes of a role, of a location, of both, or (no argument) of everything."""
+        return sum(size for (own_role, own_location), size in self.sizes.items()
+                   if role in (None, own_role) and location in (None, own_location))
 
-    def states(self, place: str | None = None) -> int:
-        """Bytes of parameters, gradients, master weights and optimizer states."""
-        return sum(self.total(role, place) for role in STATES)
+    def states(self, location: str | None = None) -> int:
+        """Sum the bytes of parameters, gradients, master weights and optimizer states."""
+        return sum(self.total(role, location) for role in STATES)
 
     def __add__(self, other: "Footprint") -> "Footprint":
         return Footprint.of([*self.sizes.items(), *other.sizes.items()])
 
     @classmethod
     def of(cls, parts: Iterable[tuple[Key, int]]) -> "Footprint":
-        """The sum of ((role, place), bytes) pairs; a pair may come several times."""
+        """Sum ((role, location), bytes) pairs; the same key may occur several times."""
         sizes: dict[Key, int] = {}
         for key, size in parts:
             if size:
@@ -46,18 +49,19 @@ class Footprint:
         return cls(sizes)
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """(role, place, bytes), roles and places in their own order, those of 0 bytes left out."""
-        return [(role, place, self.sizes[role, place]) for role in ROLES for place in PLACES
-                if self.sizes.get((role, place))]
+        """List (role, location, bytes) in the order of ROLES and LOCATIONS, without those of 0 bytes."""
+        return [(role, location, self.sizes[role, location]) for role in ROLES for location in LOCATIONS
+                if self.sizes.get((role, location))]
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """{role: {place: bytes}}"""
+        """Convert to {role: {location: bytes}}."""
         result: dict[str, dict[str, int]] = {}
-        for role, place, size in self.rows():
-            result.setdefault(role, {})[place] = size
+        for role, location, size in self.rows():
+            result.setdefault(role, {})[location] = size
         return result
 
     @classmethod
     def of_json(cls, values: Mapping[str, Mapping[str, Any]]) -> "Footprint":
-        """The footprint that `to_json` wrote."""
-        return cls.of(((role, place), int(size)) for role, places in values.items() for place, size in places.items())
+        """Read what `to_json` returned."""
+        return cls.of(((role, location), int(size)) for role, sizes in values.items()
+                      for location, size in sizes.items())

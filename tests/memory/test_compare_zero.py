@@ -17,13 +17,13 @@ from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import _estimator
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
-from pretrain.memory.estimate.rank_memory import estimate
+from pretrain.memory.estimate.rank_memory import estimate_memory
 from pretrain.memory.hardware import GIB, GPUS, make_cluster
-from pretrain.memory.report.compare_zero import combinations_of, main, make_report, subject_of
+from pretrain.memory.report.compare_zero import combinations_of, main, make_report, workload_of
 from pretrain.memory.report.compare_zero_flags import parse_flags
 from pretrain.memory.report.table import print_report
 from pretrain.memory.search.combinations import Axes, combine
-from pretrain.memory.search.compare import Subject, misfit
+from pretrain.memory.search.compare import Workload, memory_shortage
 from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import run_cost
@@ -104,8 +104,8 @@ def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("columns", [80, 120, 200, 240])
 def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str], columns: int) -> None:
     flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
-    subject = subject_of(flags)
-    report = make_report(flags, subject, combinations_of(flags, subject, "cuda"))
+    workload = workload_of(flags)
+    report = make_report(flags, workload, combinations_of(flags, workload, "cuda"))
     print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= columns for line in lines)
@@ -117,7 +117,7 @@ def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str
     rows = {line.split()[0]: line for line in lines[1:] if line.startswith(("zero", "pipeline"))}
     for row in report.rows:
         line = rows[row.candidate.name]
-        assert in_unit(row.estimate.peak.total(place="device"), "GiB") in line.split()
+        assert in_unit(row.estimate.peak.total(location="device"), "GiB") in line.split()
         assert ("fits" in line) == row.fits
         assert ("too large" in line) == (not row.fits)
     left_out = any(line.startswith(f"not shown at {columns} columns: ") for line in lines)
@@ -241,10 +241,10 @@ def test_flops_are_those_of_the_progress_line() -> None:
 def test_the_largest_that_fits(kind: str) -> None:
     """It fits, and the next one does not."""
     shape = read_shape("gpt3-1.3b")
-    subject = Subject(make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None), shape.num_parameters(),
-                      shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
+    cluster = make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None)
+    workload = Workload(cluster, shape.num_parameters(), shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
     axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
-    found = find_largest(kind, combine(axes, subject.cluster, shape).candidates, subject)
+    found = find_largest(kind, combine(axes, workload.cluster, shape).candidates, workload)
     assert len(found) >= 6
     for one in found:
         assert one.value > 0
@@ -253,7 +253,7 @@ def test_the_largest_that_fits(kind: str) -> None:
         if kind == "max_micro_batch":
             for size, fits in ((one.value, True), (one.value + 1, False)):
                 layout = Layout(**{**vars(one.candidate.layout), "micro_batch_size": size})
-                assert (misfit(estimate(shape, layout), subject.cluster) == "") == fits
+                assert (memory_shortage(estimate_memory(shape, layout), workload.cluster) == "") == fits
     by_name = {one.candidate.name: one.value for one in found}
     assert by_name["zero3_checkpoint"] > by_name["zero1"]
 

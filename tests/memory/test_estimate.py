@@ -29,8 +29,13 @@ from pretrain.memory.estimate.activations import (
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.estimate.other_architectures import ARCHITECTURES
 from pretrain.memory.estimate.phases import groups_of_layers
-from pretrain.memory.estimate.pipeline_stages import layer_work, partition_balanced, partition_uniform, stage_layers
-from pretrain.memory.estimate.rank_memory import estimate, estimate_rank
+from pretrain.memory.estimate.pipeline_stages import (
+    layer_work,
+    partition_balanced,
+    partition_uniform,
+    pipeline_stage_layers,
+)
+from pretrain.memory.estimate.rank_memory import estimate_memory, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import load_model_config, model_config_from, preset_names
@@ -68,9 +73,9 @@ def as_printed(gigabytes: float, printed: str) -> str:
 def test_the_zero_papers_table(ranks: int) -> None:
     for parameters, row in zip((7.5e9, 128e9, 1e12), PAPER[ranks], strict=True):
         for stage, printed in zip((1, 2, 3), row.split(), strict=True):
-            found = estimate(None, Layout(world_size=ranks, zero_stage=stage), num_parameters=parameters)
+            found = estimate_memory(None, Layout(world_size=ranks, zero_stage=stage), num_parameters=parameters)
             assert as_printed(found.device_bytes / 1e9, printed) == printed, (ranks, parameters, stage)
-    assert estimate(None, Layout(world_size=ranks), num_parameters=7.5e9).device_bytes == 120e9
+    assert estimate_memory(None, Layout(world_size=ranks), num_parameters=7.5e9).device_bytes == 120e9
 
 
 @pytest.fixture
@@ -219,7 +224,7 @@ def test_stages_are_cut_by_work() -> None:
         assert 6 * sum(layer_work(shape, layer, 1024) for layer in shape.layers()) == flops_per_token(config, 1024)
     small = load_model_config("gpt2", "n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions=512")
     layout = Layout(pipeline_stages=2, world_size=2, seq_length=512)
-    assert [sum(layer.kind == "block" for layer in stage_layers(shape_of(small), layout, stage))
+    assert [sum(layer.kind == "block" for layer in pipeline_stage_layers(shape_of(small), layout, stage))
             for stage in range(2)] == [5, 3]
 
 
@@ -229,7 +234,7 @@ def test_every_stage_has_a_block_however_much_work_the_head_is() -> None:
             shape = shape_of(load_model_config("tiny", f"vocab_size={vocab_size},n_layer={layers},n_embd=64"))
             for stages in range(2, layers + 1):
                 layout = Layout(pipeline_stages=stages, world_size=stages, seq_length=128)
-                blocks = [sum(layer.kind == "block" for layer in stage_layers(shape, layout, stage))
+                blocks = [sum(layer.kind == "block" for layer in pipeline_stage_layers(shape, layout, stage))
                           for stage in range(stages)]
                 assert min(blocks) >= 1, (vocab_size, layers, stages, blocks)
                 assert max(blocks[:-1]) - min(blocks[:-1]) <= 1
@@ -275,13 +280,13 @@ def test_other_architectures_have_transformers_parameter_counts(kind: str, tmp_p
             model = AutoModelForCausalLM.from_config(config)
         shape = read_shape(write_config(tmp_path, json.loads(config.to_json_string())))
         assert shape.num_parameters() == sum(weight.numel() for weight in model.parameters()), others
-        assert "model_type" in shape.refused
+        assert "model_type" in shape.untrainable_reason
 
 
 def test_a_key_that_is_not_trained_here_is_read_all_the_same(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, {**SHAPES["llama"], "sliding_window": 128}))
-    assert "sliding_window" in shape.refused
-    assert replace(shape, refused="") == shape_of(model_config_from(SHAPES["llama"], "test"))
+    assert "sliding_window" in shape.untrainable_reason
+    assert replace(shape, untrainable_reason="") == shape_of(model_config_from(SHAPES["llama"], "test"))
 
 
 def test_jsons_of_others() -> None:
@@ -299,33 +304,34 @@ def test_jsons_of_others() -> None:
 
 def test_every_offloaded_byte_has_its_place() -> None:
     shape, layout = read_shape("gpt2"), Layout(world_size=4, zero_stage=3)
-    plain = estimate(shape, layout).steady
-    on_cpu = estimate(shape, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
-    on_disk = estimate(shape, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
+    plain = estimate_memory(shape, layout).steady
+    on_cpu = estimate_memory(shape, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
+    on_disk = estimate_memory(shape, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
     assert on_cpu.total("optimizer_states", "host") == plain.total("optimizer_states", "device")
-    assert on_cpu.total(place="pinned") == 0
+    assert on_cpu.total(location="pinned") == 0
     assert on_disk.total("optimizer_states", "nvme") > 0.99 * plain.total("optimizer_states", "device")
     assert on_disk.total("optimizer_states", "device") == 0
-    pinned = estimate(shape, replace(layout, offload_optimizer="cpu")).peak
-    assert 0 < pinned.total("margin", "pinned") < pinned.total(place="pinned") / 2  # each tensor less than doubled
+    pinned = estimate_memory(shape, replace(layout, offload_optimizer="cpu")).peak
+    assert 0 < pinned.total("margin", "pinned") < pinned.total(location="pinned") / 2  # each tensor less than doubled
 
 
 def test_the_worst_rank_is_the_worst() -> None:
     shape = read_shape("gpt2")
     layout = Layout(world_size=8, zero_stage=1, pipeline_stages=4, gradient_accumulation_steps=8, seq_length=256)
-    worst = estimate(shape, layout)
-    ranks = [estimate_rank(shape, layout, stage=stage) for stage in range(4)]
+    worst = estimate_memory(shape, layout)
+    ranks = [estimate_rank(shape, layout, pipeline_stage=stage) for stage in range(4)]
     assert worst.device_bytes == max(rank.device_bytes for rank in ranks)
-    assert sum(len(stage_layers(shape, layout, stage)) for stage in range(4)) == len(shape.layers())
+    assert sum(len(pipeline_stage_layers(shape, layout, stage)) for stage in range(4)) == len(shape.layers())
     zero_2 = replace(layout, zero_stage=2, pipeline_stages=1, device_kind="cpu")
     every = [estimate_rank(shape, zero_2, zero_rank=rank).steady.total() for rank in range(8)]
-    assert estimate(shape, zero_2).steady.total() == max(every)
+    assert estimate_memory(shape, zero_2).steady.total() == max(every)
 
 
 def test_more_ranks_never_need_more() -> None:
     shape = read_shape("gpt3-1.3b")
     for stage in (1, 2, 3):
-        sizes = [estimate(shape, Layout(world_size=ranks, zero_stage=stage)).steady.states() for ranks in (1, 8, 64)]
+        sizes = [estimate_memory(shape, Layout(world_size=ranks, zero_stage=stage)).steady.states()
+                 for ranks in (1, 8, 64)]
         assert sizes[0] > sizes[1] > sizes[2]
 
 
@@ -333,8 +339,9 @@ def test_experts_are_divided(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
                                                "num_hidden_layers": 4, "num_attention_heads": 16,
                                                "intermediate_size": 3584}))
-    whole = estimate(shape, Layout(world_size=8, zero_stage=1)).steady.total("parameters")
-    divided = estimate(shape, Layout(world_size=8, zero_stage=1, expert_parallel_size=8)).steady.total("parameters")
+    layout = Layout(world_size=8, zero_stage=1)
+    whole = estimate_memory(shape, layout).steady.total("parameters")
+    divided = estimate_memory(shape, replace(layout, expert_parallel_size=8)).steady.total("parameters")
     experts = 4 * 8 * 3 * 1024 * 3584 * 2
     assert whole - divided == pytest.approx(experts * 7 / 8, rel=1e-3)
     assert shape.active_parameters() == shape.num_parameters() - experts // 2 * 6 // 8
@@ -349,7 +356,7 @@ def test_experts_are_divided(tmp_path: Path) -> None:
 ])
 def test_impossible_layouts_are_refused_in_a_line(layout: Layout, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        estimate(read_shape("gpt2"), layout)
+        estimate_memory(read_shape("gpt2"), layout)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -359,7 +366,7 @@ def test_unknown_models_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             read_shape(write_config(tmp_path, values))
     with pytest.raises(ConfigError):
-        estimate(None, Layout())
+        estimate_memory(None, Layout())
 
 
 def test_footprints_add_and_travel() -> None:
@@ -378,5 +385,5 @@ def test_an_estimate_takes_little_work() -> None:
             layout = Layout(world_size=1024, zero_stage=stage, micro_batch_size=micro,
                             pipeline_stages=1 if stage > 1 else 8, gradient_accumulation_steps=16, seq_length=2048)
             with CountCalls() as work:
-                estimate(shape, layout)
+                estimate_memory(shape, layout)
             assert work.calls < 40_000, layout  # 14,000 at most when this was written: a few milliseconds

@@ -14,7 +14,7 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.report.memory_watch import alternatives, differences, print_advice
-from pretrain.memory.search.compare import Subject
+from pretrain.memory.search.compare import Workload
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment
@@ -60,10 +60,10 @@ def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) ->
 
 def test_alternatives_are_of_the_same_batch_and_ranks() -> None:
     model = load_model_config("gpt2")
-    subject = Subject(make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8), model.num_parameters(),
+    workload = Workload(make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8), model.num_parameters(),
                       shape_of(model), model)
     layout = Layout(world_size=8, zero_stage=1, micro_batch_size=8, gradient_accumulation_steps=4, precision="fp16")
-    found = [candidate.layout for candidate in alternatives(layout, subject)]
+    found = [candidate.layout for candidate in alternatives(layout, workload)]
     assert {one.global_batch_size for one in found} == {layout.global_batch_size}
     assert {one.world_size for one in found} == {8}
     assert {one.precision for one in found} == {"fp16"}

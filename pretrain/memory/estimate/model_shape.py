@@ -84,7 +84,7 @@ class ModelShape:
     shared_expert_size: int = 0  # inner size of the expert that every token passes
     shared_expert_gate: bool = False
     dense_layers: frozenset[int] = frozenset()  # of a model with experts: the blocks that have none
-    refused: str = ""  # why this project does not train it; "": it does
+    untrainable_reason: str = ""  # why this project does not train it; "": it does
 
     def layers(self) -> tuple[Layer, ...]:
         """As build_specs lists them, with the tensors in their order of registration."""
@@ -183,7 +183,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 def read_shape(model: str) -> ModelShape:
     """The shape of a preset, of a transformers config.json, or of the folder that holds one.
 
-    Architectures and keys that this project does not train are read too; `refused` then says why it does not.
+    Architectures and keys that this project does not train are read too; `untrainable_reason` then says why it does not.
 
     Raises:
         ConfigError: no such file, an architecture that is not known here, sizes that give no model.
@@ -197,7 +197,7 @@ def read_shape(model: str) -> ModelShape:
             sizes = ARCHITECTURES[kind](values)
         except ConfigError as error:
             raise ConfigError.of_line(f"{where}: {error}") from None
-        return _checked(ModelShape(architecture=kind, refused=trained, **sizes), where)
+        return _checked(ModelShape(architecture=kind, untrainable_reason=trained, **sizes), where)
     if not isinstance(kind, str) or kind not in KEYS:
         raise ConfigError(f"{where}: model_type", found=repr(kind),
                           expected=f"one of {', '.join(sorted((*KEYS, *ARCHITECTURES)))}")
@@ -205,7 +205,7 @@ def read_shape(model: str) -> ModelShape:
         return shape_of(model_config_from(values, where))
     except ConfigError as error:  # a key that changes the maths, not the sizes; wrong sizes raise again here
         known = {key: values[key] for key in ("model_type", *KEYS[kind]) if key in values and "rope_" not in key}
-        return replace(shape_of(model_config_from(known, where)), refused=str(error))
+        return replace(shape_of(model_config_from(known, where)), untrainable_reason=str(error))
 
 
 def _checked(shape: ModelShape, where: str) -> ModelShape:

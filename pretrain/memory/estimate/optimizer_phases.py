@@ -1,7 +1,7 @@
 """What reduction and optimizer step need beside the states: two of the moments of `phases.py`."""
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.pipeline_stages import stage_layers
+from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
 from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.estimate.states import (
     bucket_bytes,
@@ -66,7 +66,8 @@ def _given_gradients(rank: Rank, kind: str, part: int) -> int:
 
 def _has_replica(rank: Rank) -> bool:
     """Whether the stage has a copy of the tied matrix whose gradient counts at the first stage."""
-    return rank.stage > 0 and any(layer.tied for layer in stage_layers(rank.shape, rank.layout, rank.stage))
+    layers = pipeline_stage_layers(rank.shape, rank.layout, rank.pipeline_stage)
+    return rank.pipeline_stage > 0 and any(layer.tied for layer in layers)
 
 
 def _masked_norm(rank: Rank, part: int) -> int:

@@ -28,7 +28,7 @@ from pretrain.memory.estimate.activations import (
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.nvme import retained_gradients
 from pretrain.memory.estimate.optimizer_phases import optimizer_step, reduction
-from pretrain.memory.estimate.pipeline_stages import local_size, stage_layers
+from pretrain.memory.estimate.pipeline_stages import local_size, pipeline_stage_layers
 from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.estimate.states import (
     bucket_bytes,
@@ -44,11 +44,11 @@ _FP64 = 8
 _NORM_ELEMENTS = 250_000_000  # of a gradient whose norm is taken at a time
 
 
-def moments(shape: ModelShape, layout: Layout, *, stage: int = 0,
+def step_phases(shape: ModelShape, layout: Layout, *, pipeline_stage: int = 0,
             zero_rank: int = 0) -> Iterator[tuple[str, Footprint]]:
     """(name, footprint) of the moments of one rank's step at which its memory may be at its most."""
-    rank = Rank(shape, layout, stage, zero_rank)
-    held = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank) + _between_layers(rank)
+    rank = Rank(shape, layout, pipeline_stage, zero_rank)
+    held = states_of_rank(shape, layout, pipeline_stage=pipeline_stage, zero_rank=zero_rank) + _between_layers(rank)
     waiting = _groups(rank)
     kept = [kept for kept, _ in waiting]
     if rank.is_last:
@@ -71,7 +71,7 @@ def _between_layers(rank: Rank) -> Footprint:
     if not rank.layout.uses_pipeline_module:
         return Footprint()
     slots = min(rank.pipe_buffers, rank.layout.gradient_accumulation_steps) if rank.is_last else rank.in_flight + 1
-    slots += rank.in_flight + 1 if rank.stage > 0 else 0
+    slots += rank.in_flight + 1 if rank.pipeline_stage > 0 else 0
     before = _graph(rank) if rank.accumulates else 0  # of the other slot
     return Footprint.of([(("activations", "device"), slots * boundary_bytes(rank.shape, rank.one) + before)])
 
@@ -79,11 +79,11 @@ def _between_layers(rank: Rank) -> Footprint:
 def _graph(rank: Rank) -> int:
     """What the last stage's graph of a micro-batch holds after its backward pass: its input and the gradient of that.
     """
-    return 2 * boundary_bytes(rank.shape, rank.one) if rank.is_last and rank.stage > 0 else 0
+    return 2 * boundary_bytes(rank.shape, rank.one) if rank.is_last and rank.pipeline_stage > 0 else 0
 
 
 def _groups(rank: Rank) -> tuple[tuple[int, tuple[Layer, ...]], ...]:
-    return groups_of_layers(rank.shape, stage_layers(rank.shape, rank.layout, rank.stage), rank.one,
+    return groups_of_layers(rank.shape, pipeline_stage_layers(rank.shape, rank.layout, rank.pipeline_stage), rank.one,
                             rank.layout.activation_checkpoint_interval)
 
 
@@ -162,7 +162,7 @@ def _gradients(rank: Rank, done: int, layers: tuple[Layer, ...] = (), *, accumul
 
 def _tied_elements(rank: Rank) -> int:
     """Of the matrix that head and embedding share on one stage: the head's gradient waits for the embedding's."""
-    tied = [layer for layer in stage_layers(rank.shape, rank.layout, rank.stage) if layer.tied]
+    tied = [layer for layer in pipeline_stage_layers(rank.shape, rank.layout, rank.pipeline_stage) if layer.tied]
     return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
 
 

@@ -96,7 +96,7 @@ def _best_cut(sums: list[int], largest: list[float], smallest: list[float], part
     return found
 
 
-def stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
+def pipeline_stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
     """Indices into `shape.layers()`: stage i holds those from bounds[i] to before bounds[i + 1].
 
     Raises:
@@ -142,15 +142,15 @@ def _bounds(shape: ModelShape, stages: int, partition_method: str, seq_length: i
     return bounds
 
 
-def stage_layers(shape: ModelShape, layout: Layout, stage: int) -> tuple[Layer, ...]:
+def pipeline_stage_layers(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Layer, ...]:
     """The layers of one pipeline stage."""
-    bounds = stage_bounds(shape, layout)
-    return shape.layers()[bounds[stage]:bounds[stage + 1]]
+    bounds = pipeline_stage_bounds(shape, layout)
+    return shape.layers()[bounds[pipeline_stage]:bounds[pipeline_stage + 1]]
 
 
-def stage_tensors(shape: ModelShape, layout: Layout, stage: int) -> tuple[Tensor, ...]:
+def pipeline_stage_tensors(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Tensor, ...]:
     """The parameters of one stage, a tied matrix once."""
-    return _tensors(stage_layers(shape, layout, stage))
+    return _tensors(pipeline_stage_layers(shape, layout, pipeline_stage))
 
 
 def _tensors(layers: tuple[Layer, ...]) -> tuple[Tensor, ...]:
@@ -174,10 +174,10 @@ def _local_size(tensor: Tensor, tensor_parallel_size: int, expert_parallel_size:
     return -(-tensor.size // shared)
 
 
-def rank_groups(shape: ModelShape, layout: Layout, stage: int) -> tuple[Group, ...]:
+def rank_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Group, ...]:
     """Parameter groups of one stage: matrices and vectors, those of experts apart, none that is empty."""
-    return _groups(stage_layers(shape, layout, stage), layout.tensor_parallel_size, layout.expert_parallel_size,
-                   layout.zero_size)
+    return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,
+                   layout.expert_parallel_size, layout.zero_size)
 
 
 @lru_cache(maxsize=256)

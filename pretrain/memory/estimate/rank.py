@@ -14,7 +14,7 @@ class Rank:
 
     shape: ModelShape
     layout: Layout
-    stage: int
+    pipeline_stage: int
     zero_rank: int
 
     @property
@@ -23,12 +23,12 @@ class Rank:
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.layout.pipeline_stages - 1
+        return self.pipeline_stage == self.layout.pipeline_stages - 1
 
     @property
     def in_flight(self) -> int:
         """Micro-batches whose activations wait for their backward pass: 1F1B (runtime/pipe/schedule.py)."""
-        return min(self.layout.pipeline_stages - self.stage, self.layout.gradient_accumulation_steps)
+        return min(self.layout.pipeline_stages - self.pipeline_stage, self.layout.gradient_accumulation_steps)
 
     @property
     def pipe_buffers(self) -> int:
@@ -40,4 +40,4 @@ class Rank:
         return self.layout.gradient_accumulation_steps > 1
 
     def groups(self) -> tuple[Group, ...]:
-        return rank_groups(self.shape, self.layout, self.stage)
+        return rank_groups(self.shape, self.layout, self.pipeline_stage)

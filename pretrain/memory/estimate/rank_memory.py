@@ -6,7 +6,7 @@ from functools import lru_cache
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.phases import moments
+from pretrain.memory.estimate.phases import step_phases
 from pretrain.memory.estimate.pipeline_stages import Group, rank_groups
 from pretrain.memory.estimate.states import (
     elements_touched,
@@ -25,7 +25,7 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of the rank that needs the most on its device."""
 
     layout: Layout
@@ -33,28 +33,28 @@ class Estimate:
     num_parameters: int  # of the whole model
     steady: Footprint  # between two micro-batches: states and fixed buffers
     peak: Footprint  # at the worst moment, with a margin for what the allocators lose
-    moment: str  # which that is: see phases.py; "states" without a shape
-    stage: int = 0  # the worst rank's pipeline stage
+    phase: str  # the phase of the step with the largest footprint: see phases.py; "states" without a shape
+    pipeline_stage: int = 0  # the worst rank's pipeline stage
     zero_rank: int = 0  # and its place among the ranks that ZeRO divides over
 
     @property
     def device_bytes(self) -> int:
         """The most on the device."""
-        return self.peak.total(place="device")
+        return self.peak.total(location="device")
 
     @property
     def host_bytes(self) -> int:
         """In host memory, pinned or not."""
-        return self.peak.total(place="pinned") + self.peak.total(place="host")
+        return self.peak.total(location="pinned") + self.peak.total(location="host")
 
     @property
     def nvme_bytes(self) -> int:
         """In files on NVMe."""
-        return self.peak.total(place="nvme")
+        return self.peak.total(location="nvme")
 
 
-def estimate(shape: ModelShape | None, layout: Layout, *, num_parameters: float | None = None,
-             fragmentation: float = FRAGMENTATION) -> Estimate:
+def estimate_memory(shape: ModelShape | None, layout: Layout, *, num_parameters: float | None = None,
+             fragmentation: float = FRAGMENTATION) -> MemoryEstimate:
     """The memory of one rank, the one that needs the most.
 
     Args:
@@ -69,38 +69,38 @@ def estimate(shape: ModelShape | None, layout: Layout, *, num_parameters: float 
         if not num_parameters or num_parameters < 0:
             raise ConfigError("--num_parameters", found=num_parameters, expected="a number above 0, or --model")
         states = paper_states(num_parameters, layout)
-        return Estimate(layout, None, round(num_parameters), states, states, "states")
+        return MemoryEstimate(layout, None, round(num_parameters), states, states, "states")
     if layout.seq_length > shape.max_positions and shape.position == "learned":
         raise ConfigError("--seq_length", found=layout.seq_length,
                           expected=f"at most {shape.max_positions}, the positions of the model")
-    ranks = [estimate_rank(shape, layout, stage=stage, zero_rank=worst_zero_rank(shape, layout, stage),
+    ranks = [estimate_rank(shape, layout, pipeline_stage=stage, zero_rank=worst_zero_rank(shape, layout, stage),
                            fragmentation=fragmentation) for stage in range(layout.pipeline_stages)]
     return max(ranks, key=lambda rank: rank.device_bytes)
 
 
 
 
-def estimate_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank: int = 0,
-                  fragmentation: float = FRAGMENTATION) -> Estimate:
+def estimate_rank(shape: ModelShape, layout: Layout, *, pipeline_stage: int = 0, zero_rank: int = 0,
+                  fragmentation: float = FRAGMENTATION) -> MemoryEstimate:
     """The memory of one given rank. Raises ConfigError, as `estimate`."""
-    steady = states_of_rank(shape, layout, stage=stage, zero_rank=zero_rank)
-    moment, peak = max(moments(shape, layout, stage=stage, zero_rank=zero_rank),
-                       key=lambda item: item[1].total(place="device"))
+    steady = states_of_rank(shape, layout, pipeline_stage=pipeline_stage, zero_rank=zero_rank)
+    moment, peak = max(step_phases(shape, layout, pipeline_stage=pipeline_stage, zero_rank=zero_rank),
+                       key=lambda item: item[1].total(location="device"))
     if layout.device_kind == "cuda":
-        passing = peak.total(place="device") - steady.total(place="device")
+        passing = peak.total(location="device") - steady.total(location="device")
         peak += Footprint.of([
             (("margin", "device"), round(max(0, passing) * fragmentation)),
-            (("margin", "pinned"), pinning_loss(shape, layout, stage=stage, zero_rank=zero_rank))])
-    return Estimate(layout, shape, shape.num_parameters(), steady, peak, moment, stage, zero_rank)
+            (("margin", "pinned"), pinning_loss(shape, layout, pipeline_stage=pipeline_stage, zero_rank=zero_rank))])
+    return MemoryEstimate(layout, shape, shape.num_parameters(), steady, peak, moment, pipeline_stage, zero_rank)
 
 
-def worst_zero_rank(shape: ModelShape, layout: Layout, stage: int = 0) -> int:
+def worst_zero_rank(shape: ModelShape, layout: Layout, pipeline_stage: int = 0) -> int:
     """The ZeRO rank with the largest states: ranks differ at stage 2 only, which keeps gradients of whole parameters,
     those of the parameters that lie in a rank's part, if only in part.
     """
     if layout.zero_stage != 2 or engine_kind(layout) != "zero12":
         return 0
-    return _most_touched(rank_groups(shape, layout, stage), layout.zero_size, layout.parameter_alignment,
+    return _most_touched(rank_groups(shape, layout, pipeline_stage), layout.zero_size, layout.parameter_alignment,
                          layout.element_bytes)
 
 

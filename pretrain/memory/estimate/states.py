@@ -37,14 +37,14 @@ def engine_kind(layout: Layout) -> str:
     return "fp16" if layout.precision == "fp16" else "plain"
 
 
-def states_of_rank(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank: int = 0) -> Footprint:
+def states_of_rank(shape: ModelShape, layout: Layout, *, pipeline_stage: int = 0, zero_rank: int = 0) -> Footprint:
     """States and fixed buffers of one rank.
 
     Args:
         stage: its pipeline stage.
         zero_rank: its place among the ranks that ZeRO divides over.
     """
-    return Footprint.of(_parts(rank_groups(shape, layout, stage), layout, zero_rank))
+    return Footprint.of(_parts(rank_groups(shape, layout, pipeline_stage), layout, zero_rank))
 
 
 def _parts(groups: Sequence[Group], layout: Layout, zero_rank: int) -> Iterator[Part]:
@@ -56,11 +56,11 @@ def _parts(groups: Sequence[Group], layout: Layout, zero_rank: int) -> Iterator[
     return _bf16_optimizer(groups, layout) if kind == "bf16" else _undivided(groups, layout)
 
 
-def pinning_loss(shape: ModelShape, layout: Layout, *, stage: int = 0, zero_rank: int = 0) -> int:
+def pinning_loss(shape: ModelShape, layout: Layout, *, pipeline_stage: int = 0, zero_rank: int = 0) -> int:
     """Bytes of host memory lost to torch's allocator of pinned memory, which rounds each tensor up to a power of two
     (ATen/core/CachingHostAllocator.h; read, not measured). The buffers for NVMe are DeepSpeed's own, and exact.
     """
-    pinned = [size for (role, place), size in _parts(rank_groups(shape, layout, stage), layout, zero_rank)
+    pinned = [size for (role, place), size in _parts(rank_groups(shape, layout, pipeline_stage), layout, zero_rank)
               if place == "pinned" and size and not (role == "buffers" and layout.zero_stage == 3)]
     return sum((1 << (size - 1).bit_length()) - size for size in pinned)
 

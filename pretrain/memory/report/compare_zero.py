@@ -12,8 +12,8 @@ from pretrain.memory.hardware import GB, GIB, Cluster
 from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import Report, largest_json, print_largest, print_report, report_csv, report_json
-from pretrain.memory.search.combinations import Candidate, Combinations, combine, grouped, read_candidates
-from pretrain.memory.search.compare import Row, Subject, compare, recommend
+from pretrain.memory.search.combinations import Candidate, Combinations, combine, group_micro_batches, read_candidates
+from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend
 from pretrain.memory.search.largest_fit import find_largest, write_config
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
@@ -24,41 +24,41 @@ from pretrain.model.config import load_model_config
 def main(argv: list[str] | None = None) -> None:
     """Raises ConfigError for wrong or impossible input."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
-    subject = subject_of(flags)
-    found = combinations_of(flags, subject, _device_kind(flags.mode))
+    workload = workload_of(flags)
+    found = combinations_of(flags, workload, _device_kind(flags.mode))
     if flags.mode != "estimate":
         # judges whole runs, which takes numpy
         from pretrain.memory.report.estimate_check import observe_all, observed_json, print_observed, say_to_stderr
 
-        observed = observe_all(_one_of_each(found), subject, flags, say_to_stderr)
+        observed = observe_all(_one_of_each(found), workload, flags, say_to_stderr)
         if not _emit(flags.json, lambda: observed_json(observed)):
             print_observed(observed, flags.unit or "MiB")
         return
     if flags.find:
-        largest = find_largest(flags.find, _one_of_each(found), subject)
+        largest = find_largest(flags.find, _one_of_each(found), workload)
         if not _emit(flags.json, lambda: largest_json(largest)):
-            print_largest(largest, _search_lines(flags, subject, found))
+            print_largest(largest, _search_lines(flags, workload, found))
         return
-    report = make_report(flags, subject, found)
+    report = make_report(flags, workload, found)
     printed = _emit(flags.json, lambda: report_json(report)) | _emit(flags.csv, lambda: report_csv(report))
     if not printed:
-        print_report(report, _unit(flags, subject.cluster))
+        print_report(report, _unit(flags, workload.cluster))
     if flags.plot:
         save_plot(flags.plot, report)
     if flags.write:
         _write(flags.write, report)
 
 
-def subject_of(flags: argparse.Namespace) -> Subject:
+def workload_of(flags: argparse.Namespace) -> Workload:
     """The model and the machines of the flags."""
     cluster = cluster_of(flags)
     if flags.model is None:
-        return Subject(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters",
+        return Workload(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters",
                        kernel_efficiency=flags.kernel_efficiency)
     shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
         read_shape(flags.model)
-    model = None if shape.refused else load_model_config(flags.model, flags.model_overrides)
-    return Subject(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
+    model = None if shape.untrainable_reason else load_model_config(flags.model, flags.model_overrides)
+    return Workload(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
 
 
 def _device_kind(mode: str) -> str:
@@ -66,56 +66,56 @@ def _device_kind(mode: str) -> str:
     return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
 
 
-def combinations_of(flags: argparse.Namespace, subject: Subject, device_kind: str) -> Combinations:
+def combinations_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> Combinations:
     """The layouts that the flags ask for."""
-    positions = subject.shape.max_positions if subject.shape else DEFAULT_SEQ_LENGTH
+    positions = workload.shape.max_positions if workload.shape else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
     if not flags.configs:
-        return combine(axes_of(flags, seq_length), subject.cluster, subject.shape, device_kind=device_kind)
+        return combine(axes_of(flags, seq_length), workload.cluster, workload.shape, device_kind=device_kind)
     return read_candidates(
-        flags.configs, subject.cluster, subject.shape, seq_length=(flags.seq_length or [seq_length])[0],
+        flags.configs, workload.cluster, workload.shape, seq_length=(flags.seq_length or [seq_length])[0],
         micro_batch_size=(flags.micro_batch_size or [None])[0],
         gradient_accumulation_steps=flags.gradient_accumulation_steps, device_kind=device_kind)
 
 
 def _one_of_each(found: Combinations) -> list[Candidate]:
     """Of layouts that differ in the micro-batch only, the smallest."""
-    return [group[0] for group in grouped(found.candidates)]
+    return [group[0] for group in group_micro_batches(found.candidates)]
 
 
-def _search_lines(flags: argparse.Namespace, subject: Subject, found: Combinations) -> list[str]:
+def _search_lines(flags: argparse.Namespace, workload: Workload, found: Combinations) -> list[str]:
     """What was held fixed."""
-    layout, cluster = found.candidates[0].layout, subject.cluster
-    fixed = {"max_model": f"the proportions of {subject.name}", "max_seq": subject.name,
-             "max_micro_batch": subject.name}[flags.find]
-    if subject.shape is None:
+    layout, cluster = found.candidates[0].layout, workload.cluster
+    fixed = {"max_model": f"the proportions of {workload.name}", "max_seq": workload.name,
+             "max_micro_batch": workload.name}[flags.find]
+    if workload.shape is None:
         return ["", f"model states alone, on {cluster.describe()}"]
     fixed += "" if flags.find == "max_seq" else f"; sequences of {layout.seq_length}"
     fixed += "" if flags.find == "max_micro_batch" else f"; micro-batch {layout.micro_batch_size}"
     return ["", f"{fixed}; on {cluster.describe()}; to fit: the device less {cluster.margin:.0%}, host memory less 10%"]
 
 
-def make_report(flags: argparse.Namespace, subject: Subject, found: Combinations) -> Report:
+def make_report(flags: argparse.Namespace, workload: Workload, found: Combinations) -> Report:
     """All rows, in the order in which they are shown, and what follows from them."""
-    rows = compare(found.candidates, subject, all_micro_batches=flags.all_micro_batches)
-    best = recommend(rows) if subject.shape else None
-    if subject.shape is not None:
+    rows = compare(found.candidates, workload, all_micro_batches=flags.all_micro_batches)
+    best = recommend(rows) if workload.shape else None
+    if workload.shape is not None:
         rows.sort(key=_order)
     cost = None
     if best is not None and best.time is not None:
-        cost = run_cost(best.candidate.layout, num_parameters=subject.num_parameters,
-                        flops_per_token=subject.flops_per_token(best.candidate.layout.seq_length),
-                        peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=subject.cluster.nodes,
+        cost = run_cost(best.candidate.layout, num_parameters=workload.num_parameters,
+                        flops_per_token=workload.flops_per_token(best.candidate.layout.seq_length),
+                        peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=workload.cluster.nodes,
                         tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
-    report = Report(subject, rows, best, cost, found.impossible, [])
+    report = Report(workload, rows, best, cost, found.impossible, [])
     report.lines.extend(_lines(report, flags))
     return report
 
 
-def _order(row: Row) -> tuple[bool, bool, float]:
+def _order(row: ComparisonRow) -> tuple[bool, bool, float]:
     """Those that fit and run first, by time; those that do not fit last, by what they need."""
-    size = row.estimate.peak.total(place="device")
-    return not row.fits, bool(row.refusal), row.time.total_seconds if row.fits and row.time else size
+    size = row.estimate.peak.total(location="device")
+    return not row.fits, bool(row.rejection), row.time.total_seconds if row.fits and row.time else size
 
 
 def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
@@ -124,15 +124,15 @@ def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
 
 def _lines(report: Report, flags: argparse.Namespace) -> list[str]:
     """What is said below the table."""
-    subject, cluster, unit = report.subject, report.subject.cluster, _unit(flags, report.subject.cluster)
-    count = f" ({subject.num_parameters:,} parameters)" if subject.shape else ""
-    lines = ["", f"{subject.name}{count} on {cluster.describe()}",
+    workload, cluster, unit = report.workload, report.workload.cluster, _unit(flags, report.workload.cluster)
+    count = f" ({workload.num_parameters:,} parameters)" if workload.shape else ""
+    lines = ["", f"{workload.name}{count} on {cluster.describe()}",
              f"{unit} of one rank at its peak, host and NVMe of a node; to fit: the device less {cluster.margin:.0%}, "
              "host memory less 10%"]
-    if subject.shape is None:
+    if workload.shape is None:
         lines.append(paper_line(report))
     else:
-        lines.append(f"step times: {subject.kernel_efficiency:.0%} of the peak rate while computing, "
+        lines.append(f"step times: {workload.kernel_efficiency:.0%} of the peak rate while computing, "
                      f"{LINK_EFFICIENCY:.0%} of {cluster.gpu.peer_rate / GB:g} GB/s in a node, "
                      f"{cluster.network_rate / GB:g} between nodes (a GPU), {cluster.gpu.pcie_rate / GB:g} PCIe, "
                      f"{cluster.nvme_rate / GB:g} NVMe (a node)")
@@ -158,11 +158,11 @@ def _differences(report: Report) -> list[str]:
 
 def _advice(report: Report, flags: argparse.Namespace) -> list[str]:
     """The recommendation and what it costs, or what is nearest to fitting."""
-    best, cluster = report.recommended, report.subject.cluster
+    best, cluster = report.recommended, report.workload.cluster
     if best is None:
-        nearest = min(report.rows, key=lambda row: row.estimate.peak.total(place="device"))
+        nearest = min(report.rows, key=lambda row: row.estimate.peak.total(location="device"))
         return [f"recommended: none fits and is run here; the smallest on the device is {nearest.candidate.name} "
-                f"({nearest.misfit or nearest.refusal})"]
+                f"({nearest.shortage or nearest.rejection})"]
     assert best.time is not None
     assert report.cost is not None
     layout, unit = best.candidate.layout, _unit(flags, cluster)

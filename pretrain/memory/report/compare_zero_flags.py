@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
 from pretrain.memory.search.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
-from pretrain.memory.search.largest_fit import KINDS
+from pretrain.memory.search.largest_fit import FIND_TARGETS
 from pretrain.memory.sizes import UNITS
 from pretrain.memory.step_time.run_cost import STORAGE_RATE
 from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY
@@ -68,7 +68,7 @@ def _parser() -> Parser:
                        help=f"share of a GPU's memory that no tensor may take ({DEFAULT_MARGIN})")
     _add_layouts(parser.add_argument_group("the layouts (several values each)"))
     group = parser.add_argument_group("what is asked")
-    group.add_argument("--find", choices=KINDS, help="the largest that fits each layout")
+    group.add_argument("--find", choices=FIND_TARGETS, help="the largest that fits each layout")
     group.add_argument("--tokens", type=number(1, 1e20), help="of the run, for its cost (default: 20 a parameter)")
     group.add_argument("--mfu", type=number(1e-4, 1), help="for the cost, instead of the predicted one")
     group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,

@@ -17,12 +17,12 @@ from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.rank_memory import Estimate, estimate, estimate_rank
+from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.measure_run import measure
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console
 from pretrain.memory.search.combinations import Candidate
-from pretrain.memory.search.compare import Subject
+from pretrain.memory.search.compare import Workload
 from pretrain.memory.simulate.simulate_ranks import simulate_many
 from pretrain.memory.sizes import in_unit
 
@@ -35,7 +35,7 @@ class Observed:
 
     candidate: Candidate
     rank: int = 0
-    estimate: Estimate | None = None  # of that rank
+    estimate: MemoryEstimate | None = None  # of that rank
     held: Footprint | None = None  # between backward pass and optimizer step
     peak_bytes: int = 0  # of all its tensors together, at once
     step_time_ms: float | None = None
@@ -51,15 +51,16 @@ class Observed:
         if self.estimate is None:
             return 0, self.peak_bytes
         peak = self.estimate.peak
-        return peak.total() - peak.total(place="nvme") - peak.total("margin"), self.peak_bytes
+        return peak.total() - peak.total(location="nvme") - peak.total("margin"), self.peak_bytes
 
 
-def _simulated(candidates: Sequence[Candidate], subject: Subject, flags: argparse.Namespace,
+def _simulated(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,
                say: Callable[[str], None]) -> list[Observed]:
     """Of each layout the rank that needs the most, all of them forks of one process."""
-    assert subject.shape is not None
-    worsts = [estimate(subject.shape, candidate.layout) for candidate in candidates]
-    ranks = [worst.stage * _stage_ranks(one) + worst.zero_rank for one, worst in zip(candidates, worsts, strict=True)]
+    assert workload.shape is not None
+    worsts = [estimate_memory(workload.shape, candidate.layout) for candidate in candidates]
+    ranks = [worst.pipeline_stage * _stage_ranks(one) + worst.zero_rank
+             for one, worst in zip(candidates, worsts, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(_arguments(candidate, flags, Path(folder, str(index))), rank, candidate.layout.world_size)
                 for index, (candidate, rank) in enumerate(zip(candidates, ranks, strict=True))]
@@ -69,9 +70,9 @@ def _simulated(candidates: Sequence[Candidate], subject: Subject, flags: argpars
             for candidate, rank, worst, answer in zip(candidates, ranks, worsts, answers, strict=True)]
 
 
-def _measured(candidate: Candidate, subject: Subject, flags: argparse.Namespace) -> Observed:
+def _measured(candidate: Candidate, workload: Workload, flags: argparse.Namespace) -> Observed:
     """One layout, run on this machine. What is refused or fails is said in the row."""
-    assert subject.shape is not None
+    assert workload.shape is not None
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = measure(_arguments(candidate, flags, Path(folder)), candidate.layout.world_size,
@@ -80,7 +81,7 @@ def _measured(candidate: Candidate, subject: Subject, flags: argparse.Namespace)
             return Observed(candidate, failure=str(error))
     rank, held = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
     stage, zero_rank = divmod(rank, _stage_ranks(candidate))
-    same = estimate_rank(subject.shape, candidate.layout, stage=stage, zero_rank=zero_rank)
+    same = estimate_rank(workload.shape, candidate.layout, pipeline_stage=stage, zero_rank=zero_rank)
     return Observed(candidate, rank, same, held.held, held.peak_bytes, run.step_time_ms)
 
 
@@ -107,13 +108,13 @@ def _arguments(candidate: Candidate, flags: argparse.Namespace, folder: Path) ->
         emulate_fp16=layout.precision == "fp16" and not device.fp16)
 
 
-def observe_all(candidates: Sequence[Candidate], subject: Subject, flags: argparse.Namespace,
+def observe_all(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,
                 say: Callable[[str], None]) -> list[Observed]:
     """One after another; `say` gets a line before each. Raises ConfigError where none succeeds."""
-    found = [] if flags.mode == "measure" else _simulated(candidates, subject, flags, say)
+    found = [] if flags.mode == "measure" else _simulated(candidates, workload, flags, say)
     for candidate in candidates if flags.mode == "measure" else ():
         say(f"measure: {candidate.name}")
-        found.append(_measured(candidate, subject, flags))
+        found.append(_measured(candidate, workload, flags))
     if all(one.failure for one in found):
         raise ConfigError(flags.mode, found=f"no layout that ran: {found[0].failure}", expected="at least one")
     return found

@@ -15,11 +15,11 @@ from pretrain.distributed.process import resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.memory.estimate.rank_memory import Estimate, estimate
+from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.search.combinations import OFFLOADS, Axes, Candidate, combine
-from pretrain.memory.search.compare import Subject, judge
+from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.memory.sizes import with_unit
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class MemoryWatch:
         return cls(plan, world, "cpu", room, resident_bytes()[0], StepTensors())
 
     @property
-    def predicted(self) -> Estimate:
+    def predicted(self) -> MemoryEstimate:
         """For the rank that needs most."""
-        return estimate(shape_of(self.plan.model), layout_of_plan(self.plan, device_kind=self.device_kind))
+        return estimate_memory(shape_of(self.plan.model), layout_of_plan(self.plan, device_kind=self.device_kind))
 
-    def needed_bytes(self, found: Estimate) -> int:
+    def needed_bytes(self, found: MemoryEstimate) -> int:
         """Of the memory that may run out: the device's, which on a CPU is the host's too."""
-        device = found.peak.total(place="device")
+        device = found.peak.total(location="device")
         return device + found.host_bytes if self.device_kind == "cpu" else device
 
     def found_bytes(self) -> int:
@@ -95,7 +95,7 @@ class MemoryWatch:
         say(f"memory: predicted {with_unit(self.needed_bytes(predicted))} at the peak ({_by_role(predicted)}); "
             f"{self._measured(predicted)}")
 
-    def _measured(self, predicted: Estimate | None) -> str:
+    def _measured(self, predicted: MemoryEstimate | None) -> str:
         """The measurement of the rank that takes the most memory. Collective."""
         from pretrain.distributed.collectives import gather
 
@@ -134,11 +134,11 @@ class MemoryWatch:
         layout = layout_of_plan(self.plan, device_kind=self.device_kind)
         in_node = self.world.local_size if layout.world_size % self.world.local_size == 0 else 1
         cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None, gpus_per_node=in_node)
-        subject = Subject(cluster, self.plan.model.num_parameters(), shape_of(self.plan.model), self.plan.model)
+        workload = Workload(cluster, self.plan.model.num_parameters(), shape_of(self.plan.model), self.plan.model)
         found = []
-        for candidate in alternatives(layout, subject):
-            row = judge(candidate, subject)
-            if not row.refusal and row.time and self.needed_bytes(row.estimate) <= budget_bytes:
+        for candidate in alternatives(layout, workload):
+            row = estimate_candidate(candidate, workload)
+            if not row.rejection and row.time and self.needed_bytes(row.estimate) <= budget_bytes:
                 changed = differences(layout, candidate.layout)
                 needed = self.needed_bytes(row.estimate)
                 found.append((round(row.time.total_seconds, 6), len(changed), -needed, changed))
@@ -149,7 +149,7 @@ class MemoryWatch:
                 yield f"{', '.join(changed.values())}: {with_unit(-needed)}"
 
 
-def alternatives(layout: Layout, subject: Subject) -> list[Candidate]:
+def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
     """Layouts of the same ranks, model and global batch: other stages, offload to the host, recomputation, stages of
     a pipeline, smaller micro-batches. Each is the layout as it runs now with these changed.
     """
@@ -164,7 +164,7 @@ def alternatives(layout: Layout, subject: Subject) -> list[Candidate]:
         grad_accum_dtypes=(layout.grad_accum_dtype or "",))
     kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm")}
     return [replace(candidate, layout=replace(candidate.layout, **kept))
-            for candidate in combine(axes, subject.cluster, subject.shape).candidates]
+            for candidate in combine(axes, workload.cluster, workload.shape).candidates]
 
 
 def differences(old: Layout, new: Layout) -> dict[str, str]:
@@ -200,12 +200,12 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _in_memory(found: Estimate) -> int:
+def _in_memory(found: MemoryEstimate) -> int:
     """Bytes between two micro-batches, less what lies on NVMe."""
-    return found.steady.total() - found.steady.total(place="nvme")
+    return found.steady.total() - found.steady.total(location="nvme")
 
 
-def _by_role(found: Estimate) -> str:
+def _by_role(found: MemoryEstimate) -> str:
     sizes = ((role, found.peak.total(role)) for role in dict.fromkeys(role for role, _, _ in found.peak.rows()))
     return ", ".join(f"{role.replace('_', ' ')} {with_unit(size)}" for role, size in sizes)
 

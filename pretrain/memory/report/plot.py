@@ -61,13 +61,13 @@ def save_plot(path: str, report: Report) -> None:
 
 
 def _title(report: Report) -> str:
-    cluster = report.subject.cluster
-    return f"{report.subject.name}: GiB of each of {cluster.world_size} {cluster.gpu.name}"
+    cluster = report.workload.cluster
+    return f"{report.workload.name}: GiB of each of {cluster.world_size} {cluster.gpu.name}"
 
 
 def _limits(report: Report) -> tuple[float, float]:
     """(GiB of the device, GiB for tensors)"""
-    cluster = report.subject.cluster
+    cluster = report.workload.cluster
     return cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
 
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.search.combinations import Candidate
-from pretrain.memory.search.compare import Row, Subject
-from pretrain.memory.search.largest_fit import Largest
+from pretrain.memory.search.compare import ComparisonRow, Workload
+from pretrain.memory.search.largest_fit import LargestFit
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import Cost
-from pretrain.memory.step_time.traffic import LINKS, total_bytes
+from pretrain.memory.step_time.traffic import LINKS, link_bytes
 
 _WIDE = 2000  # characters: no row is cut or folded
 # columns of the device's memory: title -> roles
@@ -29,9 +29,9 @@ DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": (
 class Report:
     """Everything that is printed or written of one comparison."""
 
-    subject: Subject
-    rows: list[Row]
-    recommended: Row | None
+    workload: Workload
+    rows: list[ComparisonRow]
+    recommended: ComparisonRow | None
     cost: Cost | None
     impossible: dict[str, int]  # reason -> combinations
     lines: list[str]  # for people: what was asked, and what follows
@@ -45,10 +45,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def cells(row: Row, subject: Subject, unit: str) -> dict[str, str]:
+def cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
     """One line of the table: the content of each column by its title."""
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
-    ranks = subject.cluster.gpus_per_node
+    ranks = workload.cluster.gpus_per_node
     device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
     said = "" if row.deepspeed is None else \
         f"{in_unit(row.deepspeed.device_bytes, unit)} / {in_unit(row.deepspeed.host_bytes, unit)}"
@@ -57,29 +57,29 @@ def cells(row: Row, subject: Subject, unit: str) -> dict[str, str]:
     titles = ("layout", "micro x acc.", *DEVICE_COLUMNS, unit, "host/node", "NVMe/node", "step", "MFU", "bubble",
               "comm.", "DeepSpeed", "verdict")
     texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
-             in_unit(peak.total(place="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
-             in_unit(peak.total(place="nvme") * ranks, unit), *speed, said, verdict(row))
+             in_unit(peak.total(location="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
+             in_unit(peak.total(location="nvme") * ranks, unit), *speed, said, verdict(row))
     return dict(zip(titles, texts, strict=True))
 
 
-def verdict(row: Row) -> str:
+def verdict(row: ComparisonRow) -> str:
     """Whether it fits, and whether this project runs it."""
-    if row.misfit:
-        return f"too large: {row.misfit}"
-    return f"fits; not run here: {row.refusal}" if row.refusal else "fits"
+    if row.shortage:
+        return f"too large: {row.shortage}"
+    return f"fits; not run here: {row.rejection}" if row.rejection else "fits"
 
 
-def short_verdict(row: Row) -> str:
+def short_verdict(row: ComparisonRow) -> str:
     """In a word or two: what is too small, or whether this project runs it."""
-    if row.misfit:
+    if row.shortage:
         return "too large"
-    return "not run here" if row.refusal else "fits"
+    return "not run here" if row.rejection else "fits"
 
 
 def print_report(report: Report, unit: str, console: Console | None = None) -> None:
     """The table, what does not fit greyed, and the lines below it."""
     console = console or wide_console()
-    rows = [cells(row, report.subject, unit) for row in report.rows]
+    rows = [cells(row, report.workload, unit) for row in report.rows]
     left_out = []
     if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
         for line, row in zip(rows, report.rows, strict=True):
@@ -93,7 +93,7 @@ def print_report(report: Report, unit: str, console: Console | None = None) -> N
         table.add_column(title, justify=justify, no_wrap=title != "verdict", overflow="fold")
     for line, row in zip(rows, report.rows, strict=True):
         style = "bold green" if row is report.recommended else "bright_black" if not row.fits else \
-            "yellow" if row.refusal else ""
+            "yellow" if row.rejection else ""
         table.add_row(*(line[title] for title in titles), style=style)
     console.print(table)
     if left_out:
@@ -123,7 +123,7 @@ def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...])
     return titles
 
 
-def print_largest(found: list[Largest], lines: list[str], console: Console | None = None) -> None:
+def print_largest(found: list[LargestFit], lines: list[str], console: Console | None = None) -> None:
     """What `--find` found, one line a layout, the largest first."""
     console = console or wide_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -139,17 +139,17 @@ def print_largest(found: list[Largest], lines: list[str], console: Console | Non
     print_lines(lines, console)
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: ComparisonRow) -> dict[str, Any]:
     """Everything known of a row; bytes of one rank, seconds of one step."""
     time, layout = row.time, row.candidate.layout
     return {
-        "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.misfit,
-        "runs_here": not row.refusal, "refusal": row.refusal,
+        "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
+        "runs_here": not row.rejection, "refusal": row.rejection,
         "layout": {name: getattr(layout, name) for name in LAYOUT_FIELDS},
         "steady": row.estimate.steady.to_json(), "peak": row.estimate.peak.to_json(),
         "device_bytes": row.estimate.device_bytes, "host_bytes": row.estimate.host_bytes,
         "nvme_bytes": row.estimate.nvme_bytes,
-        "step_bytes": {link: round(total_bytes(row.traffic, link)) for link in LINKS},
+        "step_bytes": {link: round(link_bytes(row.traffic, link)) for link in LINKS},
         "transfers": [asdict(transfer) for transfer in row.traffic],
         "step_time": None if time is None else {
             **asdict(time), "total_seconds": time.total_seconds, "mfu": time.mfu, "bubble_share": time.bubble_share,
@@ -161,17 +161,17 @@ def row_json(row: Row) -> dict[str, Any]:
 
 def report_json(report: Report) -> str:
     """The whole comparison."""
-    subject = report.subject
+    workload = report.workload
     return json.dumps({
-        "model": subject.name, "num_parameters": subject.num_parameters,
-        "cluster": {**asdict(subject.cluster), "device_budget_bytes": subject.cluster.device_budget_bytes,
-                    "host_budget_bytes": subject.cluster.host_budget_bytes},
+        "model": workload.name, "num_parameters": workload.num_parameters,
+        "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
+                    "host_budget_bytes": workload.cluster.host_budget_bytes},
         "recommended": report.recommended.candidate.name if report.recommended else None,
         "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,
         "rows": [row_json(row) for row in report.rows]}, indent=2) + "\n"
 
 
-def largest_json(found: list[Largest]) -> str:
+def largest_json(found: list[LargestFit]) -> str:
     """What `--find` found."""
     return json.dumps([{"name": one.candidate.name, "kind": one.kind, "value": one.value, "detail": one.detail,
                         "reached_end": one.reached_end} for one in found], indent=2) + "\n"
@@ -187,20 +187,20 @@ def report_csv(report: Report) -> str:
     return text.getvalue()
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: ComparisonRow) -> dict[str, Any]:
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     return {
         "name": row.candidate.name, **_degrees(row.candidate),
         **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
-        "device_bytes": peak.total(place="device"), "host_bytes": row.estimate.host_bytes,
-        "nvme_bytes": peak.total(place="nvme"),
-        **{f"{link}_step_bytes": round(total_bytes(row.traffic, link)) for link in LINKS},
+        "device_bytes": peak.total(location="device"), "host_bytes": row.estimate.host_bytes,
+        "nvme_bytes": peak.total(location="nvme"),
+        **{f"{link}_step_bytes": round(link_bytes(row.traffic, link)) for link in LINKS},
         "step_time_ms": time.total_seconds * 1e3 if time else None, "mfu": time.mfu if time else None,
         "bubble_share": time.bubble_share if time else None,
         "communication_share": time.communication_share if time else None,
         "deepspeed_device_bytes": row.deepspeed.device_bytes if row.deepspeed else None,
         "deepspeed_host_bytes": row.deepspeed.host_bytes if row.deepspeed else None,
-        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.misfit, "refusal": row.refusal,
+        "tokens_per_step": layout.tokens_per_step, "fits": row.fits, "misfit": row.shortage, "refusal": row.rejection,
     }
 
 

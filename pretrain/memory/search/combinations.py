@@ -288,7 +288,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
     return Combinations(candidates, impossible)
 
 
-def grouped(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+def group_micro_batches(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Those together that differ in the micro-batch only: names say all the rest."""
     groups: dict[tuple[object, ...], list[Candidate]] = {}
     for candidate in candidates:

@@ -9,17 +9,17 @@ from pathlib import Path
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.rank_memory import estimate
+from pretrain.memory.estimate.rank_memory import estimate_memory
 from pretrain.memory.search.combinations import Candidate
-from pretrain.memory.search.compare import Row, Subject, misfit
+from pretrain.memory.search.compare import ComparisonRow, Workload, memory_shortage
 
-KINDS = ("max_model", "max_seq", "max_micro_batch")
+FIND_TARGETS = ("max_model", "max_seq", "max_micro_batch")
 _SEQ_STEP = 64  # tokens
 _MOST = {"max_model": 2**14, "max_seq": 2**18, "max_micro_batch": 2**16}  # steps of the search
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """The largest that fits one layout. Numbers of it are 0 where not even the smallest fits."""
 
     candidate: Candidate
@@ -29,28 +29,29 @@ class Largest:
     reached_end: bool  # the search ended before anything was too large
 
 
-def find_largest(kind: str, candidates: Iterable[Candidate], subject: Subject) -> list[Largest]:
+def find_largest(kind: str, candidates: Iterable[Candidate], workload: Workload) -> list[LargestFit]:
     """For each layout, by bisection; what fits is taken to fit in every smaller size too."""
-    if kind not in KINDS:
-        raise ConfigError("--find", found=repr(kind), expected=f"one of {', '.join(KINDS)}")
-    if subject.shape is None and kind != "max_model":
+    if kind not in FIND_TARGETS:
+        raise ConfigError("--find", found=repr(kind), expected=f"one of {', '.join(FIND_TARGETS)}")
+    if workload.shape is None and kind != "max_model":
         raise ConfigError("--find", found=f"{kind} without a model", expected="max_model, or --model",
                           remedy="sequences and micro-batches need the model's shape")
-    return [_largest(kind, candidate, subject) for candidate in candidates]
+    return [_largest(kind, candidate, workload) for candidate in candidates]
 
 
-def _largest(kind: str, candidate: Candidate, subject: Subject) -> Largest:
+def _largest(kind: str, candidate: Candidate, workload: Workload) -> LargestFit:
     def lacking(step: int) -> str:
-        shape, layout, number = _sized(kind, step, candidate.layout, subject)
-        return misfit(estimate(shape, layout, num_parameters=None if shape else number), subject.cluster)
+        shape, layout, number = _sized(kind, step, candidate.layout, workload)
+        found = estimate_memory(shape, layout, num_parameters=None if shape else number)
+        return memory_shortage(found, workload.cluster)
 
     best = bisect(lambda step: not lacking(step), _MOST[kind])
     reached_end = best == _MOST[kind]
-    shape, _, number = _sized(kind, max(best, 1), candidate.layout, subject)
+    shape, _, number = _sized(kind, max(best, 1), candidate.layout, workload)
     detail = [] if reached_end else [lacking(best + 1)]
     if kind == "max_model" and shape is not None and best:
         detail.insert(0, f"{shape.num_layers} layers, width {shape.hidden_size}")
-    return Largest(candidate, kind, number if best else 0, "; then ".join(detail), reached_end)
+    return LargestFit(candidate, kind, number if best else 0, "; then ".join(detail), reached_end)
 
 
 def bisect(fits: Callable[[int], bool], most: int) -> int:
@@ -65,9 +66,9 @@ def bisect(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _sized(kind: str, step: int, layout: Layout, subject: Subject) -> tuple[ModelShape | None, Layout, int]:
+def _sized(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[ModelShape | None, Layout, int]:
     """(shape, layout, the number looked for) of the search's step."""
-    shape = subject.shape
+    shape = workload.shape
     if kind == "max_micro_batch":
         return shape, replace(layout, micro_batch_size=step), step
     if kind == "max_seq":
@@ -104,7 +105,7 @@ def scaled_shape(shape: ModelShape, step: int, layout: Layout) -> ModelShape:
         dense_layers=frozenset(index for index in shape.dense_layers if index < layers))
 
 
-def write_config(path: str, row: Row) -> None:
+def write_config(path: str, row: ComparisonRow) -> None:
     """The row's DeepSpeed JSON. Raises ConfigError where it cannot be written."""
     try:
         Path(path).write_text(json.dumps(row.candidate.config, indent=2) + "\n", encoding="utf-8")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import layer_work, stage_layers
+from pretrain.memory.estimate.pipeline_stages import layer_work, pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.traffic import PHASES, Part, Transfer, passes
+from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer, passes
 
 KERNEL_EFFICIENCY = 0.55  # of the peak rate, while the device computes and waits for nothing
 LINK_EFFICIENCY = 0.8  # of a link's stated bandwidth
@@ -70,12 +70,13 @@ def stage_share(layout: Layout, shape: ModelShape, flops_per_token: float) -> fl
     """The slowest stage's FLOPs as a multiple of the average stage's: the head makes the last one slow."""
     if layout.pipeline_stages == 1:
         return 1.0
-    slowest = max(sum(layer_work(shape, layer, layout.seq_length) for layer in stage_layers(shape, layout, stage))
+    slowest = max(sum(layer_work(shape, layer, layout.seq_length)
+                      for layer in pipeline_stage_layers(shape, layout, stage))
                   for stage in range(layout.pipeline_stages))
     return max(1.0, 6.0 * slowest * layout.pipeline_stages / flops_per_token)
 
 
-def step_time(layout: Layout, cluster: Cluster, rows: list[Transfer], part: Part, *, flops_per_token: float,
+def step_time(layout: Layout, cluster: Cluster, rows: list[Transfer], part: RankParameters, *, flops_per_token: float,
               slowest: float = 1.0, kernel_efficiency: float = KERNEL_EFFICIENCY) -> StepTime:
     """Seconds of a step.
 

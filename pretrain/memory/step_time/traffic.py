@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import local_size, stage_tensors
+from pretrain.memory.estimate.pipeline_stages import local_size, pipeline_stage_tensors
 
 LINKS = ("network", "pcie", "disk")
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
@@ -29,7 +29,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankParameters:
     """Elements of one rank's share of the model before ZeRO divides them."""
 
     dense: float
@@ -41,20 +41,20 @@ class Part:
         return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
 
 
-def rank_part(layout: Layout, shape: ModelShape | None, num_parameters: int) -> Part:
+def rank_parameters(layout: Layout, shape: ModelShape | None, num_parameters: int) -> RankParameters:
     """Of a rank of the largest stage."""
     if shape is None:
-        return Part(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
+        return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
     parts = []
     for stage in range(layout.pipeline_stages):
-        sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in stage_tensors(shape, layout, stage)]
-        parts.append(Part(sum(size for expert, size in sizes if not expert),
+        sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in pipeline_stage_tensors(shape, layout, stage)]
+        parts.append(RankParameters(sum(size for expert, size in sizes if not expert),
                           sum(size for expert, size in sizes if expert), tied))
     return max(parts, key=lambda part: part.dense + part.experts)
 
 
-def step_traffic(layout: Layout, part: Part, shape: ModelShape | None) -> list[Transfer]:
+def step_traffic(layout: Layout, part: RankParameters, shape: ModelShape | None) -> list[Transfer]:
     """All transfers of one step of a rank with `part` of the model; activations only where the shape is known."""
     rows = _zero_network(layout, part) + _offload(layout, part)
     if shape is not None:
@@ -62,7 +62,7 @@ def step_traffic(layout: Layout, part: Part, shape: ModelShape | None) -> list[T
     return [row for row in rows if row.bytes > 0]
 
 
-def total_bytes(rows: list[Transfer], link: str) -> float:
+def link_bytes(rows: list[Transfer], link: str) -> float:
     """Of a rank and a step."""
     return sum(row.bytes for row in rows if row.link == link)
 
@@ -77,7 +77,7 @@ def passes(layout: Layout) -> float:
     return 2.0 if layout.activation_checkpoint_interval else 1.0
 
 
-def _zero_network(layout: Layout, part: Part) -> list[Transfer]:
+def _zero_network(layout: Layout, part: RankParameters) -> list[Transfer]:
     """Gradients and parameters within the ranks that ZeRO divides over; experts have a smaller such group."""
     expert_ranks = layout.zero_size // layout.expert_parallel_size
     rows = []
@@ -106,7 +106,7 @@ def _stages_0_to_2(layout: Layout, what: str, elements: float, ranks: int, strid
     return rows
 
 
-def gathers(layout: Layout, part: Part) -> tuple[float, float]:
+def gathers(layout: Layout, part: RankParameters) -> tuple[float, float]:
     """How often stage 3 fetches a parameter for a micro-batch's forward and for its backward, on average.
 
     The backward finds those that were used last still there (Layout.reused_parameters). A recomputed forward fetches
@@ -119,7 +119,8 @@ def gathers(layout: Layout, part: Part) -> tuple[float, float]:
     return fetched, fetched - layout.reused_parameters / elements
 
 
-def _stage_3(layout: Layout, part: Part, what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
+def _stage_3(layout: Layout, part: RankParameters, what: str, elements: float, ranks: int,
+             stride: int) -> list[Transfer]:
     """Parameters gathered for the passes over them, gradients scattered after each backward.
 
     With ZeRO++'s hpZ the backward gathers within a group of `hpz_partition_size` ranks.
@@ -138,7 +139,7 @@ def _stage_3(layout: Layout, part: Part, what: str, elements: float, ranks: int,
                  ring * elements * reduced_dtype_bytes(layout) * steps, ranks, stride, overlap)]
 
 
-def _offload(layout: Layout, part: Part) -> list[Transfer]:
+def _offload(layout: Layout, part: RankParameters) -> list[Transfer]:
     """What crosses PCIe, and what the disk reads and writes, of a rank's part of the states.
 
     Gradients go to the host at each micro-batch and, from the second on, come back first to be added to

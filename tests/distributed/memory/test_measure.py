@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
 from pretrain.memory.estimate.rank_memory import estimate_rank
 from pretrain.memory.estimate.states import states_of_rank
-from pretrain.memory.footprint import PLACES, STATES, Footprint
+from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
 from pretrain.memory.measure import run_ranks as run_ranks_module
 from pretrain.memory.measure.measure_run import Measurement, measure, measurement
 from pretrain.memory.measure.observe_steps import plan_without_data
@@ -112,12 +112,12 @@ def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
 
 def place_in(layout: Layout, rank: int) -> dict[str, int]:
     """Pipeline stage and ZeRO rank of a rank: a stage's ranks follow one another."""
-    return {"stage": rank // layout.data_parallel_size, "zero_rank": rank % layout.data_parallel_size}
+    return {"pipeline_stage": rank // layout.data_parallel_size, "zero_rank": rank % layout.data_parallel_size}
 
 
 def assert_same_states(first: Footprint, second: Footprint, share: float) -> None:
     for role in STATES:
-        for place in PLACES:
+        for place in LOCATIONS:
             one, other = first.total(role, place), second.total(role, place)
             assert abs(one - other) <= share * other + SLACK_BYTES, (role, place, one, other)
 
@@ -155,7 +155,7 @@ def test_the_peak_is_estimated(case: Case, measured: dict[Case, Measurement], fo
     shape, layout = layout_of(case, folder)
     for rank, found in enumerate(measured[case].ranks):
         estimated = estimate_rank(shape, layout, **place_in(layout, rank)).peak
-        in_memory = estimated.total() - estimated.total(place="nvme")
+        in_memory = estimated.total() - estimated.total(location="nvme")
         assert in_memory == pytest.approx(found.peak_bytes, rel=0.1), estimated.rows()
 
 
@@ -168,8 +168,8 @@ def test_large_worlds_are_simulated_as_they_are_estimated(folder: Path) -> None:
         plan = plan_without_data(args, world_size=ranks, device=cpu_device())
         shape, layout = shape_of(plan.model), layout_of_plan(plan, device_kind="cpu")
         assert_same_states(states_of_rank(shape, layout, zero_rank=rank), found.held, 0.02)
-        peak = estimate_rank(shape, layout, stage=0, zero_rank=rank).peak
-        assert peak.total() - peak.total(place="nvme") == pytest.approx(found.peak_bytes, rel=0.1)
+        peak = estimate_rank(shape, layout, pipeline_stage=0, zero_rank=rank).peak
+        assert peak.total() - peak.total(location="nvme") == pytest.approx(found.peak_bytes, rel=0.1)
 
 
 def test_files_on_nvme_are_counted_where_they_lie(measured: dict[Case, Measurement], folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pretrain.config.layout import layout_of_config
 from pretrain.engine.build_ops import missing_operator
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.memory.step_time.traffic import Transfer, rank_part, step_traffic
+from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme
 from tests.support.launch import WORKERS, run_ranks
@@ -49,7 +49,7 @@ def predicted(name: str, values: dict[str, Any], ours: dict[str, Any]) -> list[T
     layout = layout_of_config(values, world_size=RANKS, seq_length=run["seq_length"], hidden_size=model.hidden_size,
                               device_kind="cpu", name=name)
     shape = shape_of(model)
-    return step_traffic(layout, rank_part(layout, shape, model.num_parameters()), shape)
+    return step_traffic(layout, rank_parameters(layout, shape, model.num_parameters()), shape)
 
 
 @pytest.fixture(scope="module")
