@@ -183,7 +183,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 def read_shape(model: str) -> ModelShape:
     """The shape of a preset, of a transformers config.json, or of the folder that holds one.
 
-    Architectures and keys that this project does not train are read too; `untrainable_reason` then says why it does not.
+    Architectures and keys that this project does not train are read too and get an `untrainable_reason`.
 
     Raises:
         ConfigError: no such file, an architecture that is not known here, sizes that give no model.
