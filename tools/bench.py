@@ -2,7 +2,7 @@
 """Measure this project beside what people would use instead, and beside the machine's limit.
 
     python tools/bench.py                                            # a training step, on what is there
-    python tools/bench.py --what all --write README.md               # everything, into the README's table
+    python tools/bench.py --what all --write tools/performance.md    # everything, into the tables of that page
     python tools/bench.py --preset h200-llama-1b --seq_length 8192 --json
     python tools/bench.py --explain                                  # what makes it fast, and when
 

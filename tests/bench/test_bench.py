@@ -109,7 +109,7 @@ def test_figures_stand_between_two_markers(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == ["before", markers("cpu")[0], "| new |", markers("cpu")[1], "after"]
     with pytest.raises(ConfigError, match="bench h200-llama-1b: begin"):
         check_markers(path, "h200-llama-1b")
-    check_markers(ROOT / "README.md", "cpu")
+    check_markers(ROOT / "tools" / "performance.md", "cpu")
 
 
 def test_the_bound_of_1f1b() -> None:
