@@ -1,8 +1,9 @@
-"""What several tests share: a small corpus; and the order of the files."""
+"""Fixtures of all tests: a small corpus. Order of the test files, and tests that need root."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,31 @@ VOCAB_SIZE = 256
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first, so that `pytest -n N --dist loadfile` does not end with one process at work on it."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Run the longest file first: with `pytest -n N --dist loadfile` the other files run next to it."""
+    items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+    for item in items:
+        if item.get_closest_marker("root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def selected_params(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """Values of the parameter `name` in the selected tests of this file, each once: the cases that a launch needs.
+
+    Cases that are marked as slow are among them only if `pytest -m slow` selects them.
+    """
+    found: list[Any] = []
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if item.path == request.path and callspec is not None and name in callspec.params:
+            value = callspec.params[name]
+            if value not in found:
+                found.append(value)
+    return found
 
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Undo what the test's code exported, such as RANK: the next test in this process would be a rank."""
+    """Restore the environment after each test: with an exported RANK the next test in this process would be a rank."""
     before = dict(os.environ)
     yield
     if os.environ != before:

@@ -18,7 +18,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 SCRIPTS = Path(sys.executable).parent
 FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # with a set-up of its own, in an empty home
-pytestmark = pytest.mark.slow
 
 
 def _environment(clone: Path, home: Path) -> dict[str, str]:

@@ -86,38 +86,42 @@ def _worst(row: dict[str, Any], reference: dict[str, Any], key: str) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(row[key], reference[key], strict=True))
 
 
-def _assert_parity(results: dict[str, dict[str, Any]], names: list[str], reference: str, tolerance: float) -> None:
+def _assert_parity(results: dict[str, dict[str, Any]], names: list[str], reference: str, tolerance: float,
+                   subtests: pytest.Subtests) -> None:
     assert len(names) >= 3
     norm_tolerance = 1e-5 if tolerance == FP32_TOLERANCE else 2e-2
     for name in names:
-        assert len(results[name]["loss"]) == 10
-        assert _worst(results[name], results[reference], "loss") <= tolerance, name
-        assert _worst(results[name], results[reference], "grad_norm") <= norm_tolerance, name
-        evaluated, expected = results[name]["eval_loss"], results[reference]["eval_loss"]
-        assert abs(evaluated - expected) / expected <= tolerance, name
+        with subtests.test(name):
+            assert len(results[name]["loss"]) == 10
+            assert _worst(results[name], results[reference], "loss") <= tolerance
+            assert _worst(results[name], results[reference], "grad_norm") <= norm_tolerance
+            evaluated, expected = results[name]["eval_loss"], results[reference]["eval_loss"]
+            assert abs(evaluated - expected) / expected <= tolerance
 
 
 def _of(results: dict[str, dict[str, Any]], prefix: str) -> list[str]:
     return [name for name in results if name.startswith(prefix)]
 
 
-def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]]) -> None:
+def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]],
+                                               subtests: pytest.Subtests) -> None:
     names = [name for name in results if not name.startswith(("untied", "masked", "llama", "bf16"))]
     assert len(names) >= (20 if NO_NVME else 22)
-    _assert_parity(results, names, "zero0@1", FP32_TOLERANCE)
+    _assert_parity(results, names, "zero0@1", FP32_TOLERANCE, subtests)
 
 
 @pytest.mark.parametrize("kind", ["untied", "masked", "llama"])
-def test_fp32_losses_are_equal_in_every_layout_of(kind: str, results: dict[str, dict[str, Any]]) -> None:
-    _assert_parity(results, _of(results, kind), f"{kind}_zero0@1", FP32_TOLERANCE)
+def test_fp32_losses_are_equal_in_every_layout_of(kind: str, results: dict[str, dict[str, Any]],
+                                                  subtests: pytest.Subtests) -> None:
+    _assert_parity(results, _of(results, kind), f"{kind}_zero0@1", FP32_TOLERANCE, subtests)
 
 
 def test_masking_changes_the_loss(results: dict[str, dict[str, Any]]) -> None:
     assert _worst(results["masked_zero0@1"], results["zero0@1"], "loss") > 100 * FP32_TOLERANCE
 
 
-def test_bf16_losses_are_close_in_every_layout(results: dict[str, dict[str, Any]]) -> None:
-    _assert_parity(results, _of(results, "bf16"), "bf16_zero0@1", BF16_TOLERANCE)
+def test_bf16_losses_are_close_in_every_layout(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:
+    _assert_parity(results, _of(results, "bf16"), "bf16_zero0@1", BF16_TOLERANCE, subtests)
     assert _worst(results["bf16_zero0@1"], results["zero0@1"], "loss") <= BF16_TOLERANCE
 
 

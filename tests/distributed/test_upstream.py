@@ -20,7 +20,7 @@ from pretrain.distributed.device import Device
 from pretrain.distributed.world import World, world_from_environment
 from pretrain.errors import ConfigError
 from pretrain.patches.upstream import correct_bias_by_the_step_alone
-from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
+from tests.support.launch import ROOT, WORKERS, free_port, run_ranks, run_worker
 
 Results = dict[str, Any]
 
@@ -111,10 +111,7 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Every case's result by its name, of one launch of two ranks."""
     folder, *disks = (tmp_path_factory.mktemp(name) for name in ("upstream", "nvme", "nvme"))
     cases = [*pipeline_cases(corpus), *nvme_cases(corpus, disks[0]), *plain_cases(corpus, disks[1])]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = run_ranks([str(WORKERS / "upstream_worker.py"), "cases.json", "results.json"], 2, cwd=folder)
-    assert all(rank.returncode == 0 for rank in done), "\n".join(rank.stdout[-4000:] for rank in done)
-    return dict(json.loads((folder / "results.json").read_text()))
+    return run_worker("upstream_worker.py", cases, 2, folder)
 
 
 def refusal(config: dict[str, Any], corpus: str, folder: Path) -> str:

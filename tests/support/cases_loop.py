@@ -1,4 +1,4 @@
-"""What the workers of multi-rank tests share: the cases of a JSON file, one after another, in one process group."""
+"""Main function of the workers of multi-rank tests: run the cases of a JSON file in one process group."""
 
 import gc
 import json
@@ -18,18 +18,21 @@ from pretrain.engine.build import deepspeed_output
 
 
 def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
-    """Be `WORKER CASES.json RESULTS.json`: `run` every case on every rank; rank 0 writes what it returns, by name."""
+    """Run the program `WORKER CASES.json RESULTS.json`: call `run` with each case on every rank.
+
+    Rank 0 writes the results by the names of the cases, after each case: a case that fails does not lose the others.
+    """
     with deepspeed_output("error"):
         init_process_group(running_environment())
-    results = {}
+    results: dict[str, Any] = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         start = time.perf_counter()
-        groups.mpu = None  # the last pipeline's topology, which the next engine would take for its own
+        groups.mpu = None  # topology of the last pipeline, which the next engine would use otherwise
         torch.manual_seed(0)
         results[case["name"]] = run(case)
+        if dist.get_rank() == 0:
+            Path(sys.argv[2]).write_text(json.dumps(results))
         gc.collect()
         print(f"case {case['name']}: {time.perf_counter() - start:.1f} s", flush=True)
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

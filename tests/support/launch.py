@@ -12,13 +12,13 @@ from typing import Any
 from pretrain.distributed.process import ROOT, free_port
 
 WORKERS = ROOT / "tests" / "distributed" / "workers"
-__all__ = ["ROOT", "WORKERS", "free_port"]  # for those who start ranks
-LIMIT_S = 900.0  # ends a test that hangs; nothing else depends on it
+__all__ = ["ROOT", "WORKERS", "free_port"]
+LIMIT_S = 900.0  # ends a test that hangs
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a launcher would set for one of `ranks` processes on this host."""
-    scripts = str(Path(sys.executable).parent)  # this environment's ninja first: another one would rebuild everything
+    """Environment that a launcher would set for one of `ranks` processes on this host."""
+    scripts = str(Path(sys.executable).parent)  # this environment's ninja first: another rebuilds operators
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "RANK": str(rank),
             "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
@@ -27,7 +27,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """The process that ranks are forks of; it ends with this one."""
+    """Start the process from which ranks are forked. It ends with this process."""
     server = subprocess.Popen([sys.executable, "-m", "tests.distributed.workers.fork_server"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, cwd=ROOT, env=rank_environment(0, 1, 0))
     atexit.register(server.kill)
@@ -36,9 +36,9 @@ def fork_server() -> subprocess.Popen[str]:
 
 def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = LIMIT_S,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND` on every rank to its end. When one fails the others are ended: they would wait for it.
+    """Run `python COMMAND` on every rank and wait for all. When one rank fails, the others are killed.
 
-    `stdout` of each has both of its streams.
+    `stdout` of each result holds both output streams.
     """
     port, server = free_port(), fork_server()
     environs = [{**rank_environment(rank, ranks, port), **(environ or {})} for rank in range(ranks)]
@@ -49,7 +49,7 @@ def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = LIM
     server.stdin.flush()
     answer = json.loads(server.stdout.readline())
     if "timeout" in answer:
-        raise TimeoutError(f"{command} ran for more than {timeout} s\n" + _tails(cwd, ranks))
+        raise TimeoutError(f"{command} ran for more than {timeout} s\n" + tails(cwd, ranks))
     return [subprocess.CompletedProcess(command, code, stdout=(cwd / f"rank{rank}.log").read_text())
             for rank, code in enumerate(answer["codes"])]
 
@@ -60,26 +60,45 @@ def train_ranks(ranks: int, flags: list[str], cwd: Path,
     return run_ranks([str(ROOT / "pretrain" / "train.py"), *flags], ranks, cwd=cwd, environ=environ)
 
 
-def _tails(folder: Path, ranks: int) -> str:
+def tails(folder: Path, ranks: int) -> str:
+    """The end of each rank's output."""
     return "\n".join(f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-4000:]}" for rank in range(ranks))
 
 
-def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Run `worker.py` over `cases` in one launch; each case's result by its name, as rank 0 reports it."""
+class FailedCase(dict[str, Any]):
+    """Result of a case whose ranks failed: a test that reads a value of it fails with the end of their output."""
+
+    def __missing__(self, key: str) -> Any:
+        raise AssertionError(f"the case failed on its ranks:\n{dict(self)}")
+
+
+def run_worker(worker: str, cases: list[dict[str, Any]], ranks: int, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Run a program of tests/distributed/workers over `cases` on `ranks` ranks; the result of each case by its name.
+
+    All cases share one launch. If one fails, its result is a FailedCase, and the cases after it get a new launch.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = run_ranks([str(WORKERS / "worker.py"), "cases.json", "results.json"], ranks, cwd=folder,
-                     **settings)
-    assert all(process.returncode == 0 for process in done), _tails(folder, ranks)
-    return dict(json.loads((folder / "results.json").read_text()))
+    results: dict[str, Any] = {}
+    while cases:
+        (folder / "cases.json").write_text(json.dumps(cases))
+        (folder / "results.json").write_text("{}")
+        done = run_ranks([str(WORKERS / worker), "cases.json", "results.json"], ranks, cwd=folder, **settings)
+        results |= json.loads((folder / "results.json").read_text())
+        if all(process.returncode == 0 for process in done):
+            break
+        failed = next((case["name"] for case in cases if case["name"] not in results), None)
+        assert failed is not None, f"the ranks failed after their last case:\n{tails(folder, ranks)}"
+        print(f"case {failed} failed:\n{tails(folder, ranks)}")
+        results[failed] = FailedCase(output=tails(folder, ranks))
+        cases = cases[[case["name"] for case in cases].index(failed) + 1:]
+    return results
+
+
+def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, **settings: Any) -> dict[str, Any]:
+    """`run_worker` with worker.py."""
+    return run_worker("worker.py", cases, ranks, folder, **settings)
 
 
 def run_forked(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Run `forked.py` over `cases`, one after another, in `folder`; what it reports of each, by name."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    (done,) = run_ranks([str(WORKERS / "forked.py"), "cases.json", "results.json"], 1, cwd=folder,
-                        timeout=3000)
-    print(done.stdout)
-    assert done.returncode == 0, "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}"
-                                           for path in sorted(folder.glob("*log")))
-    return dict(json.loads((folder / "results.json").read_text()))
+    """`run_worker` with forked.py, which starts the ranks of each case itself."""
+    return run_worker("forked.py", cases, 1, folder, timeout=3000)

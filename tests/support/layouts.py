@@ -1,13 +1,12 @@
 """Layouts to save and load in, for the tests of checkpoints across layouts."""
 
-import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.support.cases import config
-from tests.support.launch import WORKERS, _tails, run_ranks
+from tests.support.launch import run_worker
 
 SAVED, STEPS = 3, 8  # steps before the checkpoint, and in all
 
@@ -36,13 +35,8 @@ def run_layouts(cases: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> d
     """Run `layout_worker.py` once for each number of ranks; the results by case."""
     results: dict[str, Any] = {}
     for ranks in sorted({ranks for ranks, _ in cases.values()}):
-        place = folder / str(ranks)
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "cases.json").write_text(json.dumps([case for n, case in cases.values() if n == ranks]))
-        done = run_ranks([str(WORKERS / "layout_worker.py"), "cases.json", "results.json"], ranks,
-                         cwd=place, timeout=900)
-        assert all(process.returncode == 0 for process in done), _tails(place, ranks)
-        results |= json.loads((place / "results.json").read_text())
+        own = [case for n, case in cases.values() if n == ranks]
+        results |= run_worker("layout_worker.py", own, ranks, folder / str(ranks))
     return results
 
 

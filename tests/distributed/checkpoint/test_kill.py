@@ -1,12 +1,12 @@
-"""Runs that are killed with SIGKILL in the middle of saves: the next start goes on from the newest whole checkpoint,
-and in the end every loss and every bit of the state is that of a run that nobody disturbed.
+"""Kill runs with SIGKILL during saves. Each restart resumes from the newest complete checkpoint, and in the end every
+loss and every bit of the state equals that of an undisturbed run.
 
-All of it (DS_PRETRAIN_ALL_KILLS=1): 7 random moments and each sub-step of the commit, for each layout, synchronous
-and not.
+`pytest -m slow` kills each layout, with synchronous and with background saves, 7 times at random and once after each
+sub-step of the commit.
 """
 
 import json
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,45 @@ import pytest
 import torch
 
 from pretrain.checkpoint.format.pickles import load_pickle
+from tests.conftest import selected_params
 from tests.distributed.workers.killed_writer import SUB_STEPS
 from tests.support.cases import DROPOUT, config, flags, nvme
 from tests.support.launch import run_forked
 
-ALL = bool(os.environ.get("DS_PRETRAIN_ALL_KILLS"))
-STEPS = 60 if ALL else 20
 LAYOUTS = ("zero1", "zero3", "nvme", "pipeline2")
-NAMES = [f"{layout}_{how}" for layout in LAYOUTS for how in ("sync", "async")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is killed a few times; `thorough`: after each sub-step of the commit, and more often at random."""
+
+    layout: str
+    is_async: bool
+    thorough: bool
+
+    @property
+    def reference(self) -> str:
+        """Name of the undisturbed run."""
+        return f"{self.layout}_reference{'_thorough' * self.thorough}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}_{'async' if self.is_async else 'sync'}{'_thorough' * self.thorough}"
+
+    @property
+    def steps(self) -> int:
+        return 60 if self.thorough else 20
+
+    def kills(self) -> list[str]:
+        """When to kill it: at a random time, after a sub-step of the commit, or once a snapshot is in memory."""
+        if self.thorough:
+            return ["random"] * 7 + list(SUB_STEPS) + ["snapshot"] * self.is_async
+        number = 3 * LAYOUTS.index(self.layout) + 1 + self.is_async
+        return ["snapshot" if self.is_async else "random", SUB_STEPS[number % len(SUB_STEPS)], "random"]
+
+
+CASES = [pytest.param(Case(layout, is_async, thorough), marks=[pytest.mark.slow] * thorough)
+         for thorough in (False, True) for layout in LAYOUTS for is_async in (False, True)]
 
 
 def ds_config(layout: str, disk: Path) -> dict[str, Any]:
@@ -32,40 +63,32 @@ def ds_config(layout: str, disk: Path) -> dict[str, Any]:
     return config(3, precision="bf16", **({"offload_optimizer": nvme(disk)} if layout == "nvme" else {}))
 
 
-def kills(number: int, how: str) -> list[str]:
-    if ALL:
-        return ["random"] * 7 + list(SUB_STEPS) + ["snapshot"] * (how == "async")
-    return ["snapshot" if how == "async" else "random", SUB_STEPS[number % len(SUB_STEPS)], "random"]
-
-
-def words(corpus: str, run: Path, json_file: Path, **more: Any) -> list[str]:
-    values = flags(corpus, overrides=DROPOUT, steps=STEPS, deepspeed_config=json_file, save=run, log_interval=1,
+def words(corpus: str, run: Path, json_file: Path, steps: int, **more: Any) -> list[str]:
+    values = flags(corpus, overrides=DROPOUT, steps=steps, deepspeed_config=json_file, save=run, log_interval=1,
                    eval_interval=0, **more)
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 @pytest.fixture(scope="module")
-def outcome(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `kill_worker.py` reports of every case, and the folder of the runs."""
+def outcome(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of forked.py for every case, by name, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("kill")
-    cases: list[dict[str, Any]] = []
-    for layout in LAYOUTS:
-        json_file = folder / f"{layout}.json"
-        json_file.write_text(json.dumps(ds_config(layout, tmp_path_factory.mktemp("nvme"))))
-        reference = folder / f"{layout}_reference"
-        cases.append({"name": reference.name, "kind": "run", "run": str(reference),
-                      "flags": words(corpus, reference, json_file, save_interval=0)})
-        for how in ("sync", "async"):
-            run = folder / f"{layout}_{how}"
-            more = {"save_interval": 1, "keep_checkpoints": 3, **({"async_save": "true"} if how == "async" else {})}
-            cases.append({"name": run.name, "kind": "killed", "run": str(run), "async": how == "async", "window_s": 0.5,
-                          "steps": STEPS, "kills": kills(len(cases), how),
-                          "flags": words(corpus, run, json_file, **more)})
-    return {"folder": folder, **run_forked(cases, folder)}
+    jobs: dict[str, dict[str, Any]] = {}
+    for case in selected_params(request, "case"):
+        json_file = folder / f"{case.layout}.json"
+        json_file.write_text(json.dumps(ds_config(case.layout, tmp_path_factory.mktemp("nvme"))))
+        reference, run = folder / case.reference, folder / case.name
+        jobs[case.reference] = {"name": case.reference, "kind": "run", "run": str(reference),
+                                "flags": words(corpus, reference, json_file, case.steps, save_interval=0)}
+        more = {"save_interval": 1, "keep_checkpoints": 3, **({"async_save": "true"} if case.is_async else {})}
+        jobs[case.name] = {"name": case.name, "kind": "killed", "run": str(run), "async": case.is_async,
+                           "window_s": 0.5, "steps": case.steps, "kills": case.kills(),
+                           "flags": words(corpus, run, json_file, case.steps, **more)}
+    return {"folder": folder, **run_forked(list(jobs.values()), folder)}
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Those of metrics.jsonl, without a line that a kill cut short."""
+    """Read the rows of metrics.jsonl, without a line that a kill cut short."""
     found = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         if line.endswith("}"):
@@ -92,25 +115,24 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_start_goes_on_from_the_newest_whole_checkpoint(outcome: dict[str, Any], name: str) -> None:
-    resumed = outcome[name]["resumed"]
-    print(f"{name}: {len(resumed) - 1} kills; (newest whole, resumed from): {resumed}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_start_resumes_from_the_newest_complete_checkpoint(outcome: dict[str, Any], case: Case) -> None:
+    resumed = outcome[case.name]["resumed"]
+    print(f"{case.name}: {len(resumed) - 1} kills; (newest complete, resumed from): {resumed}")
     assert all(expected == found for expected, found in resumed)
     assert resumed[-1][1] > 0, "nothing was resumed"
-    assert outcome[name]["status"] == [0, 0]
+    assert outcome[case.name]["status"] == [0, 0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_result_is_that_of_an_undisturbed_run(outcome: dict[str, Any], name: str) -> None:
-    reference = outcome["folder"] / f"{name.split('_')[0]}_reference"
-    run = outcome["folder"] / name
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_result_equals_that_of_an_undisturbed_run(outcome: dict[str, Any], case: Case) -> None:
+    reference, run = outcome["folder"] / case.reference, outcome["folder"] / case.name
     losses = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(reference) if "loss" in row}
-    assert len(losses) == STEPS
+    assert len(losses) == case.steps
     found = [(row["step"], (row["loss"], row["grad_norm"])) for row in rows(run) if "loss" in row]
     assert {step for step, _ in found} == set(losses)
     assert all(losses[step] == values for step, values in found)
-    ours, theirs = (tensors(path / "checkpoints" / f"global_step{STEPS}") for path in (run, reference))
+    ours, theirs = (tensors(path / "checkpoints" / f"global_step{case.steps}") for path in (run, reference))
     assert ours.keys() == theirs.keys()
     assert len(ours) > 20
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())

@@ -48,15 +48,16 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
-def test_resume_is_bit_exact(results: dict[str, dict[str, Any]]) -> None:
+def test_resume_is_bit_exact(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:
     assert len(results) >= 12
     for name, result in results.items():
-        at_save, loaded, at_end, resumed_end = result["state"]
-        assert loaded == at_save, f"{name}: the load changed weights or optimizer state"
-        assert result["resumed"] == result["tail"], f"{name}: losses, norms or rates differ after the resume"
-        assert resumed_end == at_end, f"{name}: weights or optimizer state differ at the end"
-        assert at_end != at_save, f"{name}: nothing was trained after the checkpoint"
-        assert len(set(result["tail"]["loss"])) == 3, name
+        with subtests.test(name):
+            at_save, loaded, at_end, resumed_end = result["state"]
+            assert loaded == at_save, "the load changed weights or optimizer state"
+            assert result["resumed"] == result["tail"], "losses, norms or rates differ after the resume"
+            assert resumed_end == at_end, "weights or optimizer state differ at the end"
+            assert at_end != at_save, "nothing was trained after the checkpoint"
+            assert len(set(result["tail"]["loss"])) == 3
 
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")

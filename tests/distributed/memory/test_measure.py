@@ -1,12 +1,10 @@
 """Memory three ways: estimated, simulated and measured, for the files of ds_configs/ on 1, 2 and 4 ranks.
 
 Measured are real engines in real ranks. Each time every file runs on one, two or four ranks, and one of each kind is
-simulated; DS_PRETRAIN_ALL_MEMORY=1 runs and simulates everything everywhere.
+simulated; `pytest -m slow` runs and simulates the others.
 """
 
 import dataclasses
-import json
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,9 @@ from pretrain.memory.measure import run_ranks as run_ranks_module
 from pretrain.memory.measure.measure_run import Measurement, measure, measurement
 from pretrain.memory.measure.observe_steps import plan_without_data
 from pretrain.memory.simulate.simulate_ranks import Simulation, simulate, simulate_many
-from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
+from tests.conftest import selected_params
+from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
-ALL = bool(os.environ.get("DS_PRETRAIN_ALL_MEMORY"))
 NO_NVME = missing_operator("AsyncIOBuilder")
 FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (NO_NVME and "nvme" in path.stem)]
 SOME = {1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero1_fp16_static", "zero2_fp16", "zero3_fp16",
@@ -55,9 +53,14 @@ def stages_of(path: Path) -> int:
     return int(read_ds_config(str(path)).get("pipeline.stages", 1))
 
 
-CASES: list[Case] = [(ranks, path.stem) for ranks in (1, 2, 4) for path in FILES
-                     if ranks % stages_of(path) == 0 and (ALL or path.stem in SOME[ranks])]
-SIMULATED_CASES = [case for case in CASES if ALL or case[1] in SIMULATED[case[0]]]
+def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
+    """Every file on every number of ranks that it can run on; those that are not in `quick` are marked as slow."""
+    return [pytest.param((ranks, path.stem), id=f"{path.stem}-{ranks}",
+                         marks=[] if path.stem in quick[ranks] else [pytest.mark.slow])
+            for ranks in (1, 2, 4) for path in FILES if ranks % stages_of(path) == 0]
+
+
+CASES, SIMULATED_CASES = params(SOME), params(SIMULATED)
 
 
 def arguments(name: str, folder: Path) -> RunArguments:
@@ -77,32 +80,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path) -> dict[Case, Measurement]:
+def measured(request: pytest.FixtureRequest, folder: Path) -> dict[Case, Measurement]:
     found = {}
     for ranks in (1, 2, 4):
-        names = [name for own_ranks, name in CASES if own_ranks == ranks]
-        cwd = folder / f"{ranks}-ranks"
-        cwd.mkdir()
-        (cwd / "cases.json").write_text(json.dumps([
-            {"name": name, "args": dataclasses.asdict(arguments(name, folder))} for name in names]))
-        done = run_ranks([str(WORKERS / "memory_worker.py"), "cases.json", "results.json"], ranks,
-                         cwd=cwd)
-        assert all(process.returncode == 0 for process in done), done[0].stdout[-4000:]
-        results: dict[str, Any] = json.loads((cwd / "results.json").read_text())
-        found.update({(ranks, name): measurement(name, result) for name, result in results.items()})
+        selected = {*selected_params(request, "case"), *selected_params(request, "simulated_case")}
+        names = sorted(name for own_ranks, name in selected if own_ranks == ranks)
+        cases = [{"name": name, "args": dataclasses.asdict(arguments(name, folder))} for name in names]
+        results = run_worker("memory_worker.py", cases, ranks, folder / f"{ranks}-ranks")
+        found.update({(ranks, name): measurement(name, result) for name, result in results.items()
+                      if not isinstance(result, FailedCase)})
     return found
 
 
 @pytest.fixture(scope="module")
-def simulated(folder: Path) -> dict[Case, Simulation]:
+def simulated(request: pytest.FixtureRequest, folder: Path) -> dict[Case, Simulation]:
     """The last rank of each world: of a pipeline it is in the last stage."""
-    jobs = [(arguments(name, folder), ranks - 1, ranks) for ranks, name in SIMULATED_CASES]
+    cases = selected_params(request, "simulated_case")
+    jobs = [(arguments(name, folder), ranks - 1, ranks) for ranks, name in cases]
     results = [one for one in simulate_many(jobs) if isinstance(one, Simulation)]
-    return dict(zip(SIMULATED_CASES, results, strict=True))
+    return dict(zip(cases, results, strict=True))
 
 
 def test_every_file_is_measured() -> None:
-    assert {name for _, name in CASES} == {path.stem for path in FILES}
+    assert {name for names in SOME.values() for name in names} >= {path.stem for path in FILES}
 
 
 def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
@@ -122,7 +122,7 @@ def assert_same_states(first: Footprint, second: Footprint, share: float) -> Non
             assert abs(one - other) <= share * other + SLACK_BYTES, (role, place, one, other)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+@pytest.mark.parametrize("case", CASES)
 def test_states_are_estimated_as_measured(case: Case, measured: dict[Case, Measurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, found in enumerate(measured[case].ranks):
@@ -130,16 +130,16 @@ def test_states_are_estimated_as_measured(case: Case, measured: dict[Case, Measu
         assert found.held.states("device") + found.held.states("host") + found.held.states("pinned") > 100_000
 
 
-@pytest.mark.parametrize("case", SIMULATED_CASES, ids=lambda case: f"{case[1]}-{case[0]}")
-def test_a_simulated_rank_holds_what_a_real_one_holds(case: Case, measured: dict[Case, Measurement],
+@pytest.mark.parametrize("simulated_case", SIMULATED_CASES)
+def test_a_simulated_rank_holds_what_a_real_one_holds(simulated_case: Case, measured: dict[Case, Measurement],
                                                       simulated: dict[Case, Simulation]) -> None:
-    real, ours = measured[case].ranks[-1], simulated[case]
+    real, ours = measured[simulated_case].ranks[-1], simulated[simulated_case]
     assert_same_states(ours.held, real.held, 0.0)
     assert ours.held.total("buffers") == pytest.approx(real.held.total("buffers"), rel=0.02, abs=SLACK_BYTES)
     assert ours.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+@pytest.mark.parametrize("case", CASES)
 def test_nothing_that_is_alive_is_left_out(case: Case, measured: dict[Case, Measurement]) -> None:
     """But for the loss, and one tensor that torch holds where Python does not see it: one micro-batch's logits in the
     last stage of a pipeline, a matrix on its way to NVMe.
@@ -150,7 +150,7 @@ def test_nothing_that_is_alive_is_left_out(case: Case, measured: dict[Case, Meas
         assert rank.rss_bytes > rank.peak_bytes > 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
+@pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_estimated(case: Case, measured: dict[Case, Measurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, found in enumerate(measured[case].ranks):
@@ -172,10 +172,10 @@ def test_large_worlds_are_simulated_as_they_are_estimated(folder: Path) -> None:
         assert peak.total() - peak.total(location="nvme") == pytest.approx(found.peak_bytes, rel=0.1)
 
 
-def test_files_on_nvme_are_counted_where_they_lie(measured: dict[Case, Measurement], folder: Path) -> None:
-    if NO_NVME:
-        pytest.skip(f"NVMe offload: {NO_NVME}")
-    rank = measured[2, "zero3_offload_all_nvme"].ranks[0]
+@pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
+@pytest.mark.parametrize("case", [(2, "zero3_offload_all_nvme")])
+def test_files_on_nvme_are_counted_as_such(case: Case, measured: dict[Case, Measurement]) -> None:
+    rank = measured[case].ranks[0]
     assert rank.held.total("master_weights", "nvme") > 10 * rank.held.total("master_weights", "host")
     assert rank.held.total("optimizer_states", "nvme") == 2 * rank.held.total("master_weights", "nvme")
 

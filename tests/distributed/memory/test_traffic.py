@@ -1,6 +1,5 @@
 """The bytes that a step is said to move, against what the collectives and the disk of real engines move."""
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme
-from tests.support.launch import WORKERS, run_ranks
+from tests.support.launch import run_worker
 
 RANKS = 2
 WHOLE = {"stage3_param_persistence_threshold": 0}  # no parameter is kept gathered
@@ -61,10 +60,7 @@ def sent(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
     if not NO_NVME:
         cases.append(case("nvme", "", config(3, precision="bf16", offload_optimizer=nvme(folder / "swap"), **WHOLE),
                           flags(corpus, **ON_DISK)))
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = run_ranks([str(WORKERS / "traffic_worker.py"), "cases.json", "sent.json"], RANKS, cwd=folder)
-    assert all(process.returncode == 0 for process in done), done[0].stdout[-3000:] + done[1].stdout[-3000:]
-    return dict(json.loads((folder / "sent.json").read_text()))
+    return run_worker("traffic_worker.py", cases, RANKS, folder)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -227,5 +227,5 @@ if __name__ == "__main__":
         kinds = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
                  "signalled": signalled, "killed": killed, "poisoned": poisoned}
         results[case["name"]] = kinds[case["kind"]](case)
+        Path(sys.argv[2]).write_text(json.dumps(results))
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
-    Path(sys.argv[2]).write_text(json.dumps(results))
