@@ -1,8 +1,8 @@
-"""Saves, resumes, generates, converts and consolidates with several Pythons, each of which reads what the others saved.
+"""Save, resume, generate, convert and consolidate with several Python versions. Each reads what the others saved.
 
     python tests/pythons.py [--runs FOLDER] VERSION=PYTHON...       called by tests/pythons.sh
 
-It imports nothing but the standard library: the Pythons under test run in processes of their own.
+Imports the standard library only: the Pythons under test run in processes of their own.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1200
 RANKS = 2
-LAUNCHER = "from deepspeed.launcher.runner import main; main()"  # what the script `deepspeed` consists of
-# several of our commands in one process, which imports torch once
+LAUNCHER = "from deepspeed.launcher.runner import main; main()"  # the body of the script `deepspeed`
+# runs several tools in one process, so that torch is imported once
 TOOLS = """
 import json, runpy, sys
 for words in json.loads(sys.argv[1]):
@@ -34,7 +34,7 @@ for words in json.loads(sys.argv[1]):
         if end.code:
             raise
 """
-# plain DeepSpeed reads the checkpoint in sys.argv[1]; its weights are those of the safetensors file sys.argv[2]
+# checks that plain DeepSpeed reads the weights of the safetensors file sys.argv[2] from the checkpoint sys.argv[1]
 ZERO_TO_FP32 = """
 import sys
 from pathlib import Path
@@ -49,14 +49,16 @@ assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 class StepError(Exception):
-    """A step of one Python failed: its name and the last line of its log."""
+    """A step failed with one of the Pythons. Holds the name of the step and the last line of its log."""
 
 
 @dataclass(frozen=True)
 class Python:
+    """A Python under test."""
+
     version: str
     executable: str
-    folder: Path  # its runs and logs
+    folder: Path  # for its runs and logs
 
     @property
     def run(self) -> Path:
@@ -64,14 +66,14 @@ class Python:
 
     @property
     def environment(self) -> dict[str, str]:
-        """This checkout's package, the environment's own commands first, and every warning of the package shown."""
+        """Use this checkout's package, put the environment's commands first in PATH, and show every warning."""
         own = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
                "PYTHONWARNINGS": "default", "PYTHONPYCACHEPREFIX": str(self.folder / "pycache")}
         paths = [str(Path(self.executable).parent), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         return {**os.environ, **own, "PATH": os.pathsep.join(paths)}
 
     def do(self, step: str, *words: object, **variables: str) -> None:
-        """Run `python WORDS` to its end, with its output in STEP.log. Raises StepError where it fails."""
+        """Run `python WORDS` with its output in STEP.log. Raises StepError if it fails."""
         self.wait(step, [self.start(step, *words, **variables)])
 
     def start(self, step: str, *words: object, **variables: str) -> "subprocess.Popen[bytes]":
@@ -91,9 +93,9 @@ class Python:
                  for line in path.read_text(errors="replace").splitlines() if line.strip()]
         if any(codes):
             raise StepError(f"{step}: exit codes {codes}: {lines[-1] if lines else ''}")
-        # of the package itself, with file and line: a later Python will make an error of it
+        # warnings of this package are failures: a later Python turns a deprecation into an error
         warnings = [line for line in lines if "Warning: " in line and line.startswith(f"{ROOT}/")
-                    and "/site-packages/" not in line]  # an environment may lie in the checkout
+                    and "/site-packages/" not in line]  # the environment may be a folder of the checkout
         if warnings:
             raise StepError(f"{step}: {warnings[0]}")
 
@@ -123,7 +125,7 @@ def tools(python: Python, step: str, *commands: list[object]) -> None:
 
 
 def save(python: Python) -> None:
-    """Everything with this Python alone: text to a trained, resumed, converted and sampled checkpoint."""
+    """With one Python: prepare data, train, resume, verify, generate, convert, consolidate."""
     python.folder.mkdir(parents=True)
     python.do("compile", "-W", "error", "-m", "compileall", "-q", *(ROOT / name for name in ("pretrain", "tools",
                                                                                              "launch", "tests")))
@@ -138,7 +140,7 @@ def save(python: Python) -> None:
 
 
 def read(python: Python, other: Python, run: Path) -> None:
-    """Verify, sample, consolidate and convert what `other` saved in `run`."""
+    """Verify, sample, consolidate and convert the checkpoint that `other` saved in `run`."""
     name = other.version
     tools(python, f"read_{name}", ["checkpoint.py", "verify", run],
           ["generate.py", run, "--prompt", "def ", "--max_new_tokens", 8, "--step", 4],
@@ -147,18 +149,18 @@ def read(python: Python, other: Python, run: Path) -> None:
 
 
 def read_other(python: Python, other: Python) -> None:
-    """Resume what `other` saved, and get from it the weights that `other` gets."""
+    """Resume the run that `other` saved, and consolidate it to the same weights."""
     run = Path(shutil.copytree(other.run, python.folder / f"run_{other.version}"))
     train(python, f"resume_{other.version}", run, other.folder, steps=5, resume="required", launcher=False)
     read(python, other, run)
     weights = [folder / f"weights_{other.version}/model.safetensors" for folder in (python.folder, other.folder)]
     if weights[0].read_bytes() != weights[1].read_bytes():
-        raise StepError(f"consolidate: other weights than Python {other.version} gets")
+        raise StepError(f"consolidate: the weights differ from those of Python {other.version}")
 
 
 def attempt(python: Python, results: dict[str, list[str]], seconds: dict[str, float], what: str,
             action: Callable[[], None]) -> bool:
-    """Run it, and note what went wrong."""
+    """Run `action` and record its failure. Return whether it succeeded."""
     print(f"[pythons] {python.version}: {what}", file=sys.stderr, flush=True)
     start, done = time.monotonic(), False
     try:
@@ -171,7 +173,7 @@ def attempt(python: Python, results: dict[str, list[str]], seconds: dict[str, fl
 
 
 def try_all(pythons: list[Python]) -> dict[str, tuple[list[str], float]]:
-    """(what failed, seconds) of each version."""
+    """Return (failures, seconds) of each version."""
     results: dict[str, list[str]] = {python.version: [] for python in pythons}
     seconds = dict.fromkeys(results, 0.0)
     saved = [python for python in pythons if attempt(python, results, seconds, "alone", lambda p=python: save(p))]

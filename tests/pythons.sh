@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Tries the package with each Python of this machine: save, resume, generate, convert and consolidate with real engines
-# on 2 ranks, and each reads what the others saved. Prints a row for each Python; exit code 1 if one fails.
+# Test the package with each Python of this machine: save, resume, generate, convert and consolidate with real engines
+# on 2 ranks. Each Python also reads what the others saved. Prints a row for each; exit code 1 if one fails.
 #
 #   tests/pythons.sh [--two] [PYTHON...]
 #
-# Without names: the environment's own Python (VENV, default .venv), Debian's /usr/bin/python3, python3.1x on PATH and
-# pyenv's versions, one of each version. --two: the environment's own and one other, Debian's if it is another version.
+# Without arguments: the Python of the environment (VENV, default .venv), /usr/bin/python3, python3.1x on PATH and the
+# versions of pyenv, one of each version. --two: the environment's Python and one other, /usr/bin/python3 if it differs.
 #
-# A Python of the environment's own minor version (3.11.2 beside 3.11.7) uses its packages and compiled operators. The
-# others get an environment of their own by launch/setup.sh, kept in PYTHONS (default ~/.cache/ds-pretrain/pythons):
-# about 5 GB each where pip finds no CPU build of torch. RUNS names the folder for runs and logs (default: a temporary
-# one, which is removed unless something fails).
+# A Python of the same minor version as the environment's (3.11.2 and 3.11.7) uses its packages and compiled operators.
+# For the others launch/setup.sh makes environments in the folder PYTHONS (default ~/.cache/ds-pretrain/pythons), of
+# about 5 GB each if pip finds no CPU build of torch. RUNS is the folder for runs and logs (default: a temporary folder,
+# removed unless a Python fails).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -45,8 +45,8 @@ for python in "${candidates[@]}"; do
 done
 if [ -n "$two" ]; then
     other=${versions[1]:-}
-    [ -n "$other" ] || { say "this machine has Python $own only: nothing to compare it with"; exit 0; }
-    if [ "${pythons[$other]}" != /usr/bin/python3 ]; then  # then one that needs no environment of 5 GB, if there is one
+    [ -n "$other" ] || { say "this machine has no other Python than $own: nothing to test"; exit 0; }
+    if [ "${pythons[$other]}" != /usr/bin/python3 ]; then  # prefer a Python that needs no environment of 5 GB
         for version in "${versions[@]:1}"; do
             [ "${version%.*}" != "${own%.*}" ] || { other=$version; break; }
         done
@@ -54,7 +54,7 @@ if [ -n "$two" ]; then
     versions=("$own" "$other")
 fi
 
-# Prints the Python of an environment for the interpreter $2 of version $1.
+# environment VERSION INTERPRETER: make an environment if one is needed, and print the path of its Python.
 environment() {
     local folder=$PYTHONS/$1
     if [ "$1" = "$own" ]; then

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Set-up, ruff, mypy and the tests: tests/run.sh [pytest arguments]
 #
-# Without arguments: first the tests that mostly take one process, on every core (four at most), then those that start
-# several ranks, one after another. Between the two, tests/pythons.sh --two: this environment's Python and another one of
-# the machine, if it has one. With arguments: one pytest, as it is.
+# Without arguments: first the tests of a single process, in parallel on up to four cores; then tests/pythons.sh --two,
+# which tests a second Python if the machine has one; then the tests that start several ranks, one after another.
+# With arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh --dev
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
-cores=$(env -u OMP_NUM_THREADS nproc)  # which that variable would limit
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # threads of one test would wait for the cores of another
+cores=$(env -u OMP_NUM_THREADS nproc)  # nproc obeys that variable
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # tests that run at the same time share the cores
 ruff check .
 mypy
 lint-imports

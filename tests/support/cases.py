@@ -1,4 +1,4 @@
-"""Cases for worker.py: DeepSpeed JSONs and flags, small enough that a case takes about a second."""
+"""DeepSpeed JSONs and flags for the cases of worker.py. Each case takes about a second."""
 
 from typing import Any
 
@@ -6,20 +6,20 @@ CPU = {"device": "cpu"}
 
 
 def nvme(folder: Any) -> dict[str, Any]:
-    """offload_optimizer"""
+    """Value of offload_optimizer for NVMe offload to `folder`."""
     return {"device": "nvme", "nvme_path": str(folder)}
 
 
 def nvme_param(folder: Any) -> dict[str, Any]:
-    """offload_param, with buffers of 4 MB instead of 200 MB, which take seconds to pin."""
+    """Value of offload_param for NVMe, with buffers of 4 MB: pinning the default 200 MB takes seconds."""
     return {**nvme(folder), "buffer_size": 2_000_000}
 
 
 def config(stage: int, *, precision: str = "fp32", stages: int = 1, micro: int = 4, accumulation: int = 2,
            lr: float = 1e-3, checkpoint_every: int = 0, **zero: Any) -> dict[str, Any]:
-    """A DeepSpeed JSON of explicit values; `zero` goes into its zero_optimization block.
+    """Return a DeepSpeed JSON. `zero` goes into its zero_optimization block; `stage` is the ZeRO stage.
 
-    Its buckets are small, so that there are several of them.
+    Buckets are small, so that each step uses several of them.
     """
     if stage > 0:
         zero["reduce_bucket_size"] = 500_000
@@ -39,7 +39,7 @@ def config(stage: int, *, precision: str = "fp32", stages: int = 1, micro: int =
 
 def flags(corpus: str, *, layers: int = 4, hidden: int = 64, overrides: str = "", steps: int = 10,
           **others: Any) -> dict[str, Any]:
-    """Flags of a tiny GPT-2-style model on the small corpus."""
+    """Return the flags of a run of a tiny GPT-2-style model on the small corpus."""
     model = f"vocab_size=256,n_layer={layers},n_embd={hidden}" + (f",{overrides}" if overrides else "")
     return {"model": "tiny", "model_overrides": model, "train_data": corpus, "split": "80,20,0", "seq_length": 64,
             "train_steps": steps, "eval_steps": 1, **others}
@@ -49,4 +49,5 @@ DROPOUT = "resid_pdrop=0.1,attn_pdrop=0.1,embd_pdrop=0.1"
 
 
 def case(name: str, job: str, values: dict[str, Any], run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return a case: a DeepSpeed JSON, flags, and `job`, the function of the worker that runs it."""
     return {"name": name, "job": job, "config": values, "flags": run_flags, **others}

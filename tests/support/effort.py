@@ -1,4 +1,4 @@
-"""Work counted instead of timed: a count is the same on a slow and on a busy machine."""
+"""Measure work by counting calls and imports. Counts do not depend on the machine or its load."""
 
 import subprocess
 import sys
@@ -6,13 +6,13 @@ from typing import Any
 
 from pretrain.distributed.process import ROOT
 
-# what takes a second or more to import; a refusal needs none of it
+# modules that take a second or more to import; rejecting bad input needs none of them
 HEAVY = frozenset({"torch", "deepspeed", "tokenizers", "sentencepiece", "transformers.models",
                    "transformers.modeling_utils"})
 
 
 def run_and_list_imports(command: list[str], **settings: Any) -> tuple["subprocess.CompletedProcess[str]", set[str]]:
-    """Run `python COMMAND`; what became of it, and the modules that it imported."""
+    """Run `python COMMAND`. Return the finished process and the names of the modules that it imported."""
     done = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, check=False,
                           **{"cwd": ROOT, **settings})
     lines = done.stderr.splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Tiny models of every kind, for the tests of pretrain/model."""
+"""Tiny models of every architecture, for the tests of pretrain/model."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> str:
-    """A config.json in `folder`; its path."""
+    """Write a config.json into `folder`. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps(values))

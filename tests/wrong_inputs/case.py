@@ -1,4 +1,4 @@
-"""A wrong input, the values that are legal by chance, and a right command line of each program."""
+"""A wrong input, a valid command line of each program, and the generated values that happen to be valid."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ LONG = "n" * 300
 DEEP = 100_000  # levels of nesting
 TOO_LARGE = str(2**63)
 NUMBERS = ("x", "", "nan", "inf", "1e999", "-1", "0", "1.5", TOO_LARGE)
-RAW: dict[str, bytes] = {  # contents that are no JSON object
+RAW: dict[str, bytes] = {  # file contents that are not a JSON object
     "empty": b"", "binary": bytes(range(256)), "utf16": '{"a": 1}'.encode("utf-16"), "truncated": b'{"model_type": "gp',
     "list": b"[]", "string": b'"x"', "deep": b'{"a": ' * DEEP, "deep_list": b'{"a": ' + b"[" * DEEP,
     "digits": b'{"vocab_size": ' + b"9" * 5000 + b"}", "twice": b'{"vocab_size": 8, "vocab_size": 8}',
@@ -24,7 +24,10 @@ RAW: dict[str, bytes] = {  # contents that are no JSON object
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A command line, the files that it needs, and what the refusal must name. {world} is the folder with the files."""
+    """A command line, the files that it needs, and the text that the error must contain.
+
+    {world} stands for the folder with the files.
+    """
 
     name: str
     program: str
@@ -33,7 +36,7 @@ class Case:
     files: tuple[tuple[str, bytes], ...] = ()
 
 
-# Made cases that are right after all, with the reason: the beginnings of their names.
+# Generated values that are valid. LEGAL below maps the reason to the names of the cases.
 _ZEROS = {
     "tools/check_cluster.py": ("rounds", "min_gbit", "max_clock_skew"), "tools/generate.py": ("top_k",),
     "tools/checkpoint.py prune": ("keep_every", "keep_best"),
@@ -57,30 +60,30 @@ def _flags(flags: dict[str, tuple[str, ...]], value: str) -> tuple[str, ...]:
 
 
 LEGAL: dict[str, tuple[str, ...]] = {
-    "0 turns it off, or means all": _flags(_ZEROS, "0"),
+    "0 disables it, or means all": _flags(_ZEROS, "0"),
     "a number like others": _flags(_NUMBERS_LIKE_OTHERS, "1.5"),
-    "the newest two stay in any case": ("tools/checkpoint.py prune --keep_checkpoints=0",),
+    "the newest two are always kept": ("tools/checkpoint.py prune --keep_checkpoints=0",),
     "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0"),
     "greedy sampling": ("tools/generate.py --temperature=0",),
-    "more than there is takes all": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
+    "a limit above the size means everything": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
                                      f"tools/train_tokenizer.py --max_megabytes={TOO_LARGE}"),
     "a long run": (f"tools/compare_zero.py --tokens={TOO_LARGE}",),
-    "machines may be without them": _flags({"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
-    "a text of one's own": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
+    "machines may have none of it": _flags({"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
+    "any text is valid": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
                             "tools/prepare_data.py --jsonl_key=~/x", "tools/train_tokenizer.py --jsonl_key=~/x",
                             "launch/supervise.py --health_command=~/x"),
-    "refused, by the checkpoint's name": ("tools/generate.py --step=0",),
+    "rejected, with the name of the checkpoint": ("tools/generate.py --step=0",),
     "set by the launcher": ("pretrain/train.py --local_rank=-1", "pretrain/train.py --local_rank=0"),
     "plausible values": (*(f"meta.json {key}: 5" for key in ("vocab_size", "num_tokens", "num_documents", "max_token",
                                                              "eod_token", "entropy_nats")),
                          'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
     "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
                                         "llama max_position_embeddings: 1000000000"),
-    "an architecture that it knows": ('compare_zero model_type: "gptj"',),
+    "an architecture that this tool supports": ('compare_zero model_type: "gptj"',),
 }
 TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
          "train_steps": "50", "save": "{world}/run"}
-TOOLS: dict[str, list[str]] = {  # a right command line of each program
+TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "pretrain/train.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
     "tools/check_config.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
     "tools/check_cluster.py": [],
@@ -102,7 +105,7 @@ TOOLS: dict[str, list[str]] = {  # a right command line of each program
 
 
 def main_of(program: str) -> Callable[[], Any]:
-    """The program's `main`, which reads sys.argv."""
+    """Return the `main` function of a program. It reads sys.argv."""
     path = ROOT / program.split(" ")[0]
     if path.name == "train.py":
         from pretrain.train import main
@@ -117,11 +120,11 @@ def main_of(program: str) -> Callable[[], Any]:
 
 
 class _ParsedError(Exception):
-    """Raised instead of parsing; holds the parser."""
+    """Carries the parser out of `main`, which would go on to run the program."""
 
 
 def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:
-    """The flags that the program declares itself."""
+    """Return the flags that a program declares, without running it."""
     from pretrain.cli import Parser
 
     def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:

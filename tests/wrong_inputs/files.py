@@ -1,4 +1,4 @@
-"""Wrong inputs in files: their contents, every key of the DeepSpeed JSON and of the model's config.json."""
+"""Wrong contents of files: of whole files, and of each key of the DeepSpeed JSON and of the model's config.json."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from tests.wrong_inputs.inputs import BASE, change
 
 
 def content_cases() -> Iterator[Case]:
-    """Files of every format that hold something else."""
+    """Files of every format with contents of another format."""
     train, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
     for what, raw in RAW.items():
         yield Case(f"DeepSpeed JSON: {what}", train, (*right, "--deepspeed_config", "{world}/in.json"), "in.json",
@@ -79,7 +79,7 @@ def _row_cases() -> Iterator[Case]:
                        "steps": '[{"flags": {}, "train_steps": "x"}]', "none": "[]", "object": "{}"}.items():
         for program in ("tools/summarize.py", "tools/generate.py"):
             if program == "tools/generate.py" and what == "steps":
-                continue  # it does not read them
+                continue  # it does not read the steps
             yield Case(f"{program} run.json: {what}", program, ("{world}/done",), "run.json",
                        (("done/run.json", text.encode()),))
 
@@ -107,7 +107,7 @@ _WRONG_KINDS = {
 
 
 def json_cases() -> Iterator[Case]:
-    """Every key of the schema with values of other types and beyond its range."""
+    """Every key of the schema, with values of wrong types and outside its range."""
     from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
     from pretrain.config.ds_json.schema import REMOVED, TREE
 
@@ -135,7 +135,7 @@ def _tree_cases(tree: dict[str, Any], prefix: str, changes: dict[str, Any], abou
     for name, key in tree.items():
         dotted = f"{prefix}{name}"
         if dotted in ("optimizer.params", "scheduler.params", "scheduler.type", "optimizer.type"):
-            continue  # their own cases
+            continue  # json_cases has cases for these
         if not isinstance(key, Key):
             for value in ("5", '"x"', "[]", "true"):
                 yield _json_case(dotted, value, changes, about)
@@ -163,7 +163,7 @@ def _json_case(dotted: str, value: str, changes: dict[str, Any], about: str) -> 
         change(document, "zero_optimization.stage", 3)
     change(document, dotted, "VALUE")
     before, after = json.dumps(document, indent=1).split('"VALUE"')
-    # numbers that no JSON holds are found while reading, which names the line
+    # the reader rejects numbers that JSON does not have, and names the line
     unreadable = any(number in value for number in ("NaN", "1e999", TOO_LARGE))
     culprit = f"in.json:{before.count(chr(10)) + 1}: " if unreadable else dotted.split(".")[-1]
     return Case(f"JSON {about} {dotted}: {value[:20]}", "pretrain/train.py",
@@ -193,7 +193,7 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
 
 
 def model_cases() -> Iterator[Case]:
-    """Every key of a config.json that changes the model, in the file and as an override."""
+    """Every key of a config.json that affects the model, in the file and as an override."""
     from pretrain.model.config_keys import FIXED, KEYS, NULLABLE
 
     for architecture, own in _MODELS.items():
@@ -219,7 +219,7 @@ def model_cases() -> Iterator[Case]:
 
 
 def _foreign_model_cases() -> Iterator[Case]:
-    """Models that only compare_zero reads."""
+    """Models that only compare_zero.py supports."""
     mixtral = {"model_type": "mixtral", **_MODELS["llama"], "num_key_value_heads": 2, "num_local_experts": 4}
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):

@@ -1,4 +1,4 @@
-"""Wrong inputs made from the programs' own parsers: every flag, and every path that is read or written."""
+"""Wrong values for every flag of every program, and for every path that is read or written."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main
 
 
 def flag_cases() -> Iterator[Case]:
-    """Every flag of every program: a missing and an empty value, other types, numbers at and beyond the edge."""
+    """Every flag of every program: no value, an empty one, wrong types, numbers at and beyond the limits."""
     for program, right in TOOLS.items():
         own = [] if program == "pretrain/train.py" else actions_of(program, main_of(program))
         for action in own:
@@ -55,7 +55,7 @@ def _of_flag(program: str, right: list[str], flag: str, values: tuple[str, ...],
 
 
 def _before_end(right: list[str], words: list[str]) -> tuple[str, ...]:
-    """The right words and these, in front of a supervised command."""
+    """Append `words` to a valid command line; before the "--" that separates a supervised command."""
     end = right.index("--") if "--" in right else len(right)
     return (*right[:end], *words, *right[end:])
 
@@ -70,12 +70,12 @@ READ_FLAGS = {"--deepspeed_config": "deepspeed_config", "--model": "model", "--t
 
 
 def _name_of(path: str) -> str:
-    """The part of a path that must be in the message, which cuts long paths."""
+    """Return the part of a path that the message must contain. Messages shorten long paths."""
     return path.rsplit("/", 1)[1][:50]
 
 
 def path_cases() -> Iterator[Case]:
-    """Every path that is read or written, each in a place where that cannot be."""
+    """Every path that is read or written, where reading or writing is impossible."""
     train = "pretrain/train.py"
     for flag, (what, path) in itertools.product(READ_FLAGS, UNREADABLE.items()):
         yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), _name_of(path))

@@ -1,7 +1,7 @@
-"""Wrong inputs made from the programs' own tables: every flag, JSON key and model key, times what can be wrong.
+"""Wrong inputs generated from the parsers and schemas of the programs: wrong values for each flag and each key.
 
-`python -m tests.wrong_inputs.generated FOLDER OUT [NAME]` runs them in this process, where importing torch or deepspeed
-fails, and writes a JSON line for each that was not refused as it should be.
+`python -m tests.wrong_inputs.generated FOLDER OUT [NAME]` runs all cases in one process, in which importing torch or
+deepspeed fails. It writes a JSON line for each case: its name, and what is wrong with the error message ("": nothing).
 """
 
 import contextlib
@@ -23,44 +23,44 @@ from tests.wrong_inputs.files import content_cases, json_cases, model_cases
 from tests.wrong_inputs.flags import flag_cases, path_cases
 from tests.wrong_inputs.inputs import make_world
 
-_MOST_SECONDS = 20  # of processor time, in one case
+_MAX_CPU_SECONDS = 20  # for one case
 
 
 def made_cases() -> list[Case]:
-    """All of them, those that are legal too."""
+    """Return every generated case, including those of LEGAL."""
     return [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases()]
 
 
 def cases() -> list[Case]:
-    """Those that must be refused."""
+    """Return the cases that must be rejected."""
     legal = {name for names in LEGAL.values() for name in names}
     return [case for case in made_cases() if case.name not in legal]
 
 
 class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importing torch or deepspeed fails; asking whether they are installed does not."""
+    """Import hook: importing torch or deepspeed fails; finding out whether they are installed works."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         return importlib.util.spec_from_loader(name, self) if name in ("torch", "deepspeed") else None
 
     def create_module(self, spec: Any) -> Any:
-        raise AssertionError(f"{spec.name} was imported: the input was not refused before")
+        raise AssertionError(f"{spec.name} was imported before the input was rejected")
 
     def exec_module(self, module: Any) -> None: ...
 
 
 def _no_process(self: Any, words: Any, *_: Any, **__: Any) -> None:
     if words[0] != "nvidia-smi":
-        raise AssertionError(f"{words} was started: the input was not refused before")
+        raise AssertionError(f"{words} was started before the input was rejected")
     raise FileNotFoundError
 
 
 def _took_too_long(*_: Any) -> None:
-    raise AssertionError(f"{_MOST_SECONDS} s of processor time, and not refused")
+    raise AssertionError(f"{_MAX_CPU_SECONDS} s of CPU time without a rejection")
 
 
 def run_case(case: Case, world: Path) -> str:
-    """What is wrong with the refusal; "" where it is as it should be."""
+    """Run one case. Return what is wrong with how it was rejected; "" if nothing is."""
     written = [world / name for name, _ in case.files]
     kept = {path: path.read_bytes() for path in written if path.exists()}
     made = {path.parent for path in written if not path.parent.exists()}
@@ -101,7 +101,7 @@ def _run(case: Case, world: Path) -> tuple[Any, str, str]:
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main = main_of(case.program)
-            signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)
             run_main(main)
     except SystemExit as end:
         code = end.code
@@ -114,10 +114,7 @@ def _run(case: Case, world: Path) -> tuple[Any, str, str]:
 
 
 def main(folder: str, out: str, only: str = "") -> None:
-    """Run the cases whose name holds `only`."""
-    import pretrain.distributed.world
-
-    pretrain.distributed.world._SECONDS_TO_TELL = 0.0
+    """Run the cases whose name contains `only`."""
     sys.meta_path.insert(0, _NoTorch())
     subprocess.Popen.__init__ = _no_process  # type: ignore[method-assign,assignment]
     signal.signal(signal.SIGPROF, _took_too_long)

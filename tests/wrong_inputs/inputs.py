@@ -1,4 +1,4 @@
-"""Wrong inputs to a run, as changes of a right one: of its JSON, of its flags, and what the refusal must name."""
+"""Wrong inputs to a run: changes to a valid JSON, changes to valid flags, and what the error must contain."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "zero_optimization": {"stage": 1},
 }
-NOTHING = object()  # as a value: the key is removed
+NOTHING = object()  # this value removes the key
 
 
 def z(name: str, value: Any, stage: int = 3) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def change(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def make_world(folder: Path) -> None:
-    """Data, a tokenizer, a JSON, a finished run, and things that are broken."""
+    """Write data, a tokenizer, a JSON and a finished run, and damaged copies of some of them."""
     rng = np.random.default_rng(0)
     for name, largest, meta in (
         ("corpus", 500, {"vocab_size": 512, "max_token": 499, "eod_token": 0, "tokenizer_sha256": "ab" * 32}),
@@ -75,7 +75,7 @@ def make_world(folder: Path) -> None:
 
 
 def _make_run(run: Path, tokenizer: str) -> None:
-    """A run with one checkpoint, as far as tools look at it before they import torch."""
+    """Write a run with one checkpoint: as much of it as tools read before they import torch."""
     checkpoint = run / "checkpoints" / "global_step5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights.pt").write_bytes(b"weights")

@@ -1,4 +1,4 @@
-"""The generated wrong inputs: each is refused in one line with exit code 2, and leaves nothing behind."""
+"""Each generated wrong input is rejected with one line and exit code 2, and leaves no file behind."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.wrong_inputs.generated import cases, made_cases
 from tests.wrong_inputs.inputs import make_world
 
 CASES = cases()
-PROCESSES = (  # one of each kind, as a user would start it
+PROCESSES = (  # one case of each sort, run as a process of its own
     "--save proc", "--model missing", "YAML: deep", "DeepSpeed JSON: deep", "tools/generate.py missing",
     "tools/checkpoint.py convert to proc", "tools/checkpoint.py consolidate to under a file",
     "metrics.jsonl loss: \"x\"", "tools/make_corpus.py --megabytes=nan", "supervise --hostfile missing",
@@ -22,8 +22,8 @@ PROCESSES = (  # one of each kind, as a user would start it
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name -> what is wrong with the refusal, of all cases: run in one process, where torch cannot be imported."""
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name of each case -> what is wrong with its rejection. All run in one process that cannot import torch."""
     folder = tmp_path_factory.mktemp("wrong")
     world, out = folder / "world", folder / "out.jsonl"
     world.mkdir()
@@ -32,13 +32,13 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("program", sorted({case.program for case in CASES}))
-def test_wrong_inputs_are_refused_in_one_line(refusals: dict[str, str], program: str) -> None:
+def test_wrong_inputs_are_rejected_in_one_line(problems: dict[str, str], program: str) -> None:
     names = [case.name for case in CASES if case.program == program]
-    wrong = [f"{name}: {refusals.get(name, 'not run')}" for name in names if refusals.get(name, "not run")]
+    wrong = [f"{name}: {problems.get(name, 'not run')}" for name in names if problems.get(name, "not run")]
     assert not wrong, f"{len(wrong)} of {len(names)}:\n" + "\n".join(wrong[:20])
 
 
-def test_there_are_enough_and_every_exception_is_one_of_them() -> None:
+def test_there_are_enough_cases_and_every_legal_one_exists() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) >= 500
     assert {name for excepted in LEGAL.values() for name in excepted} <= {case.name for case in made_cases()}
@@ -72,6 +72,6 @@ def _environment(folder: Path) -> dict[str, str]:
             "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def test_every_program_is_tried() -> None:
+def test_every_program_has_cases() -> None:
     programs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
     assert {program.split(" ")[0] for program in TOOLS} == programs | {"pretrain/train.py", "launch/supervise.py"}
