@@ -1,23 +1,9 @@
-"""Filling in a DeepSpeed JSON: "auto" values as transformers documents them, batch arithmetic, a missing optimizer.
+"""Values that replace "auto" in a DeepSpeed JSON, and batch sizes that follow from one another.
 
-A flag fills a key that the JSON leaves out or at "auto"; where the JSON has a value of its own, another one in a flag
-is refused. An "auto" without a flag gets the default below.
+Training (`fill.py`) and the memory planner (`lenient.py`) use the same ones.
 """
 
-import os
-import zlib
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-from pretrain.config.arguments import RunArguments
-from pretrain.config.ds_json.optimizers import optimizer_params
-from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
-from pretrain.config.schedule import default_warmup_steps
-from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig
-from pretrain.paths import check_folder
 
 DEFAULT_LEARNING_RATE = 3e-4
 DEFAULT_BETAS = (0.9, 0.95)
@@ -26,230 +12,41 @@ DEFAULT_WEIGHT_DECAY = 0.1
 DEFAULT_GRADIENT_CLIPPING = 1.0
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_GRADIENT_ACCUMULATION_STEPS = 1
-DEFAULT_PRECISION = "bf16"
-NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
-    """`config["a"]["b"] = value` for "a.b", blocks being made as needed."""
-    *parents, name = dotted.split(".")
-    for parent in parents:
-        if not isinstance(config.get(parent), dict):
-            config[parent] = {}
-        config = config[parent]
-    config[name] = value
+def auto_precision(bf16: Any, fp16: Any) -> str:
+    """Precision that the values of bf16.enabled and fp16.enabled select; bf16 if both are "auto", else fp32."""
+    for enabled in (True, "auto"):
+        for name, value in (("bf16", bf16), ("fp16", fp16)):
+            if value == enabled:
+                return name
+    return "fp32"
 
 
-def choose(file: DsFile, dotted: str, flag: str, wanted: Any, default: Any) -> Any:
-    """The JSON's own value, or the flag's (`wanted`, None: not given), or for "auto" the default; else None."""
-    value = file.get(dotted)
-    if value is None or value == "auto":
-        return wanted if wanted is not None else default if value == "auto" else None
-    if wanted is not None and wanted != value:
-        raise ConfigError(file.where(dotted), found=f"{value}, but {flag} {wanted}", expected="the same value in both",
-                          remedy=f'write "auto" in the JSON for {flag} to fill, or leave the flag out')
-    return value
-
-
-def fill(file: DsFile, config: dict[str, Any], dotted: str, flag: str, wanted: Any, default: Any) -> None:
-    """`choose`, written into `config`; a key that neither file nor flag has stays out."""
-    value = choose(file, dotted, flag, wanted, default)
-    if value is not None:
-        set_value(config, dotted, value)
-
-
-def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> str:
-    """bf16.enabled and fp16.enabled, from --precision where the JSON leaves them open. Returns the precision."""
-    wanted = args.precision
-    if wanted is not None and wanted not in PRECISIONS:
-        raise ConfigError("--precision", found=wanted, expected=", ".join(PRECISIONS))
-    bf16 = "bfloat16" if "bfloat16" in file.values and "bf16" not in file.values else "bf16"
-    keys = {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
-    states = {name: file.get(key) for name, key in keys.items()}
-    if states["bf16"] is True and states["fp16"] is True:
-        raise ConfigError(file.where("fp16.enabled"), found="true beside bf16.enabled true", expected="one of the two")
-    enabled = [name for name, state in states.items() if state is True]
-    if wanted is None and not enabled and "auto" in states.values():
-        if states["bf16"] != "auto":
-            raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
-                              remedy="give --precision fp16, bf16 or fp32")
-        wanted = DEFAULT_PRECISION
-    for name, key in keys.items():
-        state = states[name]
-        if wanted is not None and state not in (None, "auto") and state is not (wanted == name):
-            raise ConfigError(file.where(key), found=f"{str(state).lower()}, but --precision {wanted}",
-                              expected="the same in both", remedy='write "auto" for --precision to fill')
-    precision = wanted or (enabled[0] if enabled else "fp32")
-    for name in keys:
-        if name == precision or name in config:
-            set_value(config, f"{name}.enabled", name == precision)
-    return precision
-
-
-def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_parallel_size: int) -> tuple[int, ...]:
-    """The three batch sizes, any missing ones from the others as DeepSpeed does, but exactly.
-
-    Returns (micro_batch_size, gradient_accumulation_steps, global_batch_size), also written into `config`.
-    """
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    flags = ("--micro_batch_size", "--gradient_accumulation_steps", "--global_batch_size")
-    wanted = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size)
-    for flag, number in zip(flags, wanted, strict=True):
-        if number is not None and number < 1:
-            raise ConfigError(flag, found=number, expected="at least 1")
-    micro, steps, total = (choose(file, *row, None) for row in zip(keys, flags, wanted, strict=True))
-    if total is None and micro is None:
-        if not any(file.get(key) == "auto" for key in (keys[0], keys[2])):
-            raise ConfigError(file.where(keys[0]), found="no batch size", expected=f"{keys[0]} or {keys[2]}",
-                              remedy="give --micro_batch_size")
-        micro = DEFAULT_MICRO_BATCH_SIZE
-    if total is None:
-        steps = steps or DEFAULT_GRADIENT_ACCUMULATION_STEPS
-        total = micro * steps * data_parallel_size
-    elif micro is None:
-        steps = steps or DEFAULT_GRADIENT_ACCUMULATION_STEPS
-        micro = total // (steps * data_parallel_size)
-    elif steps is None:
-        steps = total // (micro * data_parallel_size)
-    if not 0 < micro * steps * data_parallel_size == total:
-        sizes = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
-        raise ConfigError(file.where(keys[2]), found=sizes,
-                          expected="train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
-                          "data-parallel size (ranks / pipeline.stages)",
-                          remedy='change one of them, or leave one at "auto"')
-    config.update(zip(keys, (int(micro), int(steps), int(total)), strict=True))
-    return int(micro), int(steps), int(total)
-
-
-def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
-    """The file itself, or a copy with AdamW for the flags to fill: transformers' users give the rate by a flag, and
-    many of their files have no "optimizer". Raises ConfigError where no flag gives a rate either.
-    """
-    if "optimizer" in file.values:
-        return file
-    if args.learning_rate is None:
-        raise ConfigError(file.where("optimizer"), found="no such block, and no --learning_rate",
-                          expected="one of the two", remedy="--learning_rate 3e-4 makes it AdamW; with \"optimizer\": "
-                          '{"type": "AdamW", "params": {"lr": "auto"}} the rate has a default')
-    auto = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-    return replace(file, values={**file.values, "optimizer": auto})
-
-
-def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> float:
-    """optimizer.params and gradient_clipping. Returns the peak learning rate."""
-    fill(file, config, "gradient_clipping", "--gradient_clipping", args.gradient_clipping, DEFAULT_GRADIENT_CLIPPING)
-    betas = _betas(file, args)
-    rows = (
-        ("lr", "--learning_rate", args.learning_rate, DEFAULT_LEARNING_RATE),
-        ("weight_decay", "--weight_decay", args.weight_decay, DEFAULT_WEIGHT_DECAY),
-        ("eps", "--adam_epsilon", args.adam_epsilon, DEFAULT_EPSILON),
-        ("betas", "--adam_beta1 / --adam_beta2", betas, list(DEFAULT_BETAS)),
-    )
-    kind = file.get("optimizer.type")
-    known = {name for name, key in (optimizer_params(kind) or {}).items() if isinstance(key, Key) and key.auto}
-    for name, flag, wanted, default in rows:
-        dotted = f"optimizer.params.{name}"
-        if name not in known:
-            if wanted is not None:
-                raise ConfigError(flag, found=wanted, expected="no value",
-                                  remedy=f'the JSON\'s optimizer, "{kind}", has no such "{name}"')
-            continue
-        fill(file, config, dotted, flag, wanted, default)
-    config["optimizer"]["params"].setdefault("lr", DEFAULT_LEARNING_RATE)
-    rate = config["optimizer"]["params"]["lr"]
-    for name, _, _, _ in rows:
-        value = config["optimizer"]["params"].get(name, 0)
-        if any(number < 0 for number in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"optimizer.params.{name}", found=value, expected="a number from 0")
-    return float(rate)
-
-
-def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
-    """--adam_beta1 and --adam_beta2 as one value, the one that is not given taken from the JSON or the default."""
-    flags = (args.adam_beta1, args.adam_beta2)
-    if flags == (None, None):
-        return None
-    for number, flag in zip((1, 2), flags, strict=True):
-        if flag is not None and not 0 <= flag < 1:
-            raise ConfigError(f"--adam_beta{number}", found=flag, expected="a number from 0 to below 1")
-    own = file.get("optimizer.params.betas")
-    rest = own if isinstance(own, list) else DEFAULT_BETAS
-    return [other if flag is None else flag for flag, other in zip(flags, rest, strict=True)]
-
-
-def fill_model_sizes(config: dict[str, Any], model: ModelConfig) -> None:
-    """The ZeRO sizes that follow from the model.
-
-    DeepSpeed allocates a whole reduce bucket, of 5e8 elements unless told: one for all gradients is as good.
-    """
-    zero = config.get("zero_optimization", {})
-    hidden = model.hidden_size
-    sizes = {"reduce_bucket_size": hidden * hidden}
-    for prefix in ("", "stage3_"):
-        sizes[f"{prefix}prefetch_bucket_size"] = int(0.9 * hidden * hidden)
-        sizes[f"{prefix}param_persistence_threshold"] = 10 * hidden
+def fill_zero_sizes(zero: dict[str, Any], hidden_size: int) -> None:
+    """Replace "auto" sizes in the zero_optimization block by those that transformers documents, in elements."""
+    sizes = {"reduce_bucket_size": hidden_size**2, "prefetch_bucket_size": int(0.9 * hidden_size**2),
+             "param_persistence_threshold": 10 * hidden_size}
     for name, size in sizes.items():
-        if zero.get(name) == "auto":
-            zero[name] = size
-    if zero.get("stage", 0) > 0:
-        bucket = zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET_SIZE)
-        zero["reduce_bucket_size"] = min(bucket, model.num_parameters())
+        for key in (name, f"stage3_{name}"):
+            if zero.get(key) == "auto":
+                zero[key] = size
 
 
-def swap_folder(nvme_path: str, save: str) -> Path:
-    """A folder of the run's own: DeepSpeed names its swap files by rank and parameter alone, so that two runs with the
-    same nvme_path would silently read each other's.
+def complete_batch_sizes(micro: int | None, steps: int | None, total: int | None,
+                         data_parallel_size: int) -> tuple[int, int, int]:
+    """Micro-batch size, accumulation steps and global batch size, where None follows from the others.
+
+    Divisions are rounded down, as DeepSpeed does. The caller compares the product with the global batch size.
     """
-    run = Path(save).absolute()
-    return Path(nvme_path, f"ds-pretrain-{run.name}-{zlib.crc32(str(run).encode()):08x}")
-
-
-def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
-    """nvme_path of the offload blocks: the JSON's, --nvme_path or the environment's; it must be a writable folder."""
-    used = False
-    for block in ("offload_optimizer", "offload_param"):
-        own = get_value(config, f"zero_optimization.{block}")
-        if not isinstance(own, dict):
-            continue
-        dotted = f"zero_optimization.{block}.nvme_path"
-        if own.get("device") != "nvme":
-            if own.get("nvme_path") in (None, "auto"):
-                own.pop("nvme_path", None)
-            continue
-        used = True
-        path = choose(file, dotted, "--nvme_path", args.nvme_path, None) or os.environ.get(NVME_PATH_VARIABLE)
-        if not path:
-            raise ConfigError(file.where(dotted), found="no path", expected="a folder on a fast local disk",
-                              remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
-        if not Path(path).is_dir():
-            raise ConfigError(file.where(dotted), found=path, expected="an existing folder that can be written to")
-        check_folder(Path(path), file.where(dotted))
-        own["nvme_path"] = str(swap_folder(path, args.save))
-    if args.nvme_path is not None and not used:
-        raise ConfigError("--nvme_path", found=args.nvme_path, expected="no value",
-                          remedy='the JSON offloads nothing to "nvme"')
-
-
-def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int, rate: float) -> None:
-    """scheduler.params: the run's length, its warm-up and the peak rate."""
-    if "scheduler" not in config:
-        return
-    warmup = max(1, default_warmup_steps(args, train_steps))
-    fill(file, config, "scheduler.params.total_num_steps", "--train_steps", None, train_steps)
-    fill(file, config, "scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps, warmup)
-    fill(file, config, "scheduler.params.warmup_max_lr", "--learning_rate", None, rate)
-    fill(file, config, "scheduler.params.warmup_min_lr", "--learning_rate", None, 0)
-
-
-def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
-    """Monitors that write files write them into the run folder where the JSON names no other place.
-
-    With timers PipelineEngine divides by steps_per_print, which DeepSpeed leaves unset: it gets --log_interval.
-    """
-    timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
-    if timers and zero_stage < 2 and config.get("steps_per_print") is None:
-        config["steps_per_print"] = args.log_interval
-    for name, folder in (("tensorboard", "tensorboard"), ("csv_monitor", "csv")):
-        if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
-            config[name]["output_path"] = str(Path(args.save, folder))
+    if total is None:
+        micro = micro or DEFAULT_MICRO_BATCH_SIZE
+        steps = steps or DEFAULT_GRADIENT_ACCUMULATION_STEPS
+        return micro, steps, micro * steps * data_parallel_size
+    if micro is None:
+        steps = steps or DEFAULT_GRADIENT_ACCUMULATION_STEPS
+        return total // (steps * data_parallel_size), steps, total
+    if steps is None:
+        steps = total // (micro * data_parallel_size)
+    return micro, steps, total

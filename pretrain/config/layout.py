@@ -1,28 +1,28 @@
-"""How a run is laid out over ranks and memories: everything but the model that an estimate depends on."""
+"""`Layout`: how a run is laid out over ranks and memories, and how it is parsed from a DeepSpeed JSON."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from pretrain.config.ds_json.keys import check_keys
-from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, DEFAULT_REDUCE_BUCKET_SIZE, PARTITION_METHODS, TREE
+from pretrain.config.ds_json.read import get_value
+from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, DEFAULT_REDUCE_BUCKET_SIZE, PARTITION_METHODS
 from pretrain.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pretrain.config.validate import Plan
-
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2, "adadelta": 2, "lion": 1,
-           "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}  # tensors of a parameter's size that it keeps
-_SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold",
-              "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
-_PARALLEL_KEYS = ("tensor_parallel", "sequence_parallel_size")
+# Optimizer-state tensors of a parameter's size, by optimizer.type in lower case.
+STATE_TENSORS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2, "adadelta": 2, "lion": 1,
+                 "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}
+SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold",
+             "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a model. Sizes named *_size and *_parameters are elements unless they say bytes or ranks."""
+    """Parallel degrees, ZeRO stage, precision, offload, batch sizes and buffer sizes of a run.
+
+    Everything but the model that its memory, its speed and its checkpoints' files depend on. Buffer sizes, thresholds
+    and *_parameters count elements.
+    """
 
     name: str = ""
     world_size: int = 1  # ranks
@@ -35,10 +35,10 @@ class Layout:
     precision: str = "bf16"  # fp32, bf16, fp16
     grad_accum_dtype: str | None = None  # None: as `precision`
     optimizer: str = "adamw"  # lower case
-    optimizer_moments: int = 2  # tensors of a parameter's size that the optimizer keeps
-    torch_optimizer: bool = False  # torch.optim's own, not one of DeepSpeed's kernels, which need no working memory
-    masters_in_16bit: bool = False  # bf16_master_weights_and_grads, fp16_master_weights_and_grads
-    moments_in_16bit: bool = False  # bf16_optimizer_states, or fp32_optimizer_states: false
+    optimizer_moments: int = 2  # optimizer-state tensors of a parameter's size
+    torch_optimizer: bool = False  # a class of torch.optim; DeepSpeed's kernels need no temporary memory
+    masters_in_16bit: bool = False  # master weights: bf16_master_weights_and_grads, fp16_master_weights_and_grads
+    moments_in_16bit: bool = False  # optimizer states: bf16_optimizer_states, or fp32_optimizer_states: false
     offload_optimizer: str = "none"  # none, cpu, nvme
     offload_optimizer_pinned: bool = True
     offload_optimizer_ratio: float = 1.0
@@ -63,15 +63,15 @@ class Layout:
     reduce_scatter: bool = True
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
-    aio_block_bytes: int = 1_048_576  # smaller tensors than this (or 1 MiB) are not written to NVMe
+    aio_block_bytes: int = 1_048_576  # tensors below this size, or below 1 MiB, stay in host memory
     aio_intra_op_parallelism: int = 1
-    hpz_partition_size: int = 1  # ranks of ZeRO++'s second copy of the parameters
-    activation_checkpoint_interval: int = 0  # layers of the pipeline's list in a recomputed group; 0: none
+    hpz_partition_size: int = 1  # ranks that share ZeRO++'s secondary copy of the parameters
+    activation_checkpoint_interval: int = 0  # layers recomputed together; 0: no recomputation
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens
     device_kind: str = "cuda"  # cpu, cuda
-    notes: tuple[str, ...] = field(default=(), compare=False)  # what was not understood, or would be refused here
+    notes: tuple[str, ...] = field(default=(), compare=False)  # keys that were not understood or that training rejects
 
     @property
     def data_parallel_size(self) -> int:
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def zero_size(self) -> int:
-        """Ranks over which ZeRO divides: data-parallel ones, and those that share a sequence."""
+        """Ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks."""
         return self.data_parallel_size * self.sequence_parallel_size
 
     @property
@@ -95,32 +95,42 @@ class Layout:
 
     @property
     def element_bytes(self) -> int:
-        """Of a parameter as the model computes with it."""
+        """Bytes of a parameter in the precision of the forward and backward pass."""
         return DTYPE_BYTES[self.precision]
 
     @property
     def grad_accum_bytes(self) -> int:
-        """Of an accumulated gradient."""
+        """Bytes of an element of an accumulated gradient."""
         return DTYPE_BYTES[self.grad_accum_dtype or self.precision]
 
     @property
     def reused_parameters(self) -> int:
-        """Elements that stage 3's backward finds still gathered, at most. Prefetching runs ahead into the backward, at
-        least a parameter with each submodule, and what it meets there stays, up to max_live_parameters. With or without
-        it what comes again within max_reuse_distance stays: between lie the layers that follow, once in the forward and
-        once (recomputed: twice) in the backward.
-        (runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release)
+        """Largest number of gathered elements that the backward pass of ZeRO stage 3 can use without a new gather.
+
+        Prefetching runs ahead from the forward into the backward pass, by at least one parameter for each submodule,
+        and what it fetches stays gathered up to max_live_parameters. In addition, a parameter that is used again within
+        max_reuse_distance is not released. The elements between two uses are those of all following layers, once in
+        the forward and once in the backward pass (twice with recomputation).
+        (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release)
         """
         by_distance = self.max_reuse_distance // (3 if self.activation_checkpoint_interval else 2)
         return max(by_distance, self.max_live_parameters if self.prefetch_bucket_size else 0)
 
     @property
     def uses_pipeline_module(self) -> bool:
-        """As this project builds it: ZeRO-2 and 3 need the plain module."""
+        """True below ZeRO stage 2: DeepSpeed's PipelineModule supports stages 0 and 1 only."""
         return self.zero_stage < 2
 
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """True if DeepSpeed 0.19.8 selects its BF16_Optimizer (runtime/engine.py, _do_optimizer_sanity_check)."""
+        if self.precision != "bf16":
+            return False
+        accumulates_fp32 = self.grad_accum_dtype == "fp32" and self.offload_optimizer == "none"
+        return self.zero_stage == 0 or (self.zero_stage == 1 and accumulates_fp32)
+
     def check(self) -> "Layout":
-        """Itself. Raises ConfigError for degrees that do not divide the ranks, or words that are none."""
+        """Return the layout itself. Raises ConfigError for unknown choices and degrees that do not divide the ranks."""
         for name in ("world_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
                      "expert_parallel_size", "micro_batch_size", "gradient_accumulation_steps", "seq_length"):
             if getattr(self, name) < 1:
@@ -132,66 +142,42 @@ class Layout:
         if self.zero_size % self.expert_parallel_size:
             raise ConfigError("expert_parallel_size", found=self.expert_parallel_size,
                               expected=f"a divisor of the {self.zero_size} data-parallel ranks")
-        for name, words in (("precision", tuple(DTYPE_BYTES)), ("zero_stage", (0, 1, 2, 3)),
-                            ("offload_optimizer", ("none", "cpu", "nvme")),
-                            ("offload_param", ("none", "cpu", "nvme")), ("device_kind", ("cpu", "cuda"))):
-            if getattr(self, name) not in words:
-                raise ConfigError(name, found=repr(getattr(self, name)), expected=f"one of {words}")
+        for name, choices in (("precision", tuple(DTYPE_BYTES)), ("zero_stage", (0, 1, 2, 3)),
+                              ("offload_optimizer", ("none", "cpu", "nvme")),
+                              ("offload_param", ("none", "cpu", "nvme")), ("device_kind", ("cpu", "cuda"))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(name, found=repr(getattr(self, name)), expected=f"one of {choices}")
         return self
 
 
-def layout_of_plan(plan: "Plan", *, device_kind: str, name: str = "") -> Layout:
-    """The layout of a run that `check_run` judged."""
-    return layout_of_config(plan.ds_config, world_size=plan.world_size, seq_length=plan.args.seq_length,
-                            hidden_size=plan.model.hidden_size, device_kind=device_kind, name=name)
+def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int, device_kind: str,
+                 name: str = "") -> Layout:
+    """Parse the layout out of a DeepSpeed JSON without "auto" values and without old key names.
 
-
-def layout_of_config(config: Mapping[str, Any], *, world_size: int, seq_length: int = 1024,
-                     hidden_size: int | None = None, micro_batch_size: int | None = None,
-                     gradient_accumulation_steps: int | None = None, num_parameters: int | None = None,
-                     device_kind: str = "cuda", name: str = "") -> Layout:
-    """The layout that a DeepSpeed JSON describes, whoever wrote it.
-
-    Lenient: "auto" values are filled (batch sizes from the arguments, ZeRO's sizes from `hidden_size`, as transformers
-    documents them; a reduce bucket never holds more than `num_parameters`). `notes` says which keys were not
-    understood, and what this project's check of keys would refuse first; "not understood" are those that no DeepSpeed
-    0.19.8 has.
-
-    Raises:
-        ConfigError: degrees that do not divide the ranks, values that are no layout.
+    Keys that are missing or null have DeepSpeed's defaults. Raises ConfigError for values that are not a layout.
     """
     get = _Getter(config)
-    notes = [f'"{key}" is not understood, and has no part in the estimate' for key in config
-             if key not in TREE and key not in _PARALLEL_KEYS]
-    try:
-        check_keys(DsFile(name or "this JSON", dict(config)))
-    except ConfigError as error:
-        notes.append(f"this project would refuse it: {error}")
-    tensor = get.integer("tensor_parallel.autotp_size", get.integer("tensor_parallel.tp_size", 1))
-    layout = Layout(
-        name=name, world_size=world_size, seq_length=seq_length, device_kind=device_kind,
-        tensor_parallel_size=max(1, tensor), sequence_parallel_size=get.integer("sequence_parallel_size", 1),
-        **_zero(get, hidden_size, notes), **_precision(get), **_optimizer(get), **_offload(get),
-        **_pipeline(get, notes))
-    layout = replace(layout, **_batch(get, layout, micro_batch_size, gradient_accumulation_steps))
-    if layout.zero_stage < 2:
-        layout = replace(layout, overlap_comm=False)  # as DeepSpeed does for a PipelineModule
-    if layout.zero_stage < 3:
-        layout = replace(layout, offload_param="none")  # DeepSpeed does not read it
-    if num_parameters is not None:
-        layout = replace(layout, reduce_bucket_size=min(layout.reduce_bucket_size, num_parameters))
-    return replace(layout, notes=tuple(notes)).check()
+    tensor_parallel_size = get.integer("tensor_parallel.autotp_size", get.integer("tensor_parallel.tp_size", 1))
+    zero_stage = get.integer("zero_optimization.stage", 0)
+    return Layout(
+        name=name, world_size=world_size, seq_length=seq_length, device_kind=device_kind, zero_stage=zero_stage,
+        micro_batch_size=get.integer("train_micro_batch_size_per_gpu", 1),
+        gradient_accumulation_steps=get.integer("gradient_accumulation_steps", 1),
+        tensor_parallel_size=max(1, tensor_parallel_size),
+        sequence_parallel_size=get.integer("sequence_parallel_size", 1),
+        **_zero(get, zero_stage), **_precision(get), **_optimizer(get), **_offload(get, zero_stage),
+        **_pipeline(get)).check()
 
 
 class _Getter:
-    """Dotted keys of a JSON in which "auto" and null count as not given."""
+    """Reads dotted keys of a JSON; null counts as missing."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
 
     def __call__(self, dotted: str, default: Any = None) -> Any:
         value = get_value(self.config, dotted)
-        return default if value is None or value == "auto" else value
+        return default if value is None else value
 
     def integer(self, dotted: str, default: int) -> int:
         value = self(dotted, default)
@@ -200,24 +186,15 @@ class _Getter:
         return int(value)
 
 
-def _zero(get: _Getter, hidden_size: int | None, notes: list[str]) -> dict[str, Any]:
-    """The zero_optimization block; "auto" sizes as transformers' HfDeepSpeedConfig fills them."""
-    stage = get.integer("zero_optimization.stage", 0)
-    result: dict[str, Any] = {"zero_stage": stage}
-    auto = {} if hidden_size is None else {
-        "reduce_bucket_size": hidden_size**2, "prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "param_persistence_threshold": 10 * hidden_size}
-    for key in _SIZE_KEYS:
+def _zero(get: _Getter, zero_stage: int) -> dict[str, Any]:
+    """Sizes and switches of the zero_optimization block."""
+    result: dict[str, Any] = {}
+    for key in SIZE_KEYS:
         for name in (f"zero_optimization.{key}", f"zero_optimization.stage3_{key}"):
-            value = get_value(get.config, name)
-            if value == "auto" and key in auto:
-                result[key] = auto[key]
-            elif value == "auto":
-                notes.append(f'{name}: "auto" taken as DeepSpeed\'s default')
-            elif value is not None:
+            if get(name) is not None:
                 result[key] = get.integer(name, 0)
-    overlap = get("zero_optimization.overlap_comm")
-    result["overlap_comm"] = stage == 3 if overlap is None else bool(overlap)
+    # DeepSpeed's default is on at stage 3; it turns the key off for a PipelineModule
+    result["overlap_comm"] = zero_stage >= 2 and bool(get("zero_optimization.overlap_comm", zero_stage == 3))
     for key, default in (("contiguous_gradients", True), ("reduce_scatter", True), ("round_robin_gradients", False),
                          ("parameter_alignment", False)):
         result[key] = bool(get(f"zero_optimization.{key}", default))
@@ -226,36 +203,33 @@ def _zero(get: _Getter, hidden_size: int | None, notes: list[str]) -> dict[str, 
 
 
 def _precision(get: _Getter) -> dict[str, Any]:
-    bf16 = "bf16" if "bf16" in get.config else "bfloat16"
-    states = {"bf16": get_value(get.config, f"{bf16}.enabled"), "fp16": get_value(get.config, "fp16.enabled")}
-    auto = "bf16" if states["bf16"] == "auto" else "fp16" if states["fp16"] == "auto" else "fp32"
-    precision = next((name for name, state in states.items() if state is True), auto)
-    block = bf16 if precision == "bf16" else precision
-    moments = get("bf16.bf16_optimizer_states", False) or not get("optimizer.params.fp32_optimizer_states", True)
+    precision = next((name for name in ("bf16", "fp16") if get(f"{name}.enabled") is True), "fp32")
+    states_16bit = get("bf16.bf16_optimizer_states", False) or not get("optimizer.params.fp32_optimizer_states", True)
     return {"precision": precision, "grad_accum_dtype": get("data_types.grad_accum_dtype"),
-            "masters_in_16bit": bool(get(f"{block}.{precision}_master_weights_and_grads", False)),
-            "moments_in_16bit": bool(moments)}
+            "masters_in_16bit": bool(get(f"{precision}.{precision}_master_weights_and_grads", False)),
+            "moments_in_16bit": bool(states_16bit)}
 
 
 def _optimizer(get: _Getter) -> dict[str, Any]:
     kind = str(get("optimizer.type", "AdamW")).lower()
-    moments = MOMENTS.get(kind, 2)
-    if kind == "sgd":
-        moments = 1 if get("optimizer.params.momentum", 0) else 0
-    own = kind not in ("adam", "adamw", "lion", "lamb", "adagrad", "muon")
-    return {"optimizer": kind, "optimizer_moments": moments,
-            "torch_optimizer": own or bool(get("optimizer.params.torch_adam", False))}
+    tensors = STATE_TENSORS.get(kind, 2)
+    if kind == "sgd" and get("optimizer.params.momentum", 0):
+        tensors = 1
+    has_kernel = kind in ("adam", "adamw", "lion", "lamb", "adagrad", "muon")
+    return {"optimizer": kind, "optimizer_moments": tensors,
+            "torch_optimizer": not has_kernel or bool(get("optimizer.params.torch_adam", False))}
 
 
-def _offload(get: _Getter) -> dict[str, Any]:
-    """The two offload blocks, and their older spelling."""
+def _offload(get: _Getter, zero_stage: int) -> dict[str, Any]:
+    """The two offload blocks, and the "aio" block."""
     result: dict[str, Any] = {}
-    for what in ("optimizer", "param"):
-        prefix = f"zero_optimization.offload_{what}"
-        old = get("zero_optimization.cpu_offload" + ("_param" if what == "param" else ""), False)
-        result[f"offload_{what}"] = str(get(f"{prefix}.device", "cpu" if old else "none")).lower()
-        result[f"offload_{what}_pinned"] = bool(get(f"{prefix}.pin_memory", True))
-        result[f"offload_{what}_buffer_count"] = get.integer(f"{prefix}.buffer_count", 5 if what == "param" else 4)
+    for target, buffer_count in (("optimizer", 4), ("param", 5)):
+        block = f"zero_optimization.offload_{target}"
+        result[f"offload_{target}"] = str(get(f"{block}.device", "none")).lower()
+        result[f"offload_{target}_pinned"] = bool(get(f"{block}.pin_memory", True))
+        result[f"offload_{target}_buffer_count"] = get.integer(f"{block}.buffer_count", buffer_count)
+    if zero_stage < 3:
+        result["offload_param"] = "none"  # DeepSpeed reads the block at stage 3 only
     result["offload_optimizer_ratio"] = float(get("zero_optimization.offload_optimizer.ratio", 1.0))
     for name in ("pipeline_read", "pipeline_write"):
         result[f"offload_{name}"] = bool(get(f"zero_optimization.offload_optimizer.{name}", False))
@@ -266,26 +240,11 @@ def _offload(get: _Getter) -> dict[str, Any]:
     return result
 
 
-def _pipeline(get: _Getter, notes: list[str]) -> dict[str, Any]:
-    if get("activation_checkpointing") and not get("pipeline.activation_checkpoint_interval"):
-        notes.append('"activation_checkpointing" says how, not whether, layers are recomputed; '
-                     '"pipeline": {"activation_checkpoint_interval": 1} recomputes every block')
+def _pipeline(get: _Getter) -> dict[str, Any]:
     method = str(get("pipeline.partition_method", get("pipeline.partition", DEFAULT_PARTITION_METHOD)))
     return {"pipeline_stages": get.integer("pipeline.stages", 1),
             "partition_method": PARTITION_METHODS.get(method.lower(), method),
             "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0)}
-
-
-def _batch(get: _Getter, layout: Layout, micro: int | None, steps: int | None) -> dict[str, Any]:
-    """Micro-batch and accumulation, the one that is not given from train_batch_size as DeepSpeed does it."""
-    micro = get("train_micro_batch_size_per_gpu", micro)
-    steps = get("gradient_accumulation_steps", steps)
-    total, ranks = get("train_batch_size"), layout.data_parallel_size
-    if micro is None:
-        micro = max(1, int(total) // ((steps or 1) * ranks)) if total else 1
-    if steps is None:
-        steps = max(1, int(total) // (micro * ranks)) if total else 1
-    return {"micro_batch_size": int(micro), "gradient_accumulation_steps": int(steps)}
 
 
 LAYOUT_FIELDS = tuple(item.name for item in fields(Layout))

@@ -11,7 +11,7 @@ from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.clean import idle_notes
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
-from pretrain.config.resolve import DsSettings
+from pretrain.config.resolve import ResolvedConfig
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -20,191 +20,191 @@ _NO_ADAM_FUSED = ("set_grad_none",)
 _TORCH_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
 
 
-def check_rules(settings: DsSettings) -> None:
+def check_rules(settings: ResolvedConfig) -> None:
     """Raises ConfigError for the first rule that is broken."""
     for rule in RULES:
         rule(settings)
 
 
-def offload_needs_a_stage(s: DsSettings) -> None:
-    if s.offload("optimizer") != "none" and s.zero_stage == 0:
-        raise s.refuse(f"{_ZERO}.offload_optimizer.device", '"none" at stage 0',
+def offload_needs_a_stage(s: ResolvedConfig) -> None:
+    if s.layout.offload_optimizer != "none" and s.layout.zero_stage == 0:
+        raise s.error(f"{_ZERO}.offload_optimizer.device", '"none" at stage 0',
                        "set zero_optimization.stage to 1 or more")
-    if s.offload("optimizer") == "nvme" and s.zero_stage != 3:
-        raise s.refuse(f"{_ZERO}.offload_optimizer.device", f'"none" or "cpu" at stage {s.zero_stage}',
+    if s.layout.offload_optimizer == "nvme" and s.layout.zero_stage != 3:
+        raise s.error(f"{_ZERO}.offload_optimizer.device", f'"none" or "cpu" at stage {s.layout.zero_stage}',
                        "NVMe needs stage 3; at stages 1 and 2 DeepSpeed would quietly use the CPU")
 
 
-def libaio(s: DsSettings) -> None:
+def libaio(s: ResolvedConfig) -> None:
     """Of this machine, not of the JSON."""
-    if "nvme" in (s.offload("optimizer"), s.offload("param")) and find_library("aio") is None:
+    if "nvme" in (s.layout.offload_optimizer, s.layout.offload_param) and find_library("aio") is None:
         raise ConfigError("libaio", found="no such library", expected="libaio, which DeepSpeed's NVMe offload needs",
                           remedy="apt-get install libaio-dev")
 
 
-def nvme_buffer_size(s: DsSettings) -> None:
+def nvme_buffer_size(s: ResolvedConfig) -> None:
     """Each rank's part of a parameter must fit in one buffer: an assertion in the middle of the first step."""
     model = s.model
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
     largest = max(model.vocab_size, model.max_positions, model.intermediate_size, qkv) * model.hidden_size
-    needed = -(-largest // s.world_size)
-    if s.offload("param") == "nvme" and s.get(f"{_ZERO}.offload_param.buffer_size", 1e8) < needed:
-        raise s.refuse(f"{_ZERO}.offload_param.buffer_size", f"at least {needed}, a rank's part of the largest matrix",
+    needed = -(-largest // s.layout.world_size)
+    if s.layout.offload_param == "nvme" and s.get(f"{_ZERO}.offload_param.buffer_size", 1e8) < needed:
+        raise s.error(f"{_ZERO}.offload_param.buffer_size", f"at least {needed}, a rank's part of the largest matrix",
                        found=s.get(f"{_ZERO}.offload_param.buffer_size", "100000000, the default"))
 
 
-def stage_3_names(s: DsSettings) -> None:
+def stage_3_names(s: ResolvedConfig) -> None:
     own = s.get(_ZERO, {})
     for name in own:
         if name.startswith("stage3_") and name.removeprefix("stage3_") in own:
-            raise s.refuse(f"{_ZERO}.{name}", f'one of "{name}" and "{name.removeprefix("stage3_")}"', found="both")
+            raise s.error(f"{_ZERO}.{name}", f'one of "{name}" and "{name.removeprefix("stage3_")}"', found="both")
 
 
-def zero_plus_plus(s: DsSettings) -> None:
+def zero_plus_plus(s: ResolvedConfig) -> None:
     size = s.get(f"{_ZERO}.zero_hpz_partition_size", 1)
-    if size > 1 and s.world_size % size:
-        raise s.refuse(f"{_ZERO}.zero_hpz_partition_size", f"a divisor of the {s.world_size} ranks")
+    if size > 1 and s.layout.world_size % size:
+        raise s.error(f"{_ZERO}.zero_hpz_partition_size", f"a divisor of the {s.layout.world_size} ranks")
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if s.get(f"{_ZERO}.{name}") and s.device.kind == "cpu":
-            raise s.refuse(f"{_ZERO}.{name}", "false on a CPU", "the quantisation kernels are CUDA's")
-    if s.zero_stage in (1, 2) and s.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
-        raise s.refuse(f"{_ZERO}.allgather_bucket_size", "an even number")
+            raise s.error(f"{_ZERO}.{name}", "false on a CPU", "the quantisation kernels are CUDA's")
+    if s.layout.zero_stage in (1, 2) and s.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
+        raise s.error(f"{_ZERO}.allgather_bucket_size", "an even number")
 
 
-def precision_of_device(s: DsSettings) -> None:
-    if s.precision == "fp16" and not s.device.fp16 and not s.args.emulate_fp16:
-        raise s.refuse("fp16.enabled", f"a precision that this {s.device.kind} device can compute in",
+def precision_of_device(s: ResolvedConfig) -> None:
+    if s.layout.precision == "fp16" and not s.device.fp16 and not s.args.emulate_fp16:
+        raise s.error("fp16.enabled", f"a precision that this {s.device.kind} device can compute in",
                        "use bf16, or give --emulate_fp16 (very slow, for tests)")
-    if s.precision == "bf16" and not s.device.bf16:
-        raise s.refuse("bf16.enabled", f"a precision that this {s.device.kind} device can compute in",
+    if s.layout.precision == "bf16" and not s.device.bf16:
+        raise s.error("bf16.enabled", f"a precision that this {s.device.kind} device can compute in",
                        "use fp16 or fp32")
-    if s.args.emulate_fp16 and s.precision != "fp16":
-        raise ConfigError("--emulate_fp16", found=f"it with {s.precision}", expected="fp16.enabled in the JSON",
+    if s.args.emulate_fp16 and s.layout.precision != "fp16":
+        raise ConfigError("--emulate_fp16", found=f"it with {s.layout.precision}", expected="fp16.enabled in the JSON",
                           remedy="leave it out")
 
 
-def dynamic_loss_scale(s: DsSettings) -> None:
-    if s.precision != "fp16" or s.get("fp16.loss_scale", 0) != 0:
+def dynamic_loss_scale(s: ResolvedConfig) -> None:
+    if s.layout.precision != "fp16" or s.get("fp16.loss_scale", 0) != 0:
         return
     first = 2 ** s.get("fp16.initial_scale_power", 16)
     if not 1 <= s.get("fp16.min_loss_scale", 1) <= first:
-        raise s.refuse("fp16.min_loss_scale", f"1 to {first}, the first scale (2 to the initial_scale_power)")
+        raise s.error("fp16.min_loss_scale", f"1 to {first}, the first scale (2 to the initial_scale_power)")
     if s.get("fp16.loss_scale_window", 1000) < 1:
-        raise s.refuse("fp16.loss_scale_window", "at least 1 with dynamic loss scaling")
+        raise s.error("fp16.loss_scale_window", "at least 1 with dynamic loss scaling")
 
 
-def accumulation_dtype(s: DsSettings) -> None:
-    dtype = s.grad_accum_dtype or s.precision
+def accumulation_dtype(s: ResolvedConfig) -> None:
+    dtype = s.layout.grad_accum_dtype or s.layout.precision
     where = "data_types.grad_accum_dtype"
-    if dtype not in (s.precision, "fp32"):
-        raise s.refuse(where, f'"{s.precision}", as the model, or "fp32"')
-    if dtype != s.precision and s.zero_stage == 0:
-        raise s.refuse(where, f'"{s.precision}" at stage 0', "DeepSpeed accumulates in another type from stage 1 on")
-    if s.get("data_types.param_dtype") not in (None, s.precision):
-        raise s.refuse("data_types.param_dtype", f'"{s.precision}", as bf16 and fp16 say', "remove the key")
-    if s.get("bf16.immediate_grad_update") and not s.uses_bf16_optimizer:
-        raise s.refuse("bf16.immediate_grad_update", "no such key here",
+    if dtype not in (s.layout.precision, "fp32"):
+        raise s.error(where, f'"{s.layout.precision}", as the model, or "fp32"')
+    if dtype != s.layout.precision and s.layout.zero_stage == 0:
+        raise s.error(where, f'"{s.layout.precision}" at stage 0', "DeepSpeed accumulates in another type from stage 1 on")
+    if s.get("data_types.param_dtype") not in (None, s.layout.precision):
+        raise s.error("data_types.param_dtype", f'"{s.layout.precision}", as bf16 and fp16 say', "remove the key")
+    if s.get("bf16.immediate_grad_update") and not s.layout.uses_bf16_optimizer:
+        raise s.error("bf16.immediate_grad_update", "no such key here",
                        'it acts with bf16 at stage 0, or at stage 1 with "grad_accum_dtype": "fp32" and no offload')
 
 
-def low_precision_master_weights(s: DsSettings) -> None:
+def low_precision_master_weights(s: ResolvedConfig) -> None:
     for block, name in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
         if not s.get(f"{block}.{name}"):
             continue
         states = s.get("bf16.bf16_optimizer_states") and block == "bf16"
-        offloaded = s.offload("optimizer") != "none" and s.optimizer in ("adam", "adamw")
-        if s.precision != block or s.zero_stage == 0:
-            raise s.refuse(f"{block}.{name}", f"{block} and ZeRO stage 1, 2 or 3 with it")
-        if not offloaded and not (states and s.offload("optimizer") == "none"):
-            raise s.refuse(f"{block}.{name}", 'Adam on the CPU: zero_optimization.offload_optimizer.device "cpu"')
+        offloaded = s.layout.offload_optimizer != "none" and s.layout.optimizer in ("adam", "adamw")
+        if s.layout.precision != block or s.layout.zero_stage == 0:
+            raise s.error(f"{block}.{name}", f"{block} and ZeRO stage 1, 2 or 3 with it")
+        if not offloaded and not (states and s.layout.offload_optimizer == "none"):
+            raise s.error(f"{block}.{name}", 'Adam on the CPU: zero_optimization.offload_optimizer.device "cpu"')
     if s.get("bf16.bf16_optimizer_states") and not s.get("bf16.bf16_master_weights_and_grads"):
-        raise s.refuse("bf16.bf16_optimizer_states", "bf16_master_weights_and_grads true with it")
+        raise s.error("bf16.bf16_optimizer_states", "bf16_master_weights_and_grads true with it")
 
 
-def gradient_scaling(s: DsSettings) -> None:
+def gradient_scaling(s: ResolvedConfig) -> None:
     scales = (s.get("prescale_gradients"), s.get("gradient_predivide_factor", 1.0) != 1.0)
     for name, given in zip(("prescale_gradients", "gradient_predivide_factor"), scales, strict=True):
-        if given and s.zero_stage >= 2:
-            raise s.refuse(name, f"no such key at ZeRO stage {s.zero_stage}", "DeepSpeed has it at stages 0 and 1")
+        if given and s.layout.zero_stage >= 2:
+            raise s.error(name, f"no such key at ZeRO stage {s.layout.zero_stage}", "DeepSpeed has it at stages 0 and 1")
 
 
-def optimizer_places(s: DsSettings) -> None:
+def optimizer_places(s: ResolvedConfig) -> None:
     kind = s.get("optimizer.type")
-    if s.offload("optimizer") != "none" and s.optimizer not in CPU_OPTIMIZERS:
-        raise s.refuse("optimizer.type", "Adam, AdamW, Lion or Adagrad, which run on the CPU",
+    if s.layout.offload_optimizer != "none" and s.layout.optimizer not in CPU_OPTIMIZERS:
+        raise s.error("optimizer.type", "Adam, AdamW, Lion or Adagrad, which run on the CPU",
                        "or remove zero_optimization.offload_optimizer")
-    if s.optimizer == "adagrad" and s.zero_stage > 0 and s.offload("optimizer") == "none":
-        raise s.refuse("optimizer.type", 'zero_optimization.offload_optimizer.device "cpu" for Adagrad with ZeRO',
+    if s.layout.optimizer == "adagrad" and s.layout.zero_stage > 0 and s.layout.offload_optimizer == "none":
+        raise s.error("optimizer.type", 'zero_optimization.offload_optimizer.device "cpu" for Adagrad with ZeRO',
                        "otherwise DeepSpeed builds it anew without its parameter groups; or use AdamW")
-    if s.zero_stage > 0 and s.optimizer not in ZERO_OPTIMIZERS and not s.get("zero_allow_untested_optimizer"):
-        raise s.refuse("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
+    if s.layout.zero_stage > 0 and s.layout.optimizer not in ZERO_OPTIMIZERS and not s.get("zero_allow_untested_optimizer"):
+        raise s.error("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
                        "or use Adam, AdamW, Lion, Muon or Adagrad")
-    if s.optimizer in ("lion", "lamb") and s.device.kind == "cpu" and s.offload("optimizer") == "none":
-        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"' if s.optimizer == "lion" else ""
-        raise s.refuse("optimizer.type", "an optimizer that runs on this CPU device", f"use AdamW{offload}")
-    if s.optimizer == "lamb" and s.precision == "fp16" and s.get("fp16.loss_scale"):
-        raise s.refuse("optimizer.type", "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
+    if s.layout.optimizer in ("lion", "lamb") and s.device.kind == "cpu" and s.layout.offload_optimizer == "none":
+        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"' if s.layout.optimizer == "lion" else ""
+        raise s.error("optimizer.type", "an optimizer that runs on this CPU device", f"use AdamW{offload}")
+    if s.layout.optimizer == "lamb" and s.layout.precision == "fp16" and s.get("fp16.loss_scale"):
+        raise s.error("optimizer.type", "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
 
 
-def muon_places(s: DsSettings) -> None:
-    if s.optimizer != "muon":
+def muon_places(s: ResolvedConfig) -> None:
+    if s.layout.optimizer != "muon":
         return
-    if s.zero_stage == 0 or s.uses_bf16_optimizer:
-        raise s.refuse("optimizer.type", "ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
-    if s.zero_stage == 3 and s.get(f"{_ZERO}.reduce_scatter", True):
-        raise s.refuse(f"{_ZERO}.reduce_scatter", "false for Muon at stage 3", "Muon needs whole gradients",
+    if s.layout.zero_stage == 0 or s.layout.uses_bf16_optimizer:
+        raise s.error("optimizer.type", "ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
+    if s.layout.zero_stage == 3 and s.get(f"{_ZERO}.reduce_scatter", True):
+        raise s.error(f"{_ZERO}.reduce_scatter", "false for Muon at stage 3", "Muon needs whole gradients",
                        found="true")
 
 
-def optimizer_arguments(s: DsSettings) -> None:
+def optimizer_arguments(s: ResolvedConfig) -> None:
     """Keys that the class which DeepSpeed picks for this type, device and place does not take or does not heed."""
     params = s.get("optimizer.params", {})
-    if s.optimizer not in OPTIMIZERS:
+    if s.layout.optimizer not in OPTIMIZERS:
         return
-    offloaded = s.offload("optimizer") != "none"
+    offloaded = s.layout.offload_optimizer != "none"
     for name in params:
         where = f"optimizer.params.{name}"
-        if name == "adam_w_mode" and s.optimizer == "adamw" and params[name] is False:
-            raise s.refuse(where, "true with AdamW", 'use "type": "Adam" for weight decay inside the gradient')
-        if params.get("torch_adam") and s.optimizer != "muon" and name not in _TORCH_ADAM_KEYS:
-            raise s.refuse(where, 'no such key with "torch_adam": true', "torch.optim.AdamW does not take it")
+        if name == "adam_w_mode" and s.layout.optimizer == "adamw" and params[name] is False:
+            raise s.error(where, "true with AdamW", 'use "type": "Adam" for weight decay inside the gradient')
+        if params.get("torch_adam") and s.layout.optimizer != "muon" and name not in _TORCH_ADAM_KEYS:
+            raise s.error(where, 'no such key with "torch_adam": true', "torch.optim.AdamW does not take it")
         if name == "foreach" and not params.get("torch_adam"):
-            raise s.refuse(where, 'no such key without "torch_adam": true', "remove it")
+            raise s.error(where, 'no such key without "torch_adam": true', "remove it")
         if name == "fp32_optimizer_states" and not offloaded:
-            raise s.refuse(where, "no such key without offload_optimizer", "it acts on CPU optimizers; remove it")
+            raise s.error(where, "no such key without offload_optimizer", "it acts on CPU optimizers; remove it")
         if name in (*_NO_ADAM_FUSED, "lr_decay", "initial_accumulator_value") and offloaded:
-            raise s.refuse(where, "no such key with offload_optimizer", "CPU optimizers do not take it; remove it")
+            raise s.error(where, "no such key with offload_optimizer", "CPU optimizers do not take it; remove it")
     if s.get("optimizer.legacy_fusion"):
-        raise s.refuse("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
+        raise s.error("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
 
 
-def torch_arguments(s: DsSettings) -> None:
+def torch_arguments(s: ResolvedConfig) -> None:
     """Reject what torch.optim's own constructors and steps would reject."""
     params = s.get("optimizer.params", {})
     if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
-        raise s.refuse("optimizer.params.nesterov", "false without momentum, or with dampening")
+        raise s.error("optimizer.params.nesterov", "false without momentum, or with dampening")
     low, high = params.get("etas", (0.5, 1.2))
     if not low < 1 < high:
-        raise s.refuse("optimizer.params.etas", "one below 1 and one above 1")
+        raise s.error("optimizer.params.etas", "one below 1 and one above 1")
     if params.get("foreach") and params.get("fused"):
-        raise s.refuse("optimizer.params.fused", "one of foreach and fused")
+        raise s.error("optimizer.params.fused", "one of foreach and fused")
     if params.get("capturable") and s.device.kind == "cpu":
-        raise s.refuse("optimizer.params.capturable", "false on a CPU")
+        raise s.error("optimizer.params.capturable", "false on a CPU")
 
 
-def scheduler_params(s: DsSettings) -> None:
+def scheduler_params(s: ResolvedConfig) -> None:
     kind = s.get("scheduler.type")
     for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
         if s.get(f"scheduler.params.{name}") is None:
-            raise s.refuse(f"scheduler.params.{name}", f"a value: {kind} needs it", found="nothing")
+            raise s.error(f"scheduler.params.{name}", f"a value: {kind} needs it", found="nothing")
     if kind is None:
         return
     lowest, highest = (s.get(f"scheduler.params.cycle_{end}_lr", 0) for end in ("min", "max"))
     if lowest > highest:
-        raise s.refuse("scheduler.params.cycle_min_lr", f"at most cycle_max_lr, {highest}")
+        raise s.error("scheduler.params.cycle_min_lr", f"at most cycle_max_lr, {highest}")
     total, warmup = s.get("scheduler.params.total_num_steps"), s.get("scheduler.params.warmup_num_steps", 0)
     if total is not None and warmup >= total:
-        raise s.refuse("scheduler.params.warmup_num_steps", f"less than total_num_steps, {total}")
+        raise s.error("scheduler.params.warmup_num_steps", f"less than total_num_steps, {total}")
     unset = RunArguments()
     for name in ("lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "min_lr_ratio"):
         value = getattr(s.args, name)
@@ -214,19 +214,19 @@ def scheduler_params(s: DsSettings) -> None:
                               remedy='remove the flag, or the "scheduler" block')
 
 
-def measuring(s: DsSettings) -> None:
+def measuring(s: ResolvedConfig) -> None:
     for name, on in (("wall_clock_breakdown", s.get("wall_clock_breakdown")),
                      ("flops_profiler.enabled", s.get("flops_profiler.enabled"))):
-        if on and s.pipeline_stages > 1:
-            raise s.refuse(name, f"false with {s.pipeline_stages} pipeline stages", "DeepSpeed's timers crash there")
+        if on and s.layout.pipeline_stages > 1:
+            raise s.error(name, f"false with {s.layout.pipeline_stages} pipeline stages", "DeepSpeed's timers crash there")
     for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
         if s.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
-            raise s.refuse(f"{name}.enabled", f"the package {package} installed", f"pip install {package}")
+            raise s.error(f"{name}.enabled", f"the package {package} installed", f"pip install {package}")
     if s.get("aio.use_gds") and s.device.kind == "cpu":
-        raise s.refuse("aio.use_gds", "false on a CPU")
+        raise s.error("aio.use_gds", "false on a CPU")
 
 
-def report_folders(s: DsSettings) -> None:
+def report_folders(s: ResolvedConfig) -> None:
     """Folders of monitors and the profiler must be writable on this machine: DeepSpeed would fail during the start."""
     places = [(f"{name}.output_path", s.get(f"{name}.output_path")) for name in ("tensorboard", "csv_monitor")
               if s.get(f"{name}.enabled")]
@@ -236,7 +236,7 @@ def report_folders(s: DsSettings) -> None:
         check_folder(Path(place), s.file.where(where))
 
 
-def notes(s: DsSettings) -> tuple[str, ...]:
+def notes(s: ResolvedConfig) -> tuple[str, ...]:
     """What is worth knowing about the JSON: keys without an effect, and where the optimizer comes from."""
     said = idle_notes(s.idle)
     if "optimizer" not in s.file.values:
@@ -244,18 +244,18 @@ def notes(s: DsSettings) -> tuple[str, ...]:
         values.pop("torch_adam", None)
         said.append('the JSON has no "optimizer": AdamW with ' + ", ".join(f"{name} {value}" for name, value in
                     values.items()) + ", from the flags and their defaults")
-    if s.pipeline_stages == 1 and s.partition_method != DEFAULT_PARTITION_METHOD:
+    if s.layout.pipeline_stages == 1 and s.layout.partition_method != DEFAULT_PARTITION_METHOD:
         said.append("pipeline.partition_method: no effect with one stage")
     interval = s.file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= s.train_steps:
-        if s.zero_stage < 2:  # PipelineEngine prints, whatever the log level
+        if s.layout.zero_stage < 2:  # PipelineEngine prints, whatever the log level
             said.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
         elif s.args.deepspeed_log_level not in ("debug", "info") and not s.get("wall_clock_breakdown"):
             said.append("steps_per_print: no effect without --deepspeed_log_level info")
     return tuple(said)
 
 
-RULES: tuple[Callable[[DsSettings], None], ...] = (
+RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     precision_of_device, offload_needs_a_stage, stage_3_names, zero_plus_plus, accumulation_dtype,
     low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
     dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, torch_arguments, measuring,

@@ -8,7 +8,9 @@ from typing import Any
 
 from pretrain.config.arguments import RunArguments
 from pretrain.config.check_flags import check_flags, check_mirror, check_save
-from pretrain.config.resolve import DsSettings, complete_ds_config, read_ds_config
+from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.layout import Layout
+from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules, notes
 from pretrain.config.schedule import Schedule, make_schedule
 from pretrain.data.dataset import SampleDataset, open_datasets
@@ -31,19 +33,7 @@ class Plan:
     args: RunArguments
     ds_config: dict[str, Any]  # complete, as handed to deepspeed.initialize
     model: ModelConfig
-    zero_stage: int
-    pipeline_stages: int
-    data_parallel_size: int
-    world_size: int  # ranks
-    micro_batch_size: int  # samples
-    gradient_accumulation_steps: int
-    global_batch_size: int  # samples
-    precision: str  # fp32, bf16, fp16
-    grad_accum_dtype: str | None  # None: as `precision`
-    activation_checkpoint_interval: int  # blocks; 0: off
-    partition_method: str
-    offload_optimizer: str  # none, cpu, nvme
-    offload_param: str  # none, cpu, nvme
+    layout: Layout
     train_steps: int
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None
@@ -53,19 +43,9 @@ class Plan:
     notes: tuple[str, ...]  # what has no effect or may surprise, one line each
 
     @property
-    def uses_pipeline_module(self) -> bool:
-        """ZeRO-2 and 3 need the plain module; everything else is a PipelineModule, of one stage or more."""
-        return self.zero_stage < 2
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
-        return self.global_batch_size * self.args.seq_length
-
-    @property
     def epochs(self) -> float:
         """How often the run sees its training data."""
-        return self.train_steps * self.global_batch_size / self.datasets["train"].samples_per_epoch
+        return self.train_steps * self.layout.global_batch_size / self.datasets["train"].samples_per_epoch
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
@@ -84,11 +64,11 @@ def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
     return plan_of(settings, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
                    more_notes=(*_vocabulary_notes(tokenizer, model),
                                *_epoch_notes(settings, datasets["train"]),
-                               *_evaluation_notes(args, datasets, settings.global_batch_size),
+                               *_evaluation_notes(args, datasets, settings.layout.global_batch_size),
                                *_speed_notes(args, model, settings, device)))
 
 
-def check_settings(args: RunArguments, *, world_size: int, device: Device) -> DsSettings:
+def check_settings(args: RunArguments, *, world_size: int, device: Device) -> ResolvedConfig:
     """Judge flags, JSON and model together, without data, tokenizer or run folder. Raises ConfigError."""
     _check_deepspeed()
     check_flags(args)
@@ -100,7 +80,7 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device) -> Ds
         raise ConfigError("--seq_length", found=args.seq_length,
                           expected=f"at most {model.max_positions}, the positions of --model {args.model}",
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
-    settings = complete_ds_config(file, args, model=model, world_size=world_size, device=device)
+    settings = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(settings)
     _check_machine_flags(args, settings, device)
     _schedule(settings)
@@ -110,25 +90,16 @@ def check_settings(args: RunArguments, *, world_size: int, device: Device) -> Ds
     return settings
 
 
-def _schedule(settings: DsSettings) -> Schedule | None:
+def _schedule(settings: ResolvedConfig) -> Schedule | None:
     return make_schedule(settings.args, train_steps=settings.train_steps, peak_lr=_peak_lr(settings))
 
 
-def plan_of(settings: DsSettings, *, datasets: dict[str, SampleDataset], tokenizer: Tokenizer | None,
+def plan_of(settings: ResolvedConfig, *, datasets: dict[str, SampleDataset], tokenizer: Tokenizer | None,
             eod_token: int | None, more_notes: tuple[str, ...] = ()) -> Plan:
     """The plan of judged settings and data; without data it can build an engine, and not train."""
-    return Plan(
-        args=settings.args, ds_config=settings.config, model=settings.model, zero_stage=settings.zero_stage,
-        pipeline_stages=settings.pipeline_stages, data_parallel_size=settings.data_parallel_size,
-        world_size=settings.world_size, micro_batch_size=settings.micro_batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        global_batch_size=settings.global_batch_size, precision=settings.precision,
-        grad_accum_dtype=settings.grad_accum_dtype,
-        activation_checkpoint_interval=settings.activation_checkpoint_interval,
-        partition_method=settings.partition_method, offload_optimizer=settings.offload("optimizer"),
-        offload_param=settings.offload("param"), train_steps=settings.train_steps, datasets=datasets,
-        tokenizer=tokenizer, eod_token=eod_token, peak_lr=settings.peak_lr, schedule=_schedule(settings),
-        notes=(*notes(settings), *more_notes))
+    return Plan(args=settings.args, ds_config=settings.config, model=settings.model, layout=settings.layout,
+                train_steps=settings.train_steps, datasets=datasets, tokenizer=tokenizer, eod_token=eod_token,
+                peak_lr=settings.peak_lr, schedule=_schedule(settings), notes=(*notes(settings), *more_notes))
 
 
 def _check_deepspeed() -> None:
@@ -142,15 +113,15 @@ def _check_deepspeed() -> None:
                           remedy=f"pip install deepspeed=={DEEPSPEED_VERSION}")
 
 
-def _check_machine_flags(args: RunArguments, settings: DsSettings, device: Device) -> None:
-    if args.tf32 and (device.kind != "cuda" or settings.precision != "fp32"):
-        raise ConfigError("--tf32", found=f"a run in {settings.precision} on {device.kind}",
+def _check_machine_flags(args: RunArguments, settings: ResolvedConfig, device: Device) -> None:
+    if args.tf32 and (device.kind != "cuda" or settings.layout.precision != "fp32"):
+        raise ConfigError("--tf32", found=f"a run in {settings.layout.precision} on {device.kind}",
                           expected="an fp32 run on cuda: nothing else multiplies in TF32", remedy="leave --tf32 out")
 
 
-def _peak_lr(settings: DsSettings) -> float | None:
+def _peak_lr(settings: ResolvedConfig) -> float | None:
     if settings.peak_lr is not None and settings.peak_lr <= 0:
-        raise settings.refuse("optimizer.params.lr", "a rate above 0")
+        raise settings.error("optimizer.params.lr", "a rate above 0")
     return settings.peak_lr
 
 
@@ -214,17 +185,17 @@ def _vocabulary_notes(tokenizer: Tokenizer | None, model: ModelConfig) -> tuple[
             f"which {unused:,} are never used: --model_overrides vocab_size={fitting} makes it fit",)
 
 
-def _epoch_notes(settings: DsSettings, train: SampleDataset) -> tuple[str, ...]:
-    epochs = settings.train_steps * settings.global_batch_size / train.samples_per_epoch
+def _epoch_notes(settings: ResolvedConfig, train: SampleDataset) -> tuple[str, ...]:
+    epochs = settings.train_steps * settings.layout.global_batch_size / train.samples_per_epoch
     return (f"the run sees its training data {epochs:.1f} times",) if epochs > 1 else ()
 
 
-def _speed_notes(args: RunArguments, model: ModelConfig, settings: DsSettings, device: Device) -> tuple[str, ...]:
+def _speed_notes(args: RunArguments, model: ModelConfig, settings: ResolvedConfig, device: Device) -> tuple[str, ...]:
     """Where the operators that are faster cannot serve, and why."""
     said = []
-    if args.compile_blocks and settings.zero_stage == 3:
+    if args.compile_blocks and settings.layout.zero_stage == 3:
         said.append("--compile_blocks under ZeRO-3: its hooks split the graph of a block into many")
-    if device.kind == "cpu" and settings.precision == "bf16":
+    if device.kind == "cpu" and settings.layout.precision == "bf16":
         if args.compile_blocks:
             said.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")
         if model.attention_dropout > 0:

@@ -46,15 +46,23 @@ def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[Idle]]:
     """
     idle: list[Idle] = []
     config = _clean(values, TREE, "", idle)
+    idle += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
+             rename_old_keys(config)]
+    return config, idle
+
+
+def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Write keys of earlier DeepSpeed versions in the current spelling. Returns (old, new) of the offload keys."""
     if "bfloat16" in config:
         config.setdefault("bf16", config.pop("bfloat16"))
         config.pop("bfloat16", None)
-    zero = config.get("zero_optimization", {})
+    zero = config.get("zero_optimization")
+    renamed = []
     for old, new in OLD_OFFLOAD.items():
-        if zero.pop(old, None):
-            zero[new] = {"device": "cpu"}
-            idle.append((f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}'))
-    return config, idle
+        if isinstance(zero, dict) and zero.pop(old, None):
+            zero[new] = {"device": "cpu", **(zero.get(new) or {})}
+            renamed.append((old, new))
+    return renamed
 
 
 def _clean(values: dict[str, Any], tree: Tree, prefix: str, idle: list[Idle]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number"
 _TOO_LARGE = 2**63  # for DeepSpeed and torch
 
 
-def check_keys(file: DsFile) -> None:
+def check_json_keys(file: DsFile) -> None:
     """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or not supported."""
     _check_tree(file, file.values, TREE, "")
     _check_old_names(file)
