@@ -13,6 +13,7 @@ from pretrain.checkpoint.load.agree import agree_on_checkpoint
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.saver import Saver
+from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.console.status import clear_status, status
@@ -89,7 +90,7 @@ def _run_steps(plan: Plan, engine: DeepSpeedEngine, loaders: dict[str, Loader], 
         lr = learning_rate(engine)
         watch.before_step(step - first_step - 1, engine)
         loss = train_batch(engine, micro_batches)
-        consumed_samples += plan.global_batch_size
+        consumed_samples += plan.layout.global_batch_size
         meter.log(step, loss, lr, consumed_samples)
         watch.after_step(step - first_step, meter.screen.line)
         if _due(step, args.eval_interval, last_step) and "valid" in loaders:
@@ -140,8 +141,8 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tupl
 
 
 def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Loader:
-    return Loader(dataset, micro_batch_size=plan.micro_batch_size,
-                  gradient_accumulation_steps=plan.gradient_accumulation_steps,
+    return Loader(dataset, micro_batch_size=plan.layout.micro_batch_size,
+                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
                   data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
                   sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
@@ -153,8 +154,8 @@ def _announce(plan: Plan, world: World, resume: Resume | None, screen: Screen, f
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)
-    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan)}; global batch "
-                f"{plan.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan.layout)}; global batch "
+                f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for note in plan.notes:
         screen.line(f"note: {note}")
     for warning in resume.warnings if resume else []:
@@ -165,13 +166,13 @@ def _announce(plan: Plan, world: World, resume: Resume | None, screen: Screen, f
         folder.event("resume", step=resume.manifest.step, path=str(resume.folder))
 
 
-def _layout(plan: Plan) -> str:
-    parts = [get_accelerator().device_name(), plan.precision, f"ZeRO-{plan.zero_stage}",
-             f"{plan.data_parallel_size} data-parallel"]
-    if plan.pipeline_stages > 1:
-        parts.append(f"{plan.pipeline_stages} pipeline stages")
-    parts += [f"{what} on {place}" for what, place in
-              (("optimizer", plan.offload_optimizer), ("parameters", plan.offload_param)) if place != "none"]
+def _layout(layout: Layout) -> str:
+    parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
+             f"{layout.data_parallel_size} data-parallel"]
+    if layout.pipeline_stages > 1:
+        parts.append(f"{layout.pipeline_stages} pipeline stages")
+    parts += [f"{what} on {device}" for what, device in
+              (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     return ", ".join(parts)
 
 

@@ -15,35 +15,41 @@ _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 def plan_lines(plan: Plan) -> list[str]:
     """A short summary of what is going to run."""
     train = plan.datasets["train"]
-    layout = f"ZeRO-{plan.zero_stage}, {plan.pipeline_stages} pipeline stage{'s' * (plan.pipeline_stages > 1)} x " \
-             f"{plan.data_parallel_size} data-parallel = {plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    places = [f"{what} on {place}" for what, place in (("optimizer", plan.offload_optimizer),
-                                                        ("parameters", plan.offload_param)) if place != "none"]
-    precision = plan.precision
-    if plan.grad_accum_dtype:
-        precision += f", gradients accumulated in {plan.grad_accum_dtype}"
-    if plan.precision == "fp16" and plan.args.emulate_fp16:
+    layout = plan.layout
+    ranks = f"ZeRO-{layout.zero_stage}, {_count(layout.pipeline_stages, 'pipeline stage')} x " \
+            f"{layout.data_parallel_size} data-parallel = {_count(layout.world_size, 'rank')}"
+    offload = [f"{what} on {device}" for what, device in
+               (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
+    precision = layout.precision
+    if layout.grad_accum_dtype:
+        precision += f", gradients accumulated in {layout.grad_accum_dtype}"
+    if layout.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
-    every = plan.activation_checkpoint_interval
-    batch = f"{plan.global_batch_size} samples a step = {plan.micro_batch_size} micro-batch x " \
-            f"{plan.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} data-parallel"
+    interval = layout.activation_checkpoint_interval
+    batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
+            f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rate = "the JSON's scheduler" if plan.schedule is None else \
         f"{plan.schedule.kind}, peak {plan.schedule.peak:g}, {plan.schedule.warmup_steps} warm-up steps, " \
         f"lowest {plan.schedule.peak * plan.schedule.min_ratio:g}"
     rows = {
-        "layout": ", ".join([layout, *places]),
+        "layout": ", ".join([ranks, *offload]),
         "precision": precision,
-        "checkpoint": f"activations of every {every} block{'s' * (every > 1)}" if every else "no activations",
+        "checkpoint": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
         "batch": batch,
         "model": f"{plan.args.model}: {plan.model.architecture}, {plan.model.num_parameters():,} parameters, "
                  f"{plan.model.num_layers} layers, vocabulary {plan.model.vocab_size:,}",
-        "length": f"{plan.train_steps:,} steps x {plan.tokens_per_step:,} tokens = "
-                  f"{plan.train_steps * plan.tokens_per_step:,} tokens, {plan.epochs:.2f} epochs",
+        "length": f"{plan.train_steps:,} steps x {layout.tokens_per_step:,} tokens = "
+                  f"{plan.train_steps * layout.tokens_per_step:,} tokens, {plan.epochs:.2f} epochs",
         "rate": rate,
         "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
             f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
     }
     return [f"{name:<11}{text}" for name, text in rows.items()] + [f"note       {note}" for note in plan.notes]
+
+
+def _count(number: int, noun: str) -> str:
+    """`2 ranks`, `1 rank`."""
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def main(argv: list[str] | None = None) -> None:

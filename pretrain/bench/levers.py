@@ -55,7 +55,7 @@ LEVERS = (
           "CPU: 12 ms instead of 36 ms for a bf16 softmax of 32 MiB, 4 ms instead of 20 ms for an fp32 copy of it. "
           "A step of the preset cpu peaks at 1.22 GB with jemalloc, at 1.45 to 1.64 GB with glibc's heap, and takes "
           "as long."),
-    Lever("reduce buckets no larger than the model", "pretrain/config/auto.py",
+    Lever("reduce buckets no larger than the model", "pretrain/config/fill.py",
           "DeepSpeed allocates a bucket for gradients of reduce_bucket_size elements, 5e8 unless told; here at most as "
           "many as the model has parameters, which hold all gradients as well.",
           "ZeRO-1, 2 and 3.",

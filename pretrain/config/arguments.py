@@ -90,7 +90,7 @@ class RunArguments:
                                                 "checkpoint; a start takes one from there if --save has none as recent",
                                           metavar="URL")
 
-    # values for "auto" in the DeepSpeed JSON; the defaults are those of ds_auto.py
+    # values for "auto" in the DeepSpeed JSON; defaults: config/auto.py
     micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu, samples", unset="1")
     gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps", unset="1")
     global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together",

@@ -72,10 +72,9 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
     if states["bf16"] is True and states["fp16"] is True:
         raise ConfigError(file.where("fp16.enabled"), found="true beside bf16.enabled true", expected="one of the two")
     enabled = [name for name, state in states.items() if state is True]
-    if wanted is None and not enabled and "auto" in states.values():
-        if states["bf16"] != "auto":
-            raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
-                              remedy="give --precision fp16, bf16 or fp32")
+    if wanted is None and not enabled and states["fp16"] == "auto" and states["bf16"] != "auto":
+        raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
+                          remedy="give --precision fp16, bf16 or fp32")
     for name, key in keys.items():
         state = states[name]
         if wanted is not None and state not in (None, "auto") and state is not (wanted == name):
@@ -96,10 +95,9 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
         if number is not None and number < 1:
             raise ConfigError(flag, found=number, expected="at least 1")
     micro, steps, total = (choose(file, *row, None) for row in zip(keys, flags, wanted, strict=True))
-    if total is None and micro is None:
-        if not any(file.get(key) == "auto" for key in (keys[0], keys[2])):
-            raise ConfigError(file.where(keys[0]), found="no batch size", expected=f"{keys[0]} or {keys[2]}",
-                              remedy="give --micro_batch_size")
+    if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
+        raise ConfigError(file.where(keys[0]), found="no batch size", expected=f"{keys[0]} or {keys[2]}",
+                          remedy="give --micro_batch_size")
     micro, steps, total = complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
         sizes = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"

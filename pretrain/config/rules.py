@@ -99,7 +99,8 @@ def accumulation_dtype(s: ResolvedConfig) -> None:
     if dtype not in (s.layout.precision, "fp32"):
         raise s.error(where, f'"{s.layout.precision}", as the model, or "fp32"')
     if dtype != s.layout.precision and s.layout.zero_stage == 0:
-        raise s.error(where, f'"{s.layout.precision}" at stage 0', "DeepSpeed accumulates in another type from stage 1 on")
+        raise s.error(where, f'"{s.layout.precision}" at stage 0',
+                      "DeepSpeed accumulates in another type from stage 1 on")
     if s.get("data_types.param_dtype") not in (None, s.layout.precision):
         raise s.error("data_types.param_dtype", f'"{s.layout.precision}", as bf16 and fp16 say', "remove the key")
     if s.get("bf16.immediate_grad_update") and not s.layout.uses_bf16_optimizer:
@@ -125,7 +126,8 @@ def gradient_scaling(s: ResolvedConfig) -> None:
     scales = (s.get("prescale_gradients"), s.get("gradient_predivide_factor", 1.0) != 1.0)
     for name, given in zip(("prescale_gradients", "gradient_predivide_factor"), scales, strict=True):
         if given and s.layout.zero_stage >= 2:
-            raise s.error(name, f"no such key at ZeRO stage {s.layout.zero_stage}", "DeepSpeed has it at stages 0 and 1")
+            raise s.error(name, f"no such key at ZeRO stage {s.layout.zero_stage}",
+                          "DeepSpeed has it at stages 0 and 1")
 
 
 def optimizer_places(s: ResolvedConfig) -> None:
@@ -136,12 +138,14 @@ def optimizer_places(s: ResolvedConfig) -> None:
     if s.layout.optimizer == "adagrad" and s.layout.zero_stage > 0 and s.layout.offload_optimizer == "none":
         raise s.error("optimizer.type", 'zero_optimization.offload_optimizer.device "cpu" for Adagrad with ZeRO',
                        "otherwise DeepSpeed builds it anew without its parameter groups; or use AdamW")
-    if s.layout.zero_stage > 0 and s.layout.optimizer not in ZERO_OPTIMIZERS and not s.get("zero_allow_untested_optimizer"):
+    tested = s.layout.optimizer in ZERO_OPTIMIZERS
+    if s.layout.zero_stage > 0 and not tested and not s.get("zero_allow_untested_optimizer"):
         raise s.error("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
                        "or use Adam, AdamW, Lion, Muon or Adagrad")
     if s.layout.optimizer in ("lion", "lamb") and s.device.kind == "cpu" and s.layout.offload_optimizer == "none":
-        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"' if s.layout.optimizer == "lion" else ""
-        raise s.error("optimizer.type", "an optimizer that runs on this CPU device", f"use AdamW{offload}")
+        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"'
+        raise s.error("optimizer.type", "an optimizer that runs on this CPU device",
+                      "use AdamW" + offload * (s.layout.optimizer == "lion"))
     if s.layout.optimizer == "lamb" and s.layout.precision == "fp16" and s.get("fp16.loss_scale"):
         raise s.error("optimizer.type", "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
 
@@ -218,7 +222,8 @@ def measuring(s: ResolvedConfig) -> None:
     for name, on in (("wall_clock_breakdown", s.get("wall_clock_breakdown")),
                      ("flops_profiler.enabled", s.get("flops_profiler.enabled"))):
         if on and s.layout.pipeline_stages > 1:
-            raise s.error(name, f"false with {s.layout.pipeline_stages} pipeline stages", "DeepSpeed's timers crash there")
+            raise s.error(name, f"false with {s.layout.pipeline_stages} pipeline stages",
+                          "DeepSpeed's timers crash there")
     for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
         if s.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
             raise s.error(f"{name}.enabled", f"the package {package} installed", f"pip install {package}")

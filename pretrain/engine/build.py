@@ -46,12 +46,12 @@ def emulate_fp16() -> None:
 
 def _build_module(plan: Plan) -> torch.nn.Module:
     model = dataclasses.replace(plan.model, plain_operators=plan.args.plain_operators)
-    if plan.uses_pipeline_module:
-        return as_pipeline(model, num_stages=plan.pipeline_stages, seq_length=plan.args.seq_length,
-                           partition_method=plan.partition_method,
-                           activation_checkpoint_interval=plan.activation_checkpoint_interval)
-    with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.zero_stage == 3):
-        return as_module(model, activation_checkpoint_interval=plan.activation_checkpoint_interval)
+    if plan.layout.uses_pipeline_module:
+        return as_pipeline(model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
+                           partition_method=plan.layout.partition_method,
+                           activation_checkpoint_interval=plan.layout.activation_checkpoint_interval)
+    with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.layout.zero_stage == 3):
+        return as_module(model, activation_checkpoint_interval=plan.layout.activation_checkpoint_interval)
 
 
 def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

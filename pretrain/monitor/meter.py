@@ -30,7 +30,7 @@ def _device_peak_tflops(plan: Plan) -> float | None:
     if plan.args.peak_tflops is not None:
         return plan.args.peak_tflops
     return None if get_accelerator().device_name() == "cpu" else peak_tflops(
-        torch.cuda.get_device_name(), plan.precision)
+        torch.cuda.get_device_name(), plan.layout.precision)
 
 
 def hours(seconds: float) -> str:
@@ -97,11 +97,11 @@ class Meter:
         row = self._row(step, float(loss), lr, consumed_samples)
         self.restart(step)
         self.folder.metrics(row)
-        if self.engine.monitor.enabled and not self.plan.uses_pipeline_module and self.rank == 0:
+        if self.engine.monitor.enabled and not self.plan.layout.uses_pipeline_module and self.rank == 0:
             # DeepSpeed 0.19 writes the loss for its PipelineEngine only
             self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
         self.losses["loss"], self._step_seconds = row["loss"], row["step_time_ms"] / 1e3
-        self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.precision == "fp16",
+        self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
                                   columns=self.screen.columns))
         self._show_progress(step)
 
@@ -121,15 +121,15 @@ class Meter:
         if not self.screen.wants_status():
             return
         seconds = self._step_seconds or (time.perf_counter() - self._last_time) / max(step - self._last_step, 1)
-        speed = self.plan.tokens_per_step / seconds
+        speed = self.plan.layout.tokens_per_step / seconds
         self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  "
                            f"ETA {hours((self.plan.train_steps - step) * seconds)}")
 
     def _row(self, step: int, loss: float, lr: float, consumed_samples: int) -> dict[str, Any]:
         steps = max(step - self._last_step, 1)
         step_seconds = (time.perf_counter() - self._last_time) / steps
-        tokens = self.plan.tokens_per_step
-        tflops = tokens * self._flops_per_token / step_seconds / self.plan.world_size / 1e12
+        tokens = self.plan.layout.tokens_per_step
+        tflops = tokens * self._flops_per_token / step_seconds / self.plan.layout.world_size / 1e12
         now_bytes, peak_bytes = memory_bytes()
         return {
             "step": step, "consumed_samples": consumed_samples,

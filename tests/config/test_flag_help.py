@@ -13,7 +13,7 @@ FILLED = {"micro_batch_size": ds_auto.DEFAULT_MICRO_BATCH_SIZE, "learning_rate":
           "gradient_accumulation_steps": ds_auto.DEFAULT_GRADIENT_ACCUMULATION_STEPS,
           "weight_decay": ds_auto.DEFAULT_WEIGHT_DECAY, "adam_beta1": ds_auto.DEFAULT_BETAS[0],
           "adam_beta2": ds_auto.DEFAULT_BETAS[1], "adam_epsilon": ds_auto.DEFAULT_EPSILON,
-          "gradient_clipping": ds_auto.DEFAULT_GRADIENT_CLIPPING, "precision": ds_auto.DEFAULT_PRECISION}
+          "gradient_clipping": ds_auto.DEFAULT_GRADIENT_CLIPPING, "precision": ds_auto.auto_precision("auto", "auto")}
 
 
 @pytest.fixture

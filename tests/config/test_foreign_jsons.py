@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import DsFile
-from pretrain.config.resolve import DsSettings, complete_ds_config
+from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules, notes
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -21,9 +21,9 @@ CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 MODEL = load_model_config("tiny")
 
 
-def complete(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> DsSettings:
+def complete(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> ResolvedConfig:
     args = RunArguments(model="tiny", save="run", train_steps=20_000, seq_length=64)
-    settings = complete_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
+    settings = resolve_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
                                   world_size=ranks, device=CUDA)
     check_rules(settings)
     return settings
@@ -46,8 +46,8 @@ def test_accepted_and_what_deepspeed_gets_is_what_it_accepts(foreign: ForeignJso
     assert '"auto"' not in json.dumps(config)
     config["train_batch_size"] //= foreign.ranks  # DeepSpeed sees one rank here
     own = DeepSpeedConfig(config)
-    assert own.zero_optimization_stage == settings.zero_stage
-    assert own.optimizer_name == settings.optimizer
+    assert own.zero_optimization_stage == settings.layout.zero_stage
+    assert own.optimizer_name == settings.layout.optimizer
 
 
 @pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is None], ids=lambda row: row.source)
@@ -98,7 +98,7 @@ IDLE = [
 def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, Any], note: str) -> None:
     settings = complete({**ADAM, **values})
     assert any(note in line for line in notes(settings)), notes(settings)
-    plain = complete({**ADAM, "zero_optimization": {"stage": settings.zero_stage}})
+    plain = complete({**ADAM, "zero_optimization": {"stage": settings.layout.zero_stage}})
     for s in (settings, plain):
         zero = s.config.get("zero_optimization", {})
         s.config["zero_optimization"] = {name: value for name, value in zero.items() if value not in ({}, 0)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.resolve import DsSettings, complete_ds_config, read_ds_config
+from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -28,9 +29,9 @@ def write(folder: Path, values: Any) -> str:
 
 
 def complete(folder: Path, values: dict[str, Any], *, world_size: int = 1, device: Device = CUDA, judge: bool = True,
-             **flags: Any) -> DsSettings:
+             **flags: Any) -> ResolvedConfig:
     values = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAMW, **values}
-    settings = complete_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
+    settings = resolve_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
                                   model=load_model_config("tiny"), world_size=world_size, device=device)
     if judge:
         check_rules(settings)
@@ -111,9 +112,10 @@ def test_batch_arithmetic(tmp_path: Path, values: dict, flags: dict, world_size:
     base = {} if "train_micro_batch_size_per_gpu" in values or "train_batch_size" not in values else \
         {"train_micro_batch_size_per_gpu": None}
     document = {key: value for key, value in {"optimizer": ADAMW, **base, **values}.items() if value is not None}
-    settings = complete_ds_config(read_ds_config(write(tmp_path, document)), dataclasses.replace(ARGS, **flags),
+    settings = resolve_ds_config(read_ds_config(write(tmp_path, document)), dataclasses.replace(ARGS, **flags),
                                   model=load_model_config("tiny"), world_size=world_size, device=CUDA)
-    assert (settings.micro_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size) == expected
+    layout = settings.layout
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size) == expected
     assert settings.get("train_batch_size") == expected[2]
 
 
@@ -152,7 +154,7 @@ def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path
 ])
 def test_precision(tmp_path: Path, values: dict, flag: str | None, expected: str) -> None:
     settings = complete(tmp_path, values, precision=flag)
-    assert settings.precision == expected
+    assert settings.layout.precision == expected
     assert [name for name in ("bf16", "fp16") if settings.get(f"{name}.enabled")] == \
         ([] if expected == "fp32" else [expected])
 
@@ -204,7 +206,8 @@ TRANSFORMERS_ZERO_2 = """{
 @pytest.mark.parametrize(("text", "stage"), [(TRANSFORMERS_ZERO_3, 3), (TRANSFORMERS_ZERO_2, 2)])
 def test_the_files_of_the_transformers_documentation_work_as_they_are(tmp_path: Path, text: str, stage: int) -> None:
     settings = complete(tmp_path, json.loads(text), precision="fp16", micro_batch_size=4, world_size=2)
-    assert (settings.zero_stage, settings.precision, settings.global_batch_size) == (stage, "fp16", 8)
+    layout = settings.layout
+    assert (layout.zero_stage, layout.precision, layout.global_batch_size) == (stage, "fp16", 8)
     assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
 
 
@@ -233,11 +236,11 @@ def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
     for path in CONFIGS:
         file = read_ds_config(str(path))
         nvme = str(tmp_path / "nvme") if "nvme" in path.stem else None
-        settings = complete_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
+        settings = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
             "pipeline.stages", 1), model=load_model_config("tiny"), device=CUDA)
         check_rules(settings)
         own = DeepSpeedConfig(json.loads(json.dumps(settings.config)))
-        assert own.zero_optimization_stage == settings.zero_stage
+        assert own.zero_optimization_stage == settings.layout.zero_stage
         assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
 
 
@@ -245,13 +248,13 @@ def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
     from pretrain.model.layers import Block
     pipeline = {"stages": 2, "partition_method": f"type:{Block.__name__}"}
     settings = complete(tmp_path, {"pipeline": pipeline}, world_size=2)
-    assert settings.partition_method == "type:Block"
+    assert settings.layout.partition_method == "type:Block"
 
 
 @pytest.mark.parametrize(("word", "method"), [("FLOPs", "flops"), ("Parameters", "parameters"), ("best", "flops")])
 def test_methods_that_cut_stages_are_known_in_any_case(tmp_path: Path, word: str, method: str) -> None:
     settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
-    assert settings.partition_method == settings.get("pipeline.partition_method") == method
+    assert settings.layout.partition_method == settings.get("pipeline.partition_method") == method
 
 
 def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:

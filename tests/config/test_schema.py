@@ -10,9 +10,9 @@ import pytest
 
 from pretrain.config.ds_json import optimizers as ds_optimizers
 from pretrain.config.ds_json import schema as ds_schema
-from pretrain.config.ds_json.keys import check_keys
+from pretrain.config.ds_json.keys import check_json_keys
+from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.ds_json.schema import Key
-from pretrain.config.resolve import read_ds_config
 from pretrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
@@ -149,7 +149,7 @@ def test_each_key_of_each_shipped_file_with_a_slip_is_named(path: Path, tmp_path
             _rename(document, dotted, slip)
             changed.write_text(json.dumps(document), encoding="utf-8")
             with pytest.raises(ConfigError) as caught:
-                check_keys(read_ds_config(str(changed)))
+                check_json_keys(read_ds_config(str(changed)))
             if "optimizer.type" not in str(caught.value):  # without "optimizer" or "type" that is what is missing
                 assert slip in str(caught.value)
                 assert f'did you mean "{name}"' in str(caught.value), f"{dotted} as {slip}: {caught.value}"

@@ -143,11 +143,12 @@ def test_the_plan_of_a_pipeline(world: Path) -> None:
     changes = {"pipeline": {"stages": 2, "partition": "best", "activation_checkpoint_interval": 3},
                "zero_optimization.offload_optimizer": CPU}
     plan = plan_of(world, changes, world_size=4, global_batch_size=8, gradient_accumulation_steps=2)
-    assert (plan.zero_stage, plan.pipeline_stages, plan.data_parallel_size, plan.world_size) == (1, 2, 2, 4)
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.global_batch_size) == (2, 2, 8)
-    assert (plan.partition_method, plan.activation_checkpoint_interval) == ("flops", 3)
-    assert (plan.offload_optimizer, plan.offload_param, plan.precision) == ("cpu", "none", "bf16")
-    assert plan.uses_pipeline_module
+    layout = plan.layout
+    assert (layout.zero_stage, layout.pipeline_stages, layout.data_parallel_size, layout.world_size) == (1, 2, 2, 4)
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size) == (2, 2, 8)
+    assert (layout.partition_method, layout.activation_checkpoint_interval) == ("flops", 3)
+    assert (layout.offload_optimizer, layout.offload_param, layout.precision) == ("cpu", "none", "bf16")
+    assert layout.uses_pipeline_module
     assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "flops", "use_reentrant": False,
                                           "activation_checkpoint_interval": 3}
     assert plan.eod_token == 0  # of the data's sidecar
@@ -160,7 +161,8 @@ def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypa
     monkeypatch.setenv("DS_PRETRAIN_NVME_PATH", str(world / "nvme"))
     changes = z("offload_optimizer", {"device": "nvme", "nvme_path": "auto"}) | {"aio": {"queue_depth": 4}}
     plan = plan_of(world, changes)
-    assert (plan.zero_stage, plan.offload_optimizer, plan.uses_pipeline_module) == (3, "nvme", False)
+    layout = plan.layout
+    assert (layout.zero_stage, layout.offload_optimizer, layout.uses_pipeline_module) == (3, "nvme", False)
     path = Path(get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path"))
     assert path.parent == world / "nvme"
     other = plan_of(world, changes, save=str(world / "another-run"))  # would overwrite the first one's swap files
@@ -169,9 +171,9 @@ def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypa
 
 def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) -> None:
     changes = {"bf16": NOTHING, "fp16": {"enabled": True}}
-    assert plan_of(world, changes).precision == "fp16"
+    assert plan_of(world, changes).layout.precision == "fp16"
     slow = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
-    assert plan_of(world, changes, device=slow, emulate_fp16=True).precision == "fp16"
+    assert plan_of(world, changes, device=slow, emulate_fp16=True).layout.precision == "fp16"
 
 
 def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> No
 def test_tokens_become_steps(world: Path) -> None:
     plan = plan_of(world, {"train_batch_size": 4}, train_steps=None, train_tokens=64 * 4 * 7 + 1)
     assert plan.train_steps == 8
-    assert plan.tokens_per_step == 256
+    assert plan.layout.tokens_per_step == 256
     assert plan.epochs == 8 * 4 / plan.datasets["train"].samples_per_epoch
 
 

@@ -49,7 +49,7 @@ def _batches(plan: Plan, device: torch.device) -> Any:
     while True:
         for tokens_BT, (labels_BT, _) in loader.step(consumed_samples):
             yield tokens_BT.to(device, non_blocking=True), labels_BT.to(device, non_blocking=True)
-        consumed_samples += plan.global_batch_size
+        consumed_samples += plan.layout.global_batch_size
 
 
 def torch_loop(job: Job, rounds: Rounds) -> NoReturn:
@@ -61,7 +61,7 @@ def torch_loop(job: Job, rounds: Rounds) -> NoReturn:
                                   weight_decay=0.1, fused=True)
     rounds.built(_parameters(model))
     for tokens_BT, labels_BT in _batches(plan, device):
-        with torch.autocast(device.type, torch.bfloat16, enabled=plan.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.layout.precision == "bf16"):
             loss = model(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,14 +131,14 @@ def trainer(job: Job, rounds: Rounds) -> NoReturn:
 
     arguments = TrainingArguments(
         output_dir=str(Path(job.option("ds_config")).with_suffix("")), max_steps=plan.train_steps,
-        per_device_train_batch_size=plan.micro_batch_size, learning_rate=LEARNING_RATE, weight_decay=0.1,
+        per_device_train_batch_size=plan.layout.micro_batch_size, learning_rate=LEARNING_RATE, weight_decay=0.1,
         adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8, max_grad_norm=1.0, lr_scheduler_type="constant",
-        bf16=plan.precision == "bf16", deepspeed=job.option("ds_config"), use_cpu=job.device_kind == "cpu",
+        bf16=plan.layout.precision == "bf16", deepspeed=job.option("ds_config"), use_cpu=job.device_kind == "cpu",
         train_sampling_strategy="sequential", remove_unused_columns=False, save_strategy="no", report_to="none",
         logging_strategy="no", disable_tqdm=True)
     model = _model(plan)
     parameters = _parameters(model)
-    length = plan.train_steps * plan.micro_batch_size
+    length = plan.train_steps * plan.layout.micro_batch_size
     with deepspeed_output("error"):
         Watched(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),
                 callbacks=[Gate()]).train()

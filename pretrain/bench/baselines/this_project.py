@@ -48,8 +48,8 @@ def _engine(plan: Plan) -> DeepSpeedEngine:
 
 def loader_of(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
     """The run's training data, as the loop reads it."""
-    return Loader(plan.datasets["train"], micro_batch_size=plan.micro_batch_size,
-                  gradient_accumulation_steps=plan.gradient_accumulation_steps, data_parallel_rank=rank,
+    return Loader(plan.datasets["train"], micro_batch_size=plan.layout.micro_batch_size,
+                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps, data_parallel_rank=rank,
                   data_parallel_size=ranks, pin_memory=torch.cuda.is_available())
 
 
@@ -57,7 +57,7 @@ def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
     """How many parameters this rank has, and how much of the work: FLOPs a token, forward and backward, as flops.py."""
     blocks = sum(isinstance(module, Block) for module in engine.module.modules())
     flops = blocks * block_flops_per_token(plan.model, plan.args.seq_length)
-    if plan.pipeline_stages == 1 or engine.is_last_stage():
+    if plan.layout.pipeline_stages == 1 or engine.is_last_stage():
         flops += head_flops_per_token(plan.model)
     return {"parameters": sum(weight.numel() for weight in engine.module.parameters()), "stage_flops": flops}
 
@@ -72,7 +72,7 @@ def project(job: Job, rounds: Rounds) -> NoReturn:
     consumed_samples = 0
     while True:
         loss = train_batch(engine, loader.step(consumed_samples))
-        consumed_samples += plan.global_batch_size
+        consumed_samples += plan.layout.global_batch_size
         rounds.after_step(loss)
 
 
@@ -121,7 +121,7 @@ def checkpoint(job: Job, rounds: Rounds) -> NoReturn:
     def one_step() -> float:
         nonlocal step
         start = time.perf_counter()
-        train_batch(engine, loader.step(step * plan.global_batch_size))
+        train_batch(engine, loader.step(step * plan.layout.global_batch_size))
         rounds.synchronize()
         step += 1
         return time.perf_counter() - start

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.format.files import FileRecord
+from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:  # the plan needs numpy and transformers, which a process that writes or verifies does without
@@ -52,9 +53,17 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
     loss_scale: dict[str, float] | None = None  # fp16's; None: other precision
-    scheduler: str = ""  # whose learning rate it is: of the JSON (its type), or of the flags (FLAGS)
+    scheduler: str = ""  # type of the JSON's scheduler, or FLAGS
     save_id: str = ""  # tells two saves of one step apart
     files: dict[str, FileRecord] = field(default_factory=dict)  # by path within the folder, "/" between its parts
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the run that saved, without the values that the manifest does not record (micro-batch, buffers)."""
+        return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
+                      precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
+                      optimizer=str(self.optimizer["type"]).lower(), offload_optimizer=self.offload_optimizer,
+                      offload_param=self.offload_param, seq_length=self.seq_length)
 
     def to_json(self) -> str:
         """The text of manifest.json; it ends with a hash of the rest, so that a changed bit is seen."""
@@ -88,17 +97,27 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
                 eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
                 save_id: str = "") -> Manifest:
     """The manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
+    layout = plan.layout
     return Manifest(
-        step=step, consumed_samples=consumed_samples, world_size=plan.world_size,
-        data_parallel_size=plan.data_parallel_size, pipeline_stages=plan.pipeline_stages, zero_stage=plan.zero_stage,
-        precision=plan.precision, grad_accum_dtype=plan.grad_accum_dtype, offload_optimizer=plan.offload_optimizer,
-        offload_param=plan.offload_param, optimizer=plan.ds_config["optimizer"],
-        global_batch_size=plan.global_batch_size, seed=plan.args.seed, seq_length=plan.args.seq_length,
-        model=plan.model.hf_config, data_fingerprint=plan.datasets["train"].fingerprint,
-        tokenizer_fingerprint=plan.tokenizer.fingerprint if plan.tokenizer else None, versions=versions,
-        eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None, loss_scale=loss_scale,
-        scheduler=plan.ds_config.get("scheduler", {}).get("type", "") if plan.schedule is None else FLAGS,
-        save_id=save_id)
+        step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
+        data_parallel_size=layout.data_parallel_size, pipeline_stages=layout.pipeline_stages,
+        zero_stage=layout.zero_stage, precision=layout.precision, grad_accum_dtype=layout.grad_accum_dtype,
+        offload_optimizer=layout.offload_optimizer, offload_param=layout.offload_param,
+        optimizer=plan.ds_config["optimizer"], global_batch_size=layout.global_batch_size, seed=plan.args.seed,
+        seq_length=layout.seq_length, model=plan.model.hf_config,
+        data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
+        versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
+        loss_scale=loss_scale, scheduler=scheduler_source(plan), save_id=save_id)
+
+
+def tokenizer_fingerprint(plan: "Plan") -> str | None:
+    """Fingerprint of the run's tokenizer; None for a run without --tokenizer."""
+    return plan.tokenizer.fingerprint if plan.tokenizer else None
+
+
+def scheduler_source(plan: "Plan") -> str:
+    """Where the learning rate comes from: the type of the JSON's scheduler, or FLAGS."""
+    return str(plan.ds_config.get("scheduler", {}).get("type", "")) if plan.schedule is None else FLAGS
 
 
 def files_in(folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
 
     In the layout that saved it the engine reads its own files, and training continues bit for bit.
     """
-    if same_layout(manifest, plan) and same_shards(engine, folder):
+    if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer
         settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}

@@ -5,7 +5,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, manifest_of, newest_complete
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_folders,
+    newest_complete,
+    scheduler_source,
+    tokenizer_fingerprint,
+)
+from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -64,34 +72,34 @@ def make_resume(folder: Path, manifest: Manifest, complaints: list[str], plan: P
     return Resume(folder, manifest, complaints)
 
 
-def same_layout(manifest: Manifest, plan: Plan) -> bool:
-    """Whether the engine can read its own files back; otherwise each rank picks what it needs out of them."""
-    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
-    names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype")
-    # CPU and NVMe hold the same; the device's own optimizer and the host's do not
-    return manifest.optimizer["type"] == now.optimizer["type"] and all(
-        getattr(manifest, name) == getattr(now, name) for name in names) and (
-        manifest.offload_optimizer == "none") == (now.offload_optimizer == "none")
+def same_layout(saved: Layout, current: Layout) -> bool:
+    """Return whether the engine can read its own files; otherwise each rank picks its tensors out of them."""
+    names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype",
+             "optimizer")
+    # offloading to CPU and to NVMe gives the same files; DeepSpeed's GPU and CPU optimizers do not
+    same_offload = (saved.offload_optimizer == "none") == (current.offload_optimizer == "none")
+    return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
 
 
 def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Refuse to go on where the result would be another run's. The layout may change. Raises ConfigError."""
-    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
-    # the optimizer's settings come back with its state: other ones would have no effect
+    """Raises ConfigError if resuming would silently continue another run. The layout may change."""
+    # the optimizer's settings are loaded with its state: changed ones would have no effect
+    optimizer = plan.ds_config["optimizer"]
     _reject_change(folder, "optimizer", {
-        f"optimizer {key}": (manifest.optimizer.get(key), now.optimizer.get(key)) for key in ("type", "params")})
-    # both say which samples come next: with others, some would come again and some never
-    _reject_change(folder, "seed and length", {"--seed": (manifest.seed, now.seed),
-                                               "--seq_length": (manifest.seq_length, now.seq_length)})
-    # each scheduler keeps a state of its own
-    _reject_change(folder, "source of the learning rate", {"scheduler of": (manifest.scheduler, now.scheduler)})
+        f"optimizer {key}": (manifest.optimizer.get(key), optimizer.get(key)) for key in ("type", "params")})
+    # both determine which samples come next: with others, samples would be repeated or dropped
+    _reject_change(folder, "seed and length", {"--seed": (manifest.seed, plan.args.seed),
+                                               "--seq_length": (manifest.seq_length, plan.layout.seq_length)})
+    # each scheduler has a state of its own
+    _reject_change(folder, "source of the learning rate", {
+        "scheduler of": (manifest.scheduler, scheduler_source(plan))})
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
     _reject_change(folder, "model", {
         f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
         for f in fields(saved) if f.name != "hf_config"})
     if plan.args.train_tokens is not None:
         _reject_change(folder, "batch, or --train_steps instead of --train_tokens", {
-            "global batch size": (manifest.global_batch_size, now.global_batch_size)})
+            "global batch size": (manifest.global_batch_size, plan.layout.global_batch_size)})
 
 
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
@@ -102,7 +110,8 @@ def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -
 
 
 def changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
-    """What differs from the run that saved, and is allowed to: worth a warning."""
-    now = manifest_of(plan, step=0, consumed_samples=0, versions={})
-    return [name for name in ("data_fingerprint", "tokenizer_fingerprint", "global_batch_size")
-            if getattr(manifest, name) != getattr(now, name)]
+    """Names of the inputs that differ from the run that saved, and may differ: each is worth a warning."""
+    pairs = {"data_fingerprint": (manifest.data_fingerprint, plan.datasets["train"].fingerprint),
+             "tokenizer_fingerprint": (manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)),
+             "global_batch_size": (manifest.global_batch_size, plan.layout.global_batch_size)}
+    return [name for name, (saved, current) in pairs.items() if saved != current]

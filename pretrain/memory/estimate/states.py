@@ -29,8 +29,7 @@ def engine_kind(layout: Layout) -> str:
     """
     if layout.zero_stage == 3:
         return "zero3"
-    fp32_sums = layout.grad_accum_dtype == "fp32" and layout.offload_optimizer == "none"
-    if layout.precision == "bf16" and (layout.zero_stage == 0 or (layout.zero_stage == 1 and fp32_sums)):
+    if layout.uses_bf16_optimizer:
         return "bf16"
     if layout.zero_stage > 0:
         return "zero12"

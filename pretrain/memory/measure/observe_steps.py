@@ -50,13 +50,13 @@ def plan_without_data(args: RunArguments, *, world_size: int, device: Device) ->
 
 def random_batches(plan: Plan) -> list[MicroBatch]:
     """A step's micro-batches for one rank; memory does not depend on what the tokens are."""
-    shape = (plan.micro_batch_size, plan.args.seq_length)
+    shape = (plan.layout.micro_batch_size, plan.args.seq_length)
 
     def batch() -> MicroBatch:
         tokens_BT = torch.randint(plan.model.vocab_size, shape)
         return tokens_BT, (tokens_BT.clone(), torch.full(shape, 1.0 / (shape[0] * shape[1])))
 
-    return [batch() for _ in range(plan.gradient_accumulation_steps)]
+    return [batch() for _ in range(plan.layout.gradient_accumulation_steps)]
 
 
 def observe(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: StorageTracker | None) -> Observation:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config.layout import Layout, layout_of_plan
+from pretrain.config.layout import Layout
 from pretrain.distributed.process import resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
@@ -61,7 +61,7 @@ class MemoryWatch:
     @property
     def predicted(self) -> MemoryEstimate:
         """For the rank that needs most."""
-        return estimate_memory(shape_of(self.plan.model), layout_of_plan(self.plan, device_kind=self.device_kind))
+        return estimate_memory(shape_of(self.plan.model), self.plan.layout)
 
     def needed_bytes(self, found: MemoryEstimate) -> int:
         """Of the memory that may run out: the device's, which on a CPU is the host's too."""
@@ -131,7 +131,7 @@ class MemoryWatch:
 
     def changes(self, budget_bytes: int) -> Iterator[str]:
         """At most three changes of this layout that would fit, the fastest first, none of which contains another."""
-        layout = layout_of_plan(self.plan, device_kind=self.device_kind)
+        layout = self.plan.layout
         in_node = self.world.local_size if layout.world_size % self.world.local_size == 0 else 1
         cluster = make_cluster(gpu=None, world_size=layout.world_size, nodes=None, gpus_per_node=in_node)
         workload = Workload(cluster, self.plan.model.num_parameters(), shape_of(self.plan.model), self.plan.model)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.ds_json.read import read_ds_config
-from pretrain.config.layout import Layout, layout_of_config
+from pretrain.config.layout import Layout
+from pretrain.config.lenient import lenient_layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
@@ -188,7 +189,7 @@ def _with_batches(choice: _Choice, axes: Axes, cluster: Cluster, shape: ModelSha
     for micro, steps in _batches(choice, axes, cluster):
         config = make_config(choice, micro, steps, cluster, shape)
         if base is None:
-            base = layout_of_config(config, world_size=cluster.world_size, seq_length=choice.seq_length,
+            base = lenient_layout(config, world_size=cluster.world_size, seq_length=choice.seq_length,
                                     hidden_size=shape.hidden_size if shape else None, device_kind=device_kind,
                                     name=_name(choice, axes))
             base = replace(base, expert_parallel_size=choice.expert)
@@ -273,7 +274,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
     for path in paths:
         file = read_ds_config(path, flag="--configs")
         try:
-            layout = layout_of_config(
+            layout = lenient_layout(
                 file.values, world_size=cluster.world_size, seq_length=seq_length,
                 hidden_size=shape.hidden_size if shape else None, micro_batch_size=micro_batch_size,
                 gradient_accumulation_steps=gradient_accumulation_steps, device_kind=device_kind, name=Path(path).stem,

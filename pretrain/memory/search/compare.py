@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.config.arguments import RunArguments
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
-from pretrain.config.resolve import complete_ds_config
+from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.rules import RULES, libaio, report_folders
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -153,7 +153,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
                         nvme_path=tempfile.gettempdir() if on_nvme else None,
                         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:
-        settings = complete_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
+        settings = resolve_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
         for rule in RULES:
             if rule not in _OTHER_MACHINE:
                 rule(settings)

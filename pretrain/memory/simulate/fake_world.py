@@ -132,17 +132,17 @@ def replace_what_needs_data() -> None:
 
 def fewer_micro_batches(plan: Plan) -> Plan:
     """As many as change anything: one to accumulate on, and one in flight for each pipeline stage."""
-    steps = min(plan.gradient_accumulation_steps, max(2, plan.pipeline_stages + 1))
-    batch = steps * plan.micro_batch_size * plan.data_parallel_size
+    steps = min(plan.layout.gradient_accumulation_steps, max(2, plan.layout.pipeline_stages + 1))
+    batch = steps * plan.layout.micro_batch_size * plan.layout.data_parallel_size
     sizes = {"gradient_accumulation_steps": steps, "train_batch_size": batch}
-    return replace(plan, gradient_accumulation_steps=steps, global_batch_size=batch,
+    return replace(plan, layout=replace(plan.layout, gradient_accumulation_steps=steps),
                    ds_config={**plan.ds_config, **sizes})
 
 
 def receive_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
     """What `_recv_tensor_meta` of a stage would learn from the one before it."""
-    shape = [plan.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
-    dtype = _DTYPES[plan.precision]
+    shape = [plan.layout.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
+    dtype = _DTYPES[plan.layout.precision]
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import read_ds_config
-from pretrain.config.layout import Layout, layout_of_plan
+from pretrain.config.layout import Layout
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import missing_operator
 from pretrain.errors import ConfigError
@@ -107,7 +107,7 @@ def test_every_file_is_measured() -> None:
 
 def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
     plan = plan_without_data(arguments(case[1], folder), world_size=case[0], device=cpu_device())
-    return shape_of(plan.model), layout_of_plan(plan, device_kind="cpu", name=case[1])
+    return shape_of(plan.model), dataclasses.replace(plan.layout, name=case[1])
 
 
 def place_in(layout: Layout, rank: int) -> dict[str, int]:
@@ -166,7 +166,7 @@ def test_large_worlds_are_simulated_as_they_are_estimated(folder: Path) -> None:
     for (args, rank, ranks), found in zip(jobs, simulate_many(jobs), strict=True):
         assert isinstance(found, Simulation), found
         plan = plan_without_data(args, world_size=ranks, device=cpu_device())
-        shape, layout = shape_of(plan.model), layout_of_plan(plan, device_kind="cpu")
+        shape, layout = shape_of(plan.model), plan.layout
         assert_same_states(states_of_rank(shape, layout, zero_rank=rank), found.held, 0.02)
         peak = estimate_rank(shape, layout, pipeline_stage=0, zero_rank=rank).peak
         assert peak.total() - peak.total(location="nvme") == pytest.approx(found.peak_bytes, rel=0.1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.layout import layout_of_config
+from pretrain.config.lenient import lenient_layout
 from pretrain.engine.build_ops import missing_operator
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
@@ -45,7 +45,7 @@ ON_DISK = {"steps": 3, "hidden": 512}  # so that most tensors are larger than wh
 def predicted(name: str, values: dict[str, Any], ours: dict[str, Any]) -> list[Transfer]:
     run = flags("", **ours)
     model = load_model_config(run["model"], run["model_overrides"])
-    layout = layout_of_config(values, world_size=RANKS, seq_length=run["seq_length"], hidden_size=model.hidden_size,
+    layout = lenient_layout(values, world_size=RANKS, seq_length=run["seq_length"], hidden_size=model.hidden_size,
                               device_kind="cpu", name=name)
     shape = shape_of(model)
     return step_traffic(layout, rank_parameters(layout, shape, model.num_parameters()), shape)

@@ -23,7 +23,7 @@ def train_and_save(case: Case) -> dict[str, Any]:
     at = case["saved_step"]
     before = steps(engine, plan, 0, at)
     folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=at * plan.global_batch_size, versions={})
+                                 consumed_samples=at * plan.layout.global_batch_size, versions={})
     after = steps(engine, plan, at, plan.train_steps)
     result = {"folder": str(folder.absolute()), "before": before, "after": after, "optimizer": _class(engine)}
     end(engine)
@@ -41,7 +41,7 @@ def go_on(case: Case) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     seeds = gather(torch.initial_seed())
     folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=at * plan.global_batch_size, versions={})
+                                 consumed_samples=at * plan.layout.global_batch_size, versions={})
     after = steps(engine, plan, at, plan.train_steps if case.get("train", True) else at)
     result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
               "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],

@@ -62,7 +62,7 @@ def traffic(case: dict[str, Any]) -> list[dict[str, float]]:
     train_batch(engine, loader.step(0))
     before = disk_bytes()
     with Counter() as counter:
-        train_batch(engine, loader.step(plan.global_batch_size))
+        train_batch(engine, loader.step(plan.layout.global_batch_size))
     after = disk_bytes()
     loader.close()
     end(engine)

@@ -54,8 +54,8 @@ def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:
 
 
 def loader_of(engine: deepspeed.DeepSpeedEngine, plan: Plan, split: str = "train") -> Loader:
-    return Loader(plan.datasets[split], micro_batch_size=plan.micro_batch_size,
-                  gradient_accumulation_steps=plan.gradient_accumulation_steps,
+    return Loader(plan.datasets[split], micro_batch_size=plan.layout.micro_batch_size,
+                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
                   data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
                   sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value))
@@ -67,7 +67,7 @@ def steps(engine: deepspeed.DeepSpeedEngine, plan: Plan, first: int, last: int) 
     rows: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": [], "loss_scale": [], "skipped": []}
     for step in range(first, last):
         rows["lr"].append(learning_rate(engine))
-        rows["loss"].append(float(train_batch(engine, loader.step(step * plan.global_batch_size))))
+        rows["loss"].append(float(train_batch(engine, loader.step(step * plan.layout.global_batch_size))))
         rows["grad_norm"].append(grad_norm(engine))
         rows["loss_scale"].append(loss_scale(engine))
         rows["skipped"].append(engine.skipped_steps)
@@ -129,7 +129,7 @@ def resume(case: Case) -> dict[str, Any]:
     half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, half)
-    folder, *_ = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.global_batch_size,
+    folder, *_ = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.layout.global_batch_size,
                                  versions={})
     at_save = state_hash(engine)
     tail = steps(engine, plan, half, plan.train_steps)
@@ -152,7 +152,7 @@ def overflow(case: Case) -> dict[str, Any]:
     loader = loader_of(engine, plan)
     rows: dict[str, Any] = {"scale": [], "skipped": [], "lr": [], "state": []}
     for step in range(6):
-        micro_batches = loader.step(step * plan.global_batch_size)
+        micro_batches = loader.step(step * plan.layout.global_batch_size)
         if step == 1:
             for _, (_, weights_BT) in micro_batches:
                 weights_BT.mul_(1e30)
@@ -181,7 +181,7 @@ def saved(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     steps(engine, plan, 0, plan.train_steps)
     folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
-                                 consumed_samples=plan.train_steps * plan.global_batch_size, versions={})
+                                 consumed_samples=plan.train_steps * plan.layout.global_batch_size, versions={})
     end(engine)
     return {"folder": str(folder.absolute())}
 
@@ -191,8 +191,8 @@ def two_steps(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, 2)
-    result = {**rows, "stage": engine.zero_optimization_stage(), "precision": plan.precision,
-              "stages": plan.pipeline_stages, "before": initial_loss_bound(plan)}
+    result = {**rows, "stage": engine.zero_optimization_stage(), "precision": plan.layout.precision,
+              "stages": plan.layout.pipeline_stages, "before": initial_loss_bound(plan)}
     end(engine)
     return result
 
