@@ -21,9 +21,9 @@ from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import ALONE, World, running_environment
-from pretrain.engine.lazy_imports import leave_out_compiler
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, INTERRUPTED, REFUSED, ConfigError, SaveError
+from pretrain.patches.imports import avoid_compiler_imports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def run(args: RunArguments, world: World) -> int:
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     if not _compiles(plan):
-        leave_out_compiler()
+        avoid_compiler_imports()
     from pretrain.memory.report.memory_watch import MemoryWatch, print_advice
     from pretrain.trainer import train  # imports torch and deepspeed
 

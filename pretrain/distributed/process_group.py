@@ -1,6 +1,5 @@
 """Form the process group of a run, with the time-out and the network interface that it needs."""
 
-import importlib
 import os
 from collections.abc import MutableMapping
 
@@ -19,17 +18,6 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
     found = interface_towards(environ["MASTER_ADDR"]) or interface_towards(_FAR_ADDRESS)
     if found is not None:
         environ["GLOO_SOCKET_IFNAME"] = found[0]
-
-
-def _one_timeout_for_all_groups() -> None:
-    """DeepSpeed 0.19.8 (comm/torch.py, new_group) gives the groups that it makes torch's default, 30 minutes of gloo,
-    whatever DEEPSPEED_TIMEOUT (minutes) says. Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_cable_...
-    """
-    from deepspeed.constants import default_pg_timeout
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = default_pg_timeout
-    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
 
 
 def taken_port(world: World) -> ConfigError:
@@ -55,12 +43,12 @@ def init_process_group(world: World) -> None:
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
 
-    from pretrain.patches.upstream import remove_shared_memory_names
+    from pretrain.patches import process_group as patches
 
-    if world.size == 1:  # a rank alone needs no operator for shared memory, and would compile it
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    if world.size == 1:
+        patches.skip_shared_memory_operator()
     choose_interface(world, os.environ)
-    _one_timeout_for_all_groups()
+    patches.use_one_timeout_for_all_groups()
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     except torch.distributed.DistNetworkError as error:
@@ -68,7 +56,7 @@ def init_process_group(world: World) -> None:
             raise
         raise taken_port(world) from None
     if get_accelerator().device_name() == "cpu":
-        remove_shared_memory_names(world.rank)
+        patches.remove_shared_memory_names(world.rank)
     else:
         get_accelerator().set_device(world.local_rank)
     formed = torch.distributed.get_world_size()

@@ -26,7 +26,7 @@ from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module, as_pipeline, compile_blocks
-from pretrain.patches import upstream
+from pretrain.patches.apply import apply_patches
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
     _check_groups(groups)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
                                       lr_scheduler=_scheduler(plan))
-    upstream.apply(engine)
+    apply_patches(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not before: what building needed for a while goes back to the system
     if plan.args.compile_blocks:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pretrain.distributed.device import Device
-from pretrain.engine.lazy_imports import silence_renamed_collectives
+from pretrain.patches.imports import silence_renamed_collectives
 
 
 def prepare_deepspeed(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Every defect of DeepSpeed 0.19.8 that `pretrain/patches/upstream.py` lists: the right result with us, and the
+"""Every defect of DeepSpeed 0.19.8 that `pretrain/patches/apply.py` lists: the right result with us, and the
 wrong one of DeepSpeed as it is. The second half fails on the day that upstream fixes a defect, and
 says what can then be removed.
 """
@@ -19,7 +19,7 @@ from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import World, world_from_environment
 from pretrain.errors import ConfigError
-from pretrain.patches.upstream import correct_bias_by_the_step_alone
+from pretrain.patches.adam import make_bias_correction_stateless
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks, run_worker
 
 Results = dict[str, Any]
@@ -114,7 +114,7 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_worker("upstream_worker.py", cases, 2, folder)
 
 
-def refusal(config: dict[str, Any], corpus: str, folder: Path) -> str:
+def rejection(config: dict[str, Any], corpus: str, folder: Path) -> str:
     """The error of a run on two ranks with this DeepSpeed JSON."""
     path = folder / "ds.json"
     path.write_text(json.dumps(config))
@@ -138,7 +138,7 @@ def test_a_fp16_stage_0_scales_the_loss(results: Results) -> None:
     assert ours["loss"] == close(stage_1["loss"], 5e-4)
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
     assert plain["grad_norm"][0] * SCALE == pytest.approx(stage_1["grad_norm"][0], rel=1e-2), (
-        "DeepSpeed mended defect A: remove the loss hook of upstream.scale_loss_at_stage_0")
+        "DeepSpeed fixed defect A: remove the loss hook of fp16.scale_loss_at_stage_0")
 
 
 def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> None:
@@ -148,7 +148,7 @@ def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> 
         assert rows["loss_scale"][grows] == 2 * rows["loss_scale"][grows - 1] == 2 * SCALE
     assert ours["grad_norm"][grows] == pytest.approx(stage_1["grad_norm"][grows], rel=5e-3)
     assert plain["grad_norm"][grows] * SCALE == pytest.approx(stage_1["grad_norm"][grows] / 2, rel=5e-2), (
-        "DeepSpeed mended a part of defect A: remove update_scale from upstream._unscale_by_the_scale_used")
+        "DeepSpeed fixed a part of defect A: remove update_scale from fp16._unscale_before_the_scale_grows")
 
 
 def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) -> None:
@@ -158,14 +158,14 @@ def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) ->
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
     # its loss is not scaled, and its norm not divided: what is left of the error is the tied weight, counted twice
     assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
-        "DeepSpeed mended a part of defect A: remove `unfused` from upstream._unscale_by_the_scale_used")
+        "DeepSpeed fixed a part of defect A: remove `unfused` from fp16._unscale_before_the_scale_grows")
 
 
 def test_a_fp16_stage_0_begins_without_a_step(results: Results) -> None:
     ours, plain = results["fp16_construction_ours"], results["fp16_construction_plain"]
     assert ours == {"difference": 0.0, "adam_steps": 0}
-    assert plain["adam_steps"] > 0, "DeepSpeed mended a part of defect A: remove the reset in scale_loss_at_stage_0"
-    assert plain["difference"] > 1e-6, "DeepSpeed mended a part of defect A: remove refresh_fp32_params() there"
+    assert plain["adam_steps"] > 0, "DeepSpeed fixed a part of defect A: remove the reset in scale_loss_at_stage_0"
+    assert plain["difference"] > 1e-6, "DeepSpeed fixed a part of defect A: remove refresh_fp32_params() there"
 
 
 # --- B
@@ -177,7 +177,7 @@ def test_b_tied_gradients_are_summed_over_the_stages(results: Results, name: str
     assert ours["tied_difference"] == 0
     assert ours["loss"] == close(right["loss"], 1e-4)
     assert ours["grad_norm"] == close(right["grad_norm"], 1e-3)
-    assert plain["tied_difference"] > 1e-3, "DeepSpeed mended defect B: remove upstream.reduce_tied_gradients"
+    assert plain["tied_difference"] > 1e-3, "DeepSpeed fixed defect B: remove pipeline.reduce_tied_gradients"
 
 
 # --- C
@@ -190,10 +190,11 @@ def test_c_nvme_checkpoint_is_a_checkpoint(results: Results, name: str, swapped:
     assert ours["consolidated"] == 0, "zero_to_fp32 gives other weights"
     for place in ("nvme", "cpu"):
         assert ours[place] == {"loaded": 0.0, "tail": ours["tail"], "final": 0.0}
-    assert plain["nvme"]["tail"] != plain["tail"], "DeepSpeed mended defect C: remove make_nvme_checkpoints_whole"
+    assert plain["nvme"]["tail"] != plain["tail"], (
+        "DeepSpeed fixed defect C: remove nvme.save_complete_nvme_checkpoints")
     if any(swapped):
         for what in ("consolidated", "cpu"):
-            assert isinstance(plain[what], str), f"DeepSpeed mended a part of defect C: {what} gives {plain[what]}"
+            assert isinstance(plain[what], str), f"DeepSpeed fixed a part of defect C: {what} gives {plain[what]}"
 
 
 @NEEDS_LIBAIO
@@ -203,32 +204,32 @@ def test_c_nvme_parameters_can_be_resumed(results: Results) -> None:
     assert (loaded, at_end_again) == (at_save, at_end)
     assert ours["resumed"] == ours["tail"]
     assert str(results["nvme_params_plain"]).startswith("AttributeError"), (
-        "DeepSpeed mended a part of defect C: remove upstream._params_on_nvme")
+        "DeepSpeed fixed a part of defect C: remove nvme.parameters_on_nvme")
 
 
 # --- D to I
 
-def test_d_nvme_below_stage_3_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+def test_d_nvme_below_stage_3_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
     for stage in (1, 2):
         config = ds_config(stage, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, **BF16)
-        assert "offload_optimizer.device" in refusal(config, corpus, tmp_path)
+        assert "offload_optimizer.device" in rejection(config, corpus, tmp_path)
     plain = results["nvme_below_stage_3"]
-    assert plain["cpu_offload"], "DeepSpeed mended defect D: allow NVMe in ds_rules.offload_needs_a_stage"
+    assert plain["cpu_offload"], "DeepSpeed fixed defect D: allow NVMe in config/rules.py"
     assert plain["files"] == 0
     assert plain["bytes_in_memory"] > 512 * 512 * 4, "Adam's moments are not in memory"
 
 
-def test_e_autocast_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+def test_e_autocast_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
     config = ds_config(2, torch_autocast={"enabled": True, "dtype": "float16"})
-    assert "torch_autocast" in refusal(config, corpus, tmp_path)
+    assert "torch_autocast" in rejection(config, corpus, tmp_path)
     plain = results["autocast_norm"]
     assert plain["reported"] == pytest.approx(2**16 * plain["true"], rel=1e-2), (
-        "DeepSpeed mended defect E: allow torch_autocast in ds_schema")
+        "DeepSpeed fixed defect E: allow torch_autocast in config/ds_json/schema.py")
 
 
 def test_f_zero3_begins_with_the_weights_of_a_plain_module(results: Results) -> None:
     assert results["initial_zero3"]["difference"] == 0
-    assert results["init_in_parent"] != [3.0, 3.0], "DeepSpeed mended defect F: nn.init works under zero.Init"
+    assert results["init_in_parent"] != [3.0, 3.0], "DeepSpeed fixed defect F: nn.init works under zero.Init"
 
 
 def test_g_stages_begin_with_their_own_weights(results: Results) -> None:
@@ -236,22 +237,22 @@ def test_g_stages_begin_with_their_own_weights(results: Results) -> None:
     assert ours["difference"] == 0, "a stage differs from the model in one process"
     assert ours["first_blocks"] > 1e-2
     assert len(set(ours["seeds"])) == 2, "dropout is the same on both stages"
-    assert results["equal_stages"], "DeepSpeed mended defect G: stages have their own RNG state"
+    assert results["equal_stages"], "DeepSpeed fixed defect G: stages have their own RNG state"
 
 
-def test_h_unknown_keys_are_refused(results: Results, corpus: str, tmp_path: Path) -> None:
+def test_h_unknown_keys_are_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
     config = ds_config(2, **BF16)
     config["zero_optimisation"] = config.pop("zero_optimization")
-    message = refusal(config, corpus, tmp_path)
+    message = rejection(config, corpus, tmp_path)
     assert "zero_optimisation" in message
     assert "zero_optimization" in message, "no suggestion"
-    assert results["unknown_key"] == 0, "DeepSpeed mended defect H: it heeds or refuses unknown keys"
+    assert results["unknown_key"] == 0, "DeepSpeed fixed defect H: it rejects unknown keys"
 
 
-def test_i_sequence_parallelism_is_refused(results: Results, corpus: str, tmp_path: Path) -> None:
-    message = refusal(ds_config(1, **BF16, sequence_parallel_size=2), corpus, tmp_path)
+def test_i_sequence_parallelism_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
+    message = rejection(ds_config(1, **BF16, sequence_parallel_size=2), corpus, tmp_path)
     assert "sequence_parallel_size" in message
-    assert results["sequence_parallel_pipeline"] == [1, 2], "DeepSpeed mended defect I: pipelines split sequences"
+    assert results["sequence_parallel_pipeline"] == [1, 2], "DeepSpeed fixed defect I: pipelines split sequences"
 
 
 # --- J
@@ -275,7 +276,7 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
            "print('world of', deepspeed.comm.get_world_size())"
     for rank in run_ranks([str(WORKERS / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
         # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
-        assert "world of 2" not in rank.stdout, "DeepSpeed mended defect J: it reads SLURM's variables"
+        assert "world of 2" not in rank.stdout, "DeepSpeed fixed defect J: it reads SLURM's variables"
         assert "world of 1" in rank.stdout or rank.returncode != 0
 
 
@@ -287,7 +288,7 @@ def test_l_adam_on_the_cpu_goes_on_bit_for_bit(kind: type[torch.optim.Optimizer]
     parameter = torch.nn.Parameter(torch.ones(1000))
     optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.95))
     if mended:
-        correct_bias_by_the_step_alone(optimizer)
+        make_bias_correction_stateless(optimizer)
     before = {}  # step -> weights and state before it
     final = []
     for first in (0, *range(2, 20)):  # at once, and from each of these steps on
@@ -300,7 +301,7 @@ def test_l_adam_on_the_cpu_goes_on_bit_for_bit(kind: type[torch.optim.Optimizer]
             optimizer.step()
         final.append(parameter.detach().clone())
     assert all(torch.equal(final[0], weights) for weights in final) == mended, (
-        "another result after a resume" if mended else "DeepSpeed mended defect L: remove its function")
+        "another result after a resume" if mended else "DeepSpeed fixed defect L: remove its function")
 
 
 # --- K and lesser ones
@@ -311,17 +312,17 @@ def test_k_fp32_stage_0_clips_by_the_norm_of_every_stage(results: Results) -> No
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 1e-4)
     assert ours["loss"] == close(stage_1["loss"], 1e-5)
     assert max(abs(a - b) for a, b in zip(plain["loss"], stage_1["loss"], strict=True)) > 1e-2, (
-        "DeepSpeed mended defect K: let upstream.clip_fp32_by_whole_norm only report the norm")
+        "DeepSpeed fixed defect K: let pipeline.clip_fp32_by_global_norm only report the norm")
     assert all(math.isnan(norm) for norm in plain["grad_norm"]), "DeepSpeed reports fp32's gradient norm at stage 0"
 
 
-def test_bf16_stage_0_pipeline_checkpoint_can_be_read_back(results: Results) -> None:
+def test_bf16_stage_0_pipeline_checkpoint_can_be_loaded(results: Results) -> None:
     ours = results["bf16_stage_0_ours"]
     at_save, loaded, at_end, at_end_again = ours["state"]
     assert (loaded, at_end_again) == (at_save, at_end)
     assert ours["resumed"] == ours["tail"]
     assert results["bf16_stage_0_plain"] == "KeyError: 0", (
-        "DeepSpeed reads bf16 checkpoints of stage 0: let upstream.load_checkpoint do without bf16_at_stage_0")
+        "DeepSpeed reads bf16 checkpoints of stage 0: let checkpoint.load_checkpoint do without bf16_at_stage_0")
 
 
 def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
@@ -339,4 +340,4 @@ def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
                    "from pretrain.distributed.world import running_environment\n"
                    "init_process_group(running_environment())") == 0
     assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
-        "DeepSpeed unlinks its shared memory: remove upstream.remove_shared_memory_names")
+        "DeepSpeed unlinks its shared memory: remove process_group.remove_shared_memory_names")

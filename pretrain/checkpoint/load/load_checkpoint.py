@@ -13,7 +13,7 @@ from pretrain.checkpoint.load.reshard import load_resharded, same_shards, set_lo
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
-from pretrain.patches import upstream
+from pretrain.patches import checkpoint as checkpoint_patch
 
 _SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")  # attributes of the optimizer
 
@@ -27,7 +27,7 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer
         settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}
-        upstream.load_checkpoint(engine, folder.parent, folder.name)
+        checkpoint_patch.load_checkpoint(engine, folder.parent, folder.name)
         for name, value in settings.items():  # DeepSpeed restores those of the JSON that saved; this run's JSON counts
             setattr(optimizer, name, value)
         set_loss_scale(engine, manifest.loss_scale)

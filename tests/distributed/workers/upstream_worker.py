@@ -27,7 +27,7 @@ from pretrain.config.validate import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.model.init import initialize_parameters
 from pretrain.model.specs import as_module
-from tests.distributed import worker
+from tests.distributed.workers import worker
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
 from tests.support.cases_loop import each_case
 
@@ -53,7 +53,7 @@ def plain_deepspeed() -> Iterator[None]:
         engine.load_checkpoint(str(folder.parent), tag=folder.name)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("pretrain.patches.upstream.apply", lambda engine: None))
+        stack.enter_context(patch("pretrain.engine.build.apply_patches", lambda engine: None))
         for module in (worker, sys.modules[__name__]):
             for name, function in (("save_checkpoint", save), ("load_checkpoint", load),
                                    ("read_manifest", lambda folder: None)):

@@ -1,0 +1,52 @@
+"""Defects of DeepSpeed 0.19.8 that silently give a wrong result, and where each is worked around or rejected.
+
+Each work-around is one function. `tests/distributed/test_upstream.py` tests each defect twice: DeepSpeed alone gives
+the wrong result, and with the work-around the result is right. The first half fails once DeepSpeed has fixed the
+defect; then the function can be deleted. All defects were found in DeepSpeed 0.19.8, the only supported version.
+
+    A  fp16 + ZeRO-0: the loss is never scaled; a stray optimizer step at construction;
+       halved gradients in each step that lets the loss scale grow        fp16.scale_loss_at_stage_0
+    B  pipeline + tied weights + another accumulation dtype:
+       the gradients of tied weights are not summed                       pipeline.reduce_tied_gradients
+    C  optimizer on NVMe: a resume restores nothing, or only a part       nvme.save_complete_nvme_checkpoints
+    D  ZeRO-1/2 + offload to NVMe becomes offload to the CPU              rejected in config/rules.py
+    E  torch_autocast fp16 + ZeRO or pipeline: wrong norm and clipping,
+       or a crash                                                         rejected in config/ds_json/schema.py
+    F  nn.init in a parent's __init__ has no effect under zero.Init       model/init.py runs after construction
+    G  all pipeline stages start with the same RNG state                  engine/build.py seeds each rank differently
+    H  unknown top-level JSON keys are ignored                            rejected in config/ds_json/schema.py
+    I  sequence parallelism is ignored under a pipeline                   rejected in config/ds_json/schema.py
+    J  srun without RANK: every task trains alone                         distributed/world.py derives the ranks
+    K  fp32 + ZeRO-0 + pipeline: gradients are clipped by the norm of the
+       first pipeline stage                                               pipeline.clip_fp32_by_global_norm
+    L  Adam on the CPU: the bias correction differs after a resume        adam.make_bias_correction_stateless
+
+Defects that raise an error or only waste resources:
+    bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
+    on CPUs each run leaves 66 MiB a rank in /dev/shm                     process_group.remove_shared_memory_names
+    process groups ignore DEEPSPEED_TIMEOUT                               process_group.use_one_timeout_for_all_groups
+    every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
+"""
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from pretrain.patches.adam import make_bias_correction_stateless
+from pretrain.patches.fp16 import scale_loss_at_stage_0
+from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
+from pretrain.patches.pipeline import clip_fp32_by_global_norm, reduce_tied_gradients
+
+
+def apply_patches(engine: DeepSpeedEngine) -> None:
+    """Patch a newly initialized engine in place, against each defect that affects it."""
+    if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        scale_loss_at_stage_0(engine)
+    if isinstance(engine, PipelineEngine):
+        reduce_tied_gradients(engine)
+    if engine.zero_nvme_offload_optimizer() or parameters_on_nvme(engine):
+        save_complete_nvme_checkpoints(engine)
+    if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        clip_fp32_by_global_norm(engine)
+    make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))

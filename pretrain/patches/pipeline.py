@@ -1,0 +1,53 @@
+"""Defects B and K: wrong gradients and wrong clipping between pipeline stages.
+
+Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*.
+"""
+
+from deepspeed import DeepSpeedEngine
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors
+
+
+def reduce_tied_gradients(engine: PipelineEngine) -> None:
+    """B: sum the gradients of tied weights over the pipeline stages, wherever ZeRO-1 keeps them.
+
+    DeepSpeed 0.19.8: `PipelineEngine._exec_reduce_tied_grads` (runtime/pipe/engine.py) sums `weight.grad`, but ZeRO-1
+    keeps the gradient elsewhere if it accumulates in another dtype (runtime/zero/stage_1_and_2.py,
+    get_gradient_for_reduction).
+    """
+
+    def exec_reduce_tied_grads(self: PipelineEngine) -> None:
+        for weight, group in self.module.get_tied_weights_and_groups():
+            if self.using_bf16_optimizer:
+                grad = weight._hp_grad
+            elif hasattr(self.optimizer, "get_gradient_for_reduction"):
+                grad = self.optimizer.get_gradient_for_reduction(weight)
+            else:
+                grad = weight.grad
+            if grad is not None:
+                dist.all_reduce(grad, group=group)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: exec_reduce_tied_grads}
+
+
+def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
+    """K: clip fp32 gradients at ZeRO stage 0 by the norm over all pipeline stages, and report this norm.
+
+    DeepSpeed 0.19.8: `clip_grad_norm_` (runtime/utils.py) takes the parameters of every pipeline stage but the first
+    for replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on the layout.
+    `get_global_grad_norm` returns None, and without clipping no norm is computed.
+    """
+    max_norm = engine.gradient_clipping()
+
+    def clip() -> None:
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+        engine._global_grad_norm = norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
+        if max_norm > 0:
+            clip_tensors_by_global_norm([p.grad for p in parameters], max_norm=max_norm, global_norm=norm)
+
+    engine.clip_fp32_gradients = clip
+    if max_norm == 0:  # the engine calls clip_fp32_gradients only if clipping is on
+        engine.optimizer.register_step_pre_hook(lambda *_: clip())

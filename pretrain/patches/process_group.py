@@ -1,0 +1,40 @@
+"""Work-arounds for the process groups of DeepSpeed: time-outs, and shared memory on CPUs."""
+
+import os
+from pathlib import Path
+
+from deepspeed import comm as dist
+from deepspeed.comm import torch as comm_torch
+from deepspeed.constants import default_pg_timeout
+from torch.distributed import distributed_c10d
+
+
+def use_one_timeout_for_all_groups() -> None:
+    """Give every process group the time-out that DEEPSPEED_TIMEOUT (minutes) sets. Call it before the first group.
+
+    DeepSpeed 0.19.8 (comm/torch.py, new_group) creates its further groups with torch's default, 30 minutes for gloo.
+    Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_cable_ends_all_ranks.
+    """
+    distributed_c10d.default_pg_timeout = default_pg_timeout
+    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
+
+
+def skip_shared_memory_operator() -> None:
+    """Keep DeepSpeed from compiling its operator for collectives in shared memory. Call it before the first group.
+
+    DeepSpeed 0.19.8 (comm/torch.py, TorchBackend.__init__) compiles the operator even for one rank, which needs none.
+    """
+    comm_torch.build_shm_op = lambda: None
+
+
+def remove_shared_memory_names(rank: int) -> None:
+    """Unlink this rank's shared-memory segment; collective. The mapping remains valid after its name is removed.
+
+    DeepSpeed 0.19.8 (csrc/cpu/comm/shm.cpp, shm_initialize) opens a segment of 66 MiB for each rank by name and never
+    unlinks it, so that every run leaves them in /dev/shm. After this call nothing remains, even if the run is killed.
+    Guarded by tests/distributed/test_upstream.py, test_no_shared_memory_is_left_behind.
+    """
+    dist.barrier()  # every rank has opened the segments of all ranks
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    segment = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}")
+    segment.unlink(missing_ok=True)
