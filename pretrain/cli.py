@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.errors import ConfigError, did_you_mean, shorten
+from pretrain.errors import ConfigError, shorten
 
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
@@ -56,7 +56,7 @@ def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
     if wrong := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", problem, re.DOTALL):
         choices = [choice.strip("' ") for choice in wrong[2].split(",")]
         return ConfigError(flag, found=repr(wrong[1]), expected=f"one of {', '.join(choices)}",
-                           remedy=did_you_mean(wrong[1], choices))
+                           word=wrong[1], known=choices)
     if wrong := re.match(r"Truthy value expected: got (.*) but expected", problem, re.DOTALL):
         return ConfigError(flag, found=repr(wrong[1]), expected="true or false")
     if wrong := re.fullmatch(r"ignored explicit argument (.*)", problem, re.DOTALL):
@@ -82,8 +82,9 @@ def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError("command line", problem=f"{shorten(word)!r} is not the value of any flag",
                            remedy="quote values that hold spaces; --help lists the flags")
-    close = did_you_mean(name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1), flags)
-    return ConfigError(shorten(name), problem="there is no such flag", remedy=close or "--help lists the flags")
+    underscored = name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1)
+    return ConfigError(shorten(name), problem="there is no such flag", remedy="--help lists the flags",
+                       word=underscored, known=flags)
 
 
 def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:

@@ -1,20 +1,20 @@
-"""Exit codes, and the exceptions that end a program with one line."""
+"""Exit codes, and the exceptions that end a program with one line on stderr."""
 
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST_PLACE = 1000  # characters of a path and key
-_LONGEST_VALUE = 300  # characters of a value that a message shows
+_LONGEST_WHERE = 1000  # characters of a path and key
+_LONGEST_VALUE = 300  # characters of a value
 
 FINISHED = 0
-CRASHED = 1  # the last checkpoint was not written either; and whatever else is not named here
-REFUSED = 2  # bad input: another start would end the same
-STOPPED = 75  # saved on a signal or at a time limit, start me again (EX_TEMPFAIL of sysexits.h)
+CRASHED = 1  # any failure without a code of its own, and a run whose last checkpoint could not be written
+REJECTED = 2  # bad input: another start would end in the same way
+STOPPED = 75  # saved on a signal or at a time limit: start the run again (EX_TEMPFAIL of sysexits.h)
 GUARD = 76  # stopped by the bad-step guard
 HANG = 77
-INTERRUPTED = 130  # by Ctrl-C, without a save: what a shell reports of a program that SIGINT ended
+INTERRUPTED = 130  # by Ctrl-C, without a save; shells report the same code for a program that SIGINT killed
 
-NEVER_AGAIN = {REFUSED: "the run was refused", GUARD: "the bad-step guard stopped it"}
+NO_RESTART = {REJECTED: "the run was rejected", GUARD: "the bad-step guard stopped it"}
 
 
 class ConfigError(ValueError):
@@ -22,52 +22,54 @@ class ConfigError(ValueError):
 
     With two values, `ConfigError("--seed", found=-1, expected="at least 0")`: `--seed: found -1; expected at least 0.`
     Otherwise a sentence, `ConfigError("--save", problem="the folder is read-only")`: `--save: the folder is read-only.`
-    `main()` functions turn it into that line on stderr and exit code 2.
+    If `word` resembles one of the `known` words, `did you mean "..."?` replaces the remedy.
+    `main()` functions print that line to stderr and exit with code 2.
     """
 
-    def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "",
-                 remedy: str = "") -> None:
+    def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
+                 word: str = "", known: Iterable[str] = ()) -> None:
         what = problem or f"found {shorten(str(found))}; expected {expected}"
-        line = shown(f"{shorten(where, _LONGEST_PLACE)}: {what}. {remedy}".rstrip(". "))
+        advice = did_you_mean(word, known) or remedy
+        line = printable(f"{shorten(where, _LONGEST_WHERE)}: {what}. {advice}".rstrip(". "))
         super().__init__(line if line.endswith("?") else f"{line}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ConfigError.of_line, (str(self),)  # how it travels between ranks
+        return ConfigError.from_line, (str(self),)  # pickling, when one rank sends the error to the others
 
     @classmethod
-    def of_line(cls, line: str) -> "ConfigError":
-        """What another rank found, from its line."""
+    def from_line(cls, line: str) -> "ConfigError":
+        """Return an error with this complete line, for example one that another rank reported."""
         error = cls.__new__(cls)
         error.args = (line,)
         return error
 
 
 class SaveError(Exception):
-    """A checkpoint could not be written. The earlier ones are as they were."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 def shorten(text: str, longest: int = _LONGEST_VALUE) -> str:
-    """`text`, or its beginning and its length where it is longer than a line can show."""
+    """Return `text`, cut after `longest` characters with a note of its full length."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def shown(text: str) -> str:
-    """`text` on one line, with escapes for characters that a terminal would act on."""
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters escaped."""
     line = " ".join(text.split())
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean "x"?`, or "" where no word in `known` is similar to `word`."""
-    meant = closest(word, known)
-    return f'did you mean "{meant}"?' if meant else ""
+    """Return `did you mean "x"?`, or "" if no word in `known` is similar to `word`."""
+    name = closest(word, known)
+    return f'did you mean "{name}"?' if name else ""
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that `word` misspells or abbreviates, or that has the same parts in another order; "": none.
+    """Return the known word that `word` misspells, abbreviates or reorders; "" if there is none.
 
-    Short words may differ by one letter only: with two, most of them are similar ("fp8", "fp16"). A word with digits
-    and one without are different names ("gptj", "gpt2").
+    Short words may differ by one letter only: most of them are within two letters of each other ("fp8", "fp16").
+    A word with digits never matches one without ("gptj", "gpt2").
     """
     names = list(known)
     most = min(3, 1 + len(word) // 8)
@@ -81,7 +83,7 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def _edit_distance(word: str, name: str) -> int:
-    """Letters to insert, delete, replace or swap with the next one."""
+    """Count the letters to insert, delete, replace or swap with the next one."""
     before: list[int] = []
     row = list(range(len(name) + 1))
     for i, letter in enumerate(word, 1):
@@ -95,6 +97,6 @@ def _edit_distance(word: str, name: str) -> int:
 
 
 def _same_parts(word: str, name: str) -> bool:
-    """Whether two names of several parts differ by their order, or by one part that is missing or too many."""
-    mine, other = ({*text.lower().replace("-", "_").split("_")} for text in (word, name))
-    return len(mine & other) >= 2 and len(mine ^ other) <= 1
+    """Return whether two names have the same parts in another order, or differ by one missing or added part."""
+    first, second = ({*text.lower().replace("-", "_").split("_")} for text in (word, name))
+    return len(first & second) >= 2 and len(first ^ second) <= 1

@@ -22,7 +22,7 @@ from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.errors import CRASHED, INTERRUPTED, REFUSED, ConfigError, SaveError
+from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, SaveError
 from pretrain.patches.imports import avoid_compiler_imports
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return run(parse_arguments(argv), world)
     except ConfigError as error:
         print_error(world, error)
-        return REFUSED
+        return REJECTED
     except SaveError as error:
         print_error(world, error)
         return CRASHED

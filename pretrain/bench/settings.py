@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pretrain.cli import LONGEST_SECONDS, Parser, number, place, text, whole_number
 from pretrain.config.arguments import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 
 WHAT = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")
 _SIZE = whole_number(1, 2**31 - 1)
@@ -97,7 +97,7 @@ def add_flags(parser: Parser) -> None:
 def _choose(flag: str, word: str, known: Sequence[str]) -> str:
     if word not in known:
         raise ConfigError(flag, found=repr(word), expected=f"one of {', '.join(known)}",
-                          remedy=did_you_mean(word, known))
+                          word=word, known=known)
     return word
 
 

@@ -28,7 +28,7 @@ from pretrain.config.arguments import RunArguments, parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
-from pretrain.errors import REFUSED, ConfigError
+from pretrain.errors import REJECTED, ConfigError
 
 _PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}  # Debian's
 _PLAIN = re.compile(r"[\w@%+=:,./-]+")
@@ -136,7 +136,7 @@ def _start_here(flags: argparse.Namespace, train: Sequence[str], slots: Mapping[
     host = hosts[flags.node_rank]
     if flags.node_rank == 0:
         print("\n".join(_table(facts, ranks)), flush=True)
-    code = REFUSED
+    code = REJECTED
     try:
         _check_run(args, facts, ranks)
         code = 0

@@ -22,7 +22,7 @@ from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
-from pretrain.errors import NEVER_AGAIN, REFUSED, STOPPED, ConfigError
+from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.rows import read_metrics, read_rows
 
 RECORD = "slurm.jsonl"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             before(plan, os.environ, signal_s=known.signal_seconds)
     except ConfigError as error:
         print_error(World(rank=node, size=node + 1, local_rank=0, local_size=1, launcher="slurm"), error)
-        return REFUSED
+        return REJECTED
     return 0
 
 
@@ -89,7 +89,7 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
     if exit_code != STOPPED:
         for node in silent_nodes(starts[-1].nodes if starts else []):
             say(f"node {node} does not answer")
-    reason = NEVER_AGAIN.get(exit_code)
+    reason = NO_RESTART.get(exit_code)
     fruitless = [start for start in starts[-STARTS_WITHOUT_PROGRESS:] if start.step == step]
     if len(fruitless) == STARTS_WITHOUT_PROGRESS:
         reason = f"{STARTS_WITHOUT_PROGRESS} starts in a row went no further than step {step}"

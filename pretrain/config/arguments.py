@@ -16,7 +16,7 @@ import yaml
 
 from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
 from pretrain.config.flag_help import help_text
-from pretrain.errors import ConfigError, did_you_mean, shorten
+from pretrain.errors import ConfigError, shorten
 
 
 def _flag(default: Any, help: str, *, unset: str = "none", **words: str) -> Any:
@@ -205,7 +205,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
     for name, (line, value) in read_yaml(path).items():
         if name not in names:
             raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
-                              expected="a flag of pretrain/train.py", remedy=did_you_mean(name, names))
+                              expected="a flag of pretrain/train.py", word=name, known=names)
         words.append(f"--{name}={value}")
     return words
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pretrain.cli import LONGEST_SECONDS
 from pretrain.config.arguments import RunArguments
 from pretrain.config.schedule import KINDS, check_schedule_words
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
 RESUME_WORDS = ("auto", "required", "never")
@@ -41,7 +41,7 @@ def check_flags(args: RunArguments) -> None:
     for name, known in words:
         if getattr(args, name) not in known:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
-                              remedy=did_you_mean(getattr(args, name), known))
+                              word=getattr(args, name), known=known)
     check_schedule_words(args)
     _check_checkpoint_flags(args)
     if (args.train_steps is None) == (args.train_tokens is None):
@@ -95,7 +95,7 @@ def check_mirror(mirror: str, save: str) -> None:
             known = fsspec.available_protocols()
             raise ConfigError("--checkpoint_mirror", found=f"the protocol {protocol}://",
                               expected="a folder, or a URL that fsspec knows such as s3://bucket/run",
-                              remedy=did_you_mean(protocol, known)) from None
+                              word=protocol, known=known) from None
         return
     folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
     if folder == run or run in folder.parents:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config.arguments import RunArguments
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 
 KINDS = ("cosine", "linear", "constant", "wsd")
 DEFAULT_WARMUP_SHARE = 0.01  # of the run
@@ -90,7 +90,7 @@ def check_schedule_words(args: RunArguments) -> None:
     """The --lr_* flags by themselves: words, ranges, and none without an effect."""
     if args.lr_schedule not in KINDS:
         raise ConfigError("--lr_schedule", found=args.lr_schedule, expected=", ".join(KINDS),
-                          remedy=did_you_mean(args.lr_schedule, KINDS))
+                          word=args.lr_schedule, known=KINDS)
     if not 0 <= args.min_lr_ratio <= 1:
         raise ConfigError("--min_lr_ratio", found=args.min_lr_ratio, expected="a share from 0 to 1")
     if args.lr_wsd_steps is not None and args.lr_schedule != "wsd":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 
 CHUNK_BYTES = 1 << 19
 _JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
@@ -98,8 +98,8 @@ def _text_of_line(line: bytes, where: str, jsonl_key: str) -> str:
     text = value.get(jsonl_key)
     if not isinstance(text, str):
         found = f"no key {jsonl_key!r}" if jsonl_key not in value else f"{jsonl_key!r}: {type(text).__name__}"
-        remedy = did_you_mean(jsonl_key, value) or f"--jsonl_key takes one of: {', '.join(list(value)[:8]) or 'none'}"
-        raise ConfigError(where, found=found, expected="a string", remedy=remedy)
+        raise ConfigError(where, found=found, expected="a string", word=jsonl_key, known=value,
+                          remedy=f"--jsonl_key takes one of: {', '.join(list(value)[:8]) or 'none'}")
     check_unicode(text, where)
     return text
 

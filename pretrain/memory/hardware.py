@@ -7,7 +7,7 @@ them has a flag. Rates are one way.
 from dataclasses import dataclass, replace
 
 from pretrain.distributed.device import nvidia_smi
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 from pretrain.monitor.peak_flops import peak_tflops
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def find_gpu(word: str | None) -> Gpu:
         gib = float(name)
     except ValueError:
         raise ConfigError("--gpu", found=repr(word), expected=f"{', '.join(GPUS)}, or a number of GiB",
-                          remedy=did_you_mean(name, GPUS)) from None
+                          word=name, known=GPUS) from None
     if not 0 < gib < 1e5:
         raise ConfigError("--gpu", found=word, expected="a number of GiB above 0")
     return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}-GiB device", memory_bytes=int(gib * GIB))

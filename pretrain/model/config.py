@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, did_you_mean, shorten
+from pretrain.errors import ConfigError, shorten
 from pretrain.model.config_keys import (
     KEYS,
     WORDS,
@@ -111,7 +111,7 @@ def find_config(model: str) -> Path:
                           remedy="give a preset's name, a transformers config.json, or the folder that holds one")
     names = preset_names()
     raise ConfigError("--model", found=repr(model), expected=f"a config.json, its folder, or one of {', '.join(names)}",
-                      remedy=did_you_mean(model, names))
+                      word=model, known=names)
 
 
 def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
@@ -138,7 +138,7 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     if not isinstance(architecture, str) or architecture not in _READERS:
         found = "nothing" if architecture is None else json.dumps(architecture)
         raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(_READERS)}",
-                          remedy=_similar_architecture(str(architecture)))
+                          word=_architecture_name(str(architecture)), known=_READERS)
     check_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
@@ -151,16 +151,16 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
     return config
 
 
-def _similar_architecture(word: str) -> str:
-    """`did you mean "gpt_neox"?` for GPT-NeoX; nothing for gpt_neo, which is another architecture."""
+def _architecture_name(word: str) -> str:
+    """Return "gpt_neox" for GPT-NeoX; "" for the name of another architecture, such as gpt_neo."""
     name = word.lower().replace("-", "_")
-    return "" if name in _OTHER_ARCHITECTURES else did_you_mean(name, _READERS)
+    return "" if name in _OTHER_ARCHITECTURES else name
 
 
 def _activation(name: str, where: str) -> str:
     if name not in _ACTIVATIONS:
         raise ConfigError(where, found=repr(name), expected=f"one of {listing(_ACTIVATIONS)}",
-                          remedy=did_you_mean(name, _ACTIVATIONS))
+                          word=name, known=_ACTIVATIONS)
     return _ACTIVATIONS[name]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError, did_you_mean, shorten
+from pretrain.errors import ConfigError, shorten
 
 # Keys that change the model, with transformers' defaults (which also give the type). None: see NULLABLE.
 KEYS: dict[str, dict[str, Any]] = {
@@ -113,14 +113,14 @@ def known_keys(architecture: str) -> set[str]:
     return set(KEYS[architecture]) | set(FIXED) | IGNORED
 
 
-def suggest(word: str, architecture: str) -> str:
-    """`did you mean "n_layer"?` for a misspelt key and for another architecture's word of the same meaning."""
+def own_key(word: str, architecture: str) -> str:
+    """Return this architecture's key for another architecture's key of the same meaning; else `word` itself."""
     meanings = [word, *(ours for words in WORDS.values() for ours, theirs in words.items() if theirs == word)]
     for meaning in meanings:
         own = WORDS[architecture].get(meaning, meaning)
         if own != word and own in KEYS[architecture]:
-            return f'did you mean "{own}"?'
-    return did_you_mean(word, KEYS[architecture])
+            return own
+    return word
 
 
 def check_keys(values: dict[str, Any], architecture: str, where: str) -> None:
@@ -130,7 +130,8 @@ def check_keys(values: dict[str, Any], architecture: str, where: str) -> None:
         if key not in known and not key.startswith("_"):
             raise ConfigError(f"{where}: {shorten(key)}", found="an unknown key",
                               expected=f"a key of a {architecture} config",
-                              remedy=suggest(key, architecture) or "Remove it if the model is the same without it")
+                              remedy="Remove it if the model is the same without it",
+                              word=own_key(key, architecture), known=KEYS[architecture])
         if key in FIXED and value is not None and (value != FIXED[key] or isinstance(value, bool) !=
                                                    isinstance(FIXED[key], bool)):
             raise ConfigError(f"{where}: {key}", found=json.dumps(value),
@@ -181,7 +182,7 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
             raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
         if key not in known_keys(architecture) or key == "model_type":
             raise ConfigError(shorten(where), found="an unknown key", expected=f"a key of a {architecture} config.json",
-                              remedy=suggest(key, architecture))
+                              word=own_key(key, architecture), known=KEYS[architecture])
         if key in changed:
             raise ConfigError(where, found="the key twice", expected="one value a key")
         changed[key] = _override_value(key, value, architecture, current, where)

@@ -114,11 +114,11 @@ def test_optimizers_and_schedulers_are_deepspeeds_and_torchs() -> None:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
 
-    known = set(ds_optimizers.OPTIMIZERS) | set(ds_optimizers.DEEPSPEED_REFUSED)
+    known = set(ds_optimizers.OPTIMIZERS) | set(ds_optimizers.DEEPSPEED_REJECTED)
     assert set(DEEPSPEED_OPTIMIZERS) <= known
     classes = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"Optimizer"}
     ours = {name for name in classes if name.lower() in ds_optimizers.OPTIMIZERS}
-    assert classes - ours == set(ds_optimizers.TORCH_OPTIMIZERS) | set(ds_optimizers.TORCH_REFUSED)
+    assert classes - ours == set(ds_optimizers.TORCH_OPTIMIZERS) | set(ds_optimizers.TORCH_REJECTED)
     for name, params in ds_optimizers.TORCH_OPTIMIZERS.items():
         taken = set(inspect.signature(getattr(torch.optim, name)).parameters)
         assert set(params) - {"max_grad_norm"} == taken - {"params"}, name

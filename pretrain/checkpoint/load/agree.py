@@ -121,4 +121,4 @@ def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
         except ConfigError as error:
             refused.append(str(error))
     for line in (line for lines in gather(refused) for line in lines):
-        raise ConfigError.of_line(line)
+        raise ConfigError.from_line(line)

@@ -55,7 +55,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     except ConfigError as error:
         refusal = str(error)
     for line in filter(None, gather(refusal)):
-        raise ConfigError.of_line(line)
+        raise ConfigError.from_line(line)
     with torch.no_grad():
         _refresh(engine)
     set_loss_scale(engine, manifest.loss_scale)

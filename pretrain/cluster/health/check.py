@@ -83,7 +83,7 @@ class Crew:
             errors = {rank: each.error for rank, each in enumerate(outcomes) if each.error is not None}
             for rank, error in errors.items():
                 if isinstance(error, ConfigError):
-                    return ConfigError.of_line(f"{self.host_of(rank)}: {error}")
+                    return ConfigError.from_line(f"{self.host_of(rank)}: {error}")
                 self.report.add((where or self.host_of)(rank), f"{phase}: {error}")
             if not errors:
                 judge([each.value for each in outcomes])

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pretrain.errors import ConfigError, did_you_mean
+from pretrain.errors import ConfigError
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name, user@name or address that no shell takes apart
@@ -93,7 +93,7 @@ def _parse_filter(flag: str, text: str, there: dict[str, list[int]]) -> dict[str
         host, colon, slots = part.partition(":")
         if host not in there:
             raise ConfigError(flag, found=repr(host), expected="a host of the hostfile",
-                              remedy=did_you_mean(host, there) or f"it has {', '.join(list(there)[:8])}")
+                              remedy=f"it has {', '.join(list(there)[:8])}", word=host, known=there)
         words = slots.split(",") if colon else [str(slot) for slot in there[host]]
         wrong = [word for word in words if not word.isdecimal() or int(word) not in there[host]]
         if wrong:

@@ -14,10 +14,10 @@ from typing import IO, Any
 
 from pretrain.cli import say
 from pretrain.cluster.hosts.remote import HostError, Reach, ask_all
-from pretrain.errors import FINISHED, GUARD, HANG, REFUSED, STOPPED
+from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
 
 LOST = 255  # ssh's exit code when the connection breaks
-_TOLD_FIRST = (REFUSED, GUARD, HANG)  # the ranks that end because of these only crash
+_TOLD_FIRST = (REJECTED, GUARD, HANG)  # the ranks that end because of these only crash
 _FAILED = re.compile(r"pdsh@[^:]*: (?P<host>\S+): ssh exited with exit code (?P<code>\d+)")
 _POLL_S = 0.2
 _LAUNCHER_ENDS_S = 5.0  # after the last process on the hosts

@@ -22,10 +22,10 @@ from pretrain.cluster.supervise import launch_command as launch
 from pretrain.cluster.supervise.host_checks import DEFAULT_HEALTH_COMMAND, LOCAL, ranks_on, reach_hosts, unhealthy
 from pretrain.cluster.supervise.processes import adopt_orphans, ask_to_save, descendants, end_descendants
 from pretrain.cluster.supervise.restart_log import Ledger, Progress, Start, marks, read_progress, step_seconds
-from pretrain.errors import CRASHED, FINISHED, GUARD, HANG, NEVER_AGAIN, REFUSED, STOPPED, ConfigError
+from pretrain.errors import CRASHED, FINISHED, GUARD, HANG, NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.rows import read_starts
 
-_SAID = {REFUSED: "refused", STOPPED: "stopped", GUARD: "stopped by the bad-step guard", HANG: "hang"}
+_SAID = {REJECTED: "refused", STOPPED: "stopped", GUARD: "stopped by the bad-step guard", HANG: "hang"}
 _POLL_S, _ASK_AGAIN_S, _TERM_S = 0.2, 1.0, 10.0
 Say = Callable[[str], None]
 
@@ -90,7 +90,7 @@ def _start_until_done(settings: Settings, ledger: Ledger, heard: Heard, say: Say
     while True:
         start, seconds = _start(settings, len(ledger.starts) + 1, heard, say)
         ledger.add(start, seconds)
-        if start.exit_code == FINISHED or start.exit_code in NEVER_AGAIN:
+        if start.exit_code == FINISHED or start.exit_code in NO_RESTART:
             return start.exit_code or 0, start.reason
         if heard.name:
             return STOPPED, f"{heard.name}: {start.reason}"
@@ -206,7 +206,7 @@ def judge(code: int, progress: Progress, *, last_step: int | None) -> tuple[int,
         return FINISHED, "finished"
     if code == 0 and complete:
         return FINISHED, "finished"
-    if code in (REFUSED, GUARD, HANG):
+    if code in (REJECTED, GUARD, HANG):
         return code, _SAID[code]
     if stop is not None:
         return STOPPED, f"saved on {stop['reason']}"

@@ -7,11 +7,11 @@ from typing import Any
 
 from pretrain.config.ds_json.clean import is_comment, is_idle, takes_default
 from pretrain.config.ds_json.optimizers import (
-    DEEPSPEED_REFUSED,
+    DEEPSPEED_REJECTED,
     KNOWN_NAMES,
     OPTIMIZERS,
     SCHEDULERS,
-    TORCH_REFUSED,
+    TORCH_REJECTED,
     optimizer_params,
 )
 from pretrain.config.ds_json.read import DsFile
@@ -109,7 +109,7 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     if not _has_kind(value, key):
         raise ConfigError(where, found=_show(value), expected=expected)
     if key.words and value.lower() not in [word.lower() for word in key.words]:
-        raise ConfigError(where, found=_show(value), expected=expected, remedy=did_you_mean(value, key.words))
+        raise ConfigError(where, found=_show(value), expected=expected, word=value, known=key.words)
     for number in value if key.kind == "pair" else [value]:
         if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
             raise ConfigError(where, found=_show(value), expected=expected)
@@ -194,9 +194,9 @@ def _check_optimizer(file: DsFile) -> None:
                           remedy=f"known types: {', '.join(KNOWN_NAMES)}")
     tree = optimizer_params(kind)
     if tree is None:
-        reason = DEEPSPEED_REFUSED.get(kind.lower()) or TORCH_REFUSED.get(kind)
+        reason = DEEPSPEED_REJECTED.get(kind.lower()) or TORCH_REJECTED.get(kind)
         raise ConfigError(file.where("optimizer.type"), found=_show(kind), expected=f"one of {', '.join(KNOWN_NAMES)}",
-                          remedy=reason or did_you_mean(kind, KNOWN_NAMES))
+                          remedy=reason or "", word="" if reason else kind, known=KNOWN_NAMES)
     _check_tree(file, file.get("optimizer.params") or {}, tree, "optimizer.params.")
 
 
@@ -205,6 +205,6 @@ def _check_scheduler(file: DsFile) -> None:
     if kind not in SCHEDULERS:
         found = "nothing" if kind is None else _show(kind)
         raise ConfigError(file.where("scheduler.type"), found=found, expected=f"one of {', '.join(SCHEDULERS)}",
-                          remedy=did_you_mean(kind or "", SCHEDULERS)
-                          or "or remove the block and use --lr_schedule; torch's own need another optimizer class")
+                          remedy="or remove the block and use --lr_schedule; torch's own need another optimizer class",
+                          word=kind or "", known=SCHEDULERS)
     _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")

@@ -56,11 +56,11 @@ TORCH_OPTIMIZERS: dict[str, Tree] = {
     for name, tree in _TORCH.items()
 }
 del TORCH_OPTIMIZERS["SGD"]["capturable"]
-TORCH_REFUSED = {
+TORCH_REJECTED = {
     "LBFGS": "it needs the loss computed several times a step",
     "SparseAdam": "the models have no sparse gradients",
 }
-DEEPSPEED_REFUSED = {
+DEEPSPEED_REJECTED = {
     "onebitadam": "DeepSpeed 0.19.8 has no 1-bit optimizers",
     "zerooneadam": "DeepSpeed 0.19.8 has no 1-bit optimizers",
     "onebitlamb": "DeepSpeed 0.19.8 has no 1-bit optimizers",

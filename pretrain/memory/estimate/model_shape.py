@@ -196,7 +196,7 @@ def read_shape(model: str) -> ModelShape:
         try:
             sizes = ARCHITECTURES[kind](values)
         except ConfigError as error:
-            raise ConfigError.of_line(f"{where}: {error}") from None
+            raise ConfigError.from_line(f"{where}: {error}") from None
         return _checked(ModelShape(architecture=kind, untrainable_reason=trained, **sizes), where)
     if not isinstance(kind, str) or kind not in KEYS:
         raise ConfigError(f"{where}: model_type", found=repr(kind),

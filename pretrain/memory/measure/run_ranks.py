@@ -100,7 +100,7 @@ def failure(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigError:
         oom_kills: processes that the kernel killed for lack of memory during the run; None: it does not say.
     """
     if rank.code == _REJECTED and rank.reason:
-        return ConfigError.of_line(rank.reason)
+        return ConfigError.from_line(rank.reason)
     said = " | ".join(rank.lines) or "no output"
     if rank.code is None:
         return ConfigError(f"measure {name}", found=f"rank {rank.rank} still running when the time was over, last "

@@ -114,7 +114,7 @@ def _last(text: str) -> str:
 
 def _simulation(answer: dict[str, Any]) -> Simulation | ConfigError:
     if "refused" in answer:
-        return ConfigError.of_line(answer["refused"])
+        return ConfigError.from_line(answer["refused"])
     return Simulation(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
 
 
