@@ -1,1 +1,4 @@
-"""Sharded checkpoints: written and read by the DeepSpeed engine, committed, described and chosen here."""
+"""Sharded checkpoints: saved, described, validated, loaded and converted.
+
+Imports engine, monitor, config, data, model, distributed, patches, console and errors; never memory or cluster.
+"""

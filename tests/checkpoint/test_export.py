@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.checkpoint.convert import export
-from pretrain.checkpoint.convert.export import consolidate, convert, diff
+from pretrain.checkpoint.convert import consolidate as consolidate_module
+from pretrain.checkpoint.convert import universal
+from pretrain.checkpoint.convert.consolidate import consolidate
+from pretrain.checkpoint.convert.diff import diff
+from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load import reader as reader_module
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -63,7 +67,7 @@ def test_a_conversion_is_done_once_and_never_half(work: Path, saved: dict[str, A
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = Path(saved["zero3"]["folder"]), work / "once"
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_universal_optimizer", lambda *_: 1 / 0)
+        patch.setattr(universal, "_universal_optimizer", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             convert(source, out)
     assert not out.exists()
@@ -72,10 +76,10 @@ def test_a_conversion_is_done_once_and_never_half(work: Path, saved: dict[str, A
     written = (out / "source.json").stat().st_mtime_ns
     convert(source, out)
     assert (out / "source.json").stat().st_mtime_ns == written, "converted again"
-    with pytest.raises(ConfigError, match="expected a new folder"):
+    with pytest.raises(ConfigError, match="the folder exists and has other content"):
         convert(Path(saved["stage0"]["folder"]), out)
     os.truncate(next(out.glob("zero/*/fp32.pt")), 100)
-    with pytest.raises(ConfigError, match="expected a new folder"):
+    with pytest.raises(ConfigError, match="the folder exists and has other content"):
         convert(source, out)
 
 
@@ -90,8 +94,8 @@ def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str
             key: value.tolist() for key, value in weights.items()}
         values = json.loads((work / f"{name}-fp32" / "config.json").read_text())
         as_module(model_config_from(values, "config.json")).load_state_dict(weights)
-    monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr(export, "_CHUNK", 1000)
+    monkeypatch.setattr(consolidate_module, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(reader_module, "_PIECE_NUMEL", 1000)
     consolidate(folder, work / "bf16", dtype="bf16")
     files = json.loads((work / "bf16/model.safetensors.index.json").read_text())["weight_map"]
     parts = {file: load_file(work / "bf16" / file) for file in set(files.values())}

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from pretrain.checkpoint.convert.commands import verify
+from pretrain.checkpoint.convert.inspect import verify
 from pretrain.checkpoint.format.files import HashedFile
 from pretrain.checkpoint.format.pickle_scan import USUAL_GLOBALS, has_only_usual_globals, pickle_globals
 from pretrain.checkpoint.format.pickles import load_pickle

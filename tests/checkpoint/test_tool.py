@@ -60,7 +60,7 @@ def test_list_and_verify(run: Path) -> None:
     assert all("2 ranks, ZeRO-1" in line and line.rstrip().endswith("yes") for line in lines[1:])
     assert f"{read_manifest(checkpoints / 'global_step3').eval_loss:.4f}" in lines[1]
     assert passes("list", checkpoints / "global_step2") == [lines[0], lines[2]]
-    assert all(": whole, " in line for line in passes("verify", run))
+    assert all(": complete, " in line for line in passes("verify", run))
     assert len(passes("verify", checkpoints / "global_step2")) == 1
 
     name = max(path.name for path in (checkpoints / "global_step3").glob("*optim_states.pt"))
@@ -101,15 +101,15 @@ def test_prune(run: Path) -> None:
 
 
 def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
-    _fails(2, "found no checkpoint", "list", tmp_path)
-    _fails(2, "found no checkpoint", "diff", tmp_path, tmp_path)
+    _fails(2, "holds no checkpoint", "list", tmp_path)
+    _fails(2, "holds no checkpoint", "diff", tmp_path, tmp_path)
     _fails(2, "found 'lst'", "lst", tmp_path)
     _fails(2, "COMMAND", )
     _fails(2, "'-1'", "prune", tmp_path, "--keep_checkpoints=-1")
     _fails(2, "--keep_checkpoints", "prune", tmp_path)
     (tmp_path / "global_step5").mkdir()
     _fails(2, "manifest", "consolidate", tmp_path / "global_step5", tmp_path / "out")
-    _fails(2, "a run's folder", "prune", tmp_path / "global_step5", "--keep_checkpoints=2")
+    _fails(2, "a single checkpoint", "prune", tmp_path / "global_step5", "--keep_checkpoints=2")
     _fails(1, "manifest", "list", tmp_path)
 
 

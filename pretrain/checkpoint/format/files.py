@@ -1,4 +1,7 @@
-"""Files that are hashed while they are written, and writes that a power cut cannot leave half done. Linux, no torch."""
+"""Files that are hashed while they are written, and atomic writes that survive a power cut.
+
+Works on Linux and needs no torch.
+"""
 
 import hashlib
 import os
@@ -7,25 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-_SMALL_BYTES = 2**16  # smaller pieces are collected: the hand-over to the hashing thread would cost more than the hash
-_CHUNK_BYTES = 2**24  # of large pieces: hashed and written side by side while they are in the cache
+_SMALL_BYTES = 2**16  # smaller pieces are buffered: handing one to the hashing thread costs more than hashing it
+_CHUNK_BYTES = 2**24  # large pieces are split, so that a chunk is hashed and written while it is in the CPU cache
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of a checkpoint must be."""
+    """Size and hash that a file of a checkpoint must have."""
 
     bytes: int
     sha256: str  # hexadecimal
 
 
 class HashedFile:
-    """A new file, open for writing bytes, that knows its SHA-256 when it is closed; enough of a file for `torch.save`.
+    """A new file, open for writing bytes, whose SHA-256 is known when it is closed. `torch.save` can write to it.
 
-    One thread hashes what another writes. A piece is not kept after `write` has returned, so the caller may change it.
-    The file must not exist: two writers of one name would make a file that neither has hashed.
-    After an error (ENOSPC, say) the file takes no more bytes, and `close` raises that error, so that it cannot be lost
-    where a library swallows it.
+    One thread hashes the bytes while another writes them. `write` keeps no reference to its argument, so the caller
+    may change the buffer afterwards. The file must not exist: two writers of one name would produce a file whose hash
+    neither of them knows. After an error such as ENOSPC the file accepts no more bytes, and `close` raises that error
+    again, in case a library swallowed the first one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +40,7 @@ class HashedFile:
         self._record: FileRecord | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append `data`; its length in bytes. Raises OSError."""
+        """Append `data` and return its length in bytes. Raises OSError."""
         view = memoryview(data).cast("B")
         self._raise_earlier_error()
         if len(view) < _SMALL_BYTES:
@@ -51,12 +54,12 @@ class HashedFile:
         return len(view)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Write all buffered bytes to the operating system."""
         self._raise_earlier_error()
         self._write_pending()
 
     def close(self) -> FileRecord:
-        """Bring the file to the disk; its size and hash. A second call returns the same. Raises OSError."""
+        """Sync the file to disk and return its size and hash; a second call returns them again. Raises OSError."""
         if self._record is None:
             try:
                 self.flush()
@@ -75,8 +78,8 @@ class HashedFile:
             self.close()
             return
         self._release()
-        self._raise_earlier_error()  # torch.save turns a full disk into an error of its own
-        self._error = OSError(f"{self.path} was given up")
+        self._raise_earlier_error()  # torch.save replaces the OSError of a full disk by an error of its own
+        self._error = OSError(f"{self.path} was abandoned after an error")
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, bytearray()
@@ -115,7 +118,7 @@ class HashedFile:
 
 
 def sha256_of(path: Path) -> str:
-    """Of the file's content, in hexadecimal; read in pieces. Raises OSError."""
+    """SHA-256 of a file, in hexadecimal; the file is read in pieces. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -124,7 +127,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file: whoever reads it, even after a power cut, finds the old text or the new one."""
+    """Replace a small file atomically: readers see the old text or the new one, even after a power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -135,7 +138,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or the list of names of a folder, to the disk, whoever wrote it."""
+    """Sync a file, or the directory entries of a folder, to disk, whichever process wrote them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,7 +147,7 @@ def fsync(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user can still write to the file system of `folder`, or of its nearest parent that exists."""
+    """Bytes that this user can still write to the file system of `folder`, or of its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)

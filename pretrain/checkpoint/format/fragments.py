@@ -1,11 +1,10 @@
-"""Where each parameter's fp32 weights and optimizer states lie, in a live engine and in the files that it writes.
+"""Locate each parameter's fp32 weights and optimizer states, in a live engine and in the files that it writes.
 
-DeepSpeed's optimizers step flat fp32 tensors, each made of fragments of parameters. This file alone knows how each of
-them cuts the parameters up (DeepSpeed 0.19.8: the optimizers' constructors) and where `save_checkpoint` puts the
-result. `shard_index_rank_RRRRR.json` says it for the files of one rank.
+DeepSpeed's optimizers step flat fp32 tensors, each made of fragments of parameters. Only this module knows how each
+optimizer divides the parameters into fragments (DeepSpeed 0.19.8: the optimizers' constructors) and into which file
+`save_checkpoint` writes each flat tensor. `shard_index_rank_RRRRR.json` records this for the files of one rank.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,50 +20,51 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-Names = dict[int, str]  # id of a parameter -> its name
+ParameterNames = dict[int, str]  # id(parameter) -> name
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of a parameter; numbers count elements."""
+    """A contiguous piece of a parameter. All numbers count elements."""
 
     name: str  # as in engine.module.named_parameters()
-    shape: tuple[int, ...]  # of the whole parameter
-    start: int  # within the whole parameter, flattened
+    shape: tuple[int, ...]  # of the full parameter
+    start: int  # first element, within the flattened full parameter
     length: int
-    offset: int  # within the flat tensor
+    offset: int  # of the first element within the flat tensor
 
 
 @dataclass(frozen=True)
 class FileLocation:
-    """A value in a file that torch.save wrote: `load(file)[keys[0]][keys[1]] ...`."""
+    """Location of a value in a file that torch.save wrote: `load(file)[keys[0]][keys[1]] ...`."""
 
     file: str
     keys: tuple[str | int, ...]
 
     def at(self, *keys: str | int) -> "FileLocation":
+        """Return the location of a value nested in this one."""
         return FileLocation(self.file, (*self.keys, *keys))
 
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor that the base optimizer steps: fp32 master weights (or those of fp32 training themselves)."""
+    """A tensor that the base optimizer steps: fp32 master weights or, in fp32 training, the weights themselves."""
 
-    number: int  # the optimizer's own: its sub-group at stage 3
+    number: int  # the optimizer's own index: at ZeRO stage 3 that of the sub-group
     parameter: torch.Tensor  # empty while it is swapped out to NVMe
     numel: int
     fragments: tuple[Fragment, ...]
-    weights: FileLocation | None  # where this rank's files hold it; None: another rank's do
-    states: FileLocation | None  # the dict of its optimizer states; likewise
+    weights: FileLocation | None  # in this rank's files; None: another rank writes them
+    states: FileLocation | None  # of the dict of its optimizer states; None: another rank writes them
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The one inside DeepSpeed's wrapper, if there is a wrapper."""
+    """Return the optimizer inside DeepSpeed's wrapper, or the optimizer itself if it is not wrapped."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
-    """Everything that this rank's optimizer steps, in the optimizer's order."""
+    """List all tensors that this rank's optimizer steps, in the optimizer's order."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -79,62 +79,67 @@ def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init the own one is that of a part
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init `shape` is that of the partition
 
 
-def _cut(parameters: Iterable[torch.Tensor], offsets: Iterable[int], start: int, stop: int,
-         names: Names) -> tuple[Fragment, ...]:
-    """The fragments in elements `start` to `stop` of a row in which each parameter begins at its offset."""
-    cut = []
+def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor], offsets: Iterable[int],
+                       names: ParameterNames) -> tuple[Fragment, ...]:
+    """Fragments in elements `start` to `stop` of a flat buffer in which each parameter begins at its offset."""
+    fragments = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, last = max(offset, start), min(offset + parameter.numel(), stop)
         if first < last:
-            cut.append(Fragment(names[id(parameter)], _shape(parameter), first - offset, last - first, first - start))
-    return tuple(cut)
+            fragments.append(Fragment(names[id(parameter)], _shape(parameter), start=first - offset,
+                                      length=last - first, offset=first - start))
+    return tuple(fragments)
 
 
-def _one_after_another(parameters: list[torch.Tensor]) -> list[int]:
+def _single_fragment(parameter: torch.Tensor, names: ParameterNames) -> tuple[Fragment, ...]:
+    return _fragments_between(0, parameter.numel(), [parameter], [0], names)
+
+
+def _consecutive_offsets(parameters: list[torch.Tensor]) -> list[int]:
     return [0, *accumulate(parameter.numel() for parameter in parameters)][:-1]
 
 
 def _model_file(engine: DeepSpeedEngine) -> FileLocation | None:
-    """`mp_rank_XX_model_states.pt`: the first data-parallel rank writes it."""
+    """Location of `mp_rank_XX_model_states.pt`, which the first data-parallel rank writes; None on other ranks."""
     return FileLocation(Path(engine._get_ckpt_name("", "")).name, ()) if engine.save_non_zero_checkpoint else None
 
 
 def _optimizer_file(engine: DeepSpeedEngine) -> FileLocation:
-    """`*_optim_states.pt`: every rank has its own."""
+    """Location of the optimizer's state in `*_optim_states.pt`; every rank writes its own file."""
     return FileLocation(Path(engine._get_zero_ckpt_name("", "")).name, ("optimizer_state_dict",))
 
 
-def _numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
-    """How torch's Optimizer.state_dict numbers its parameters."""
+def _state_dict_numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
+    """Map id(parameter) to its number in torch's Optimizer.state_dict()."""
     return {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
 
 
-def _partitioned(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer: each parameter group in a row, cut evenly over the data-parallel ranks.
+def _partitioned(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer flatten each parameter group and divide it evenly over data-parallel ranks.
 
-    Their own `_hp_mapping` is wrong under round_robin_gradients, which changes the order in the row.
+    DeepSpeed's own `_hp_mapping` is wrong under round_robin_gradients, which reorders the parameters of a group.
     """
-    optimizer, place, flats = engine.optimizer, _optimizer_file(engine), []
+    optimizer, location, flats = engine.optimizer, _optimizer_file(engine), []
     bf16 = isinstance(optimizer, BF16_Optimizer)
     tensors = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
-    numbers = _numbers(base_optimizer(engine).param_groups)
+    numbers = _state_dict_numbers(base_optimizer(engine).param_groups)
     for i, tensor in enumerate(tensors):
         parameters = optimizer.bf16_groups[i] if bf16 else optimizer.round_robin_bit16_groups[i]
-        offsets = _one_after_another(parameters) if bf16 else optimizer.round_robin_bit16_offsets[i]
+        offsets = _consecutive_offsets(parameters) if bf16 else optimizer.round_robin_bit16_offsets[i]
         start = dist.get_rank(optimizer.real_dp_process_group[i]) * tensor.numel()
         flats.append(FlatTensor(
-            i, tensor, tensor.numel(), _cut(parameters, offsets, start, start + tensor.numel(), names),
-            place.at("single_partition_of_fp32_groups", i),
-            place.at("base_optimizer_state", "state", numbers[id(tensor)])))
+            i, tensor, tensor.numel(), _fragments_between(start, start + tensor.numel(), parameters, offsets, names),
+            location.at("single_partition_of_fp32_groups", i),
+            location.at("base_optimizer_state", "state", numbers[id(tensor)])))
     return flats
 
 
-def _stage_3(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
-    """ZeRO-3: sub-groups of parameters, each parameter cut evenly over the ranks, the last piece padded."""
-    optimizer, place, flats = engine.optimizer, _optimizer_file(engine), []
+def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
+    """ZeRO-3 forms sub-groups of parameters and divides each parameter evenly over the ranks, with padding."""
+    optimizer, location, flats = engine.optimizer, _optimizer_file(engine), []
     order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (optimizer.sub_group_to_group_id[i], i))
     numbers = {sub_group: number for number, sub_group in enumerate(order)}
     for i, parameters in enumerate(optimizer.fp16_groups):
@@ -147,114 +152,71 @@ def _stage_3(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
                 fragments.append(Fragment(names[id(parameter)], _shape(parameter), start, length, offset))
             offset += part
         flats.append(FlatTensor(
-            i, optimizer.fp32_partitioned_groups_flat[i], offset, tuple(fragments), place.at("fp32_flat_groups", i),
-            place.at("optimizer_state_dict", "state", numbers[i])))
+            i, optimizer.fp32_partitioned_groups_flat[i], offset, tuple(fragments), location.at("fp32_flat_groups", i),
+            location.at("optimizer_state_dict", "state", numbers[i])))
     return flats
 
 
-def _fp16_fused(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
-    """16-bit stage 0: each parameter group in a row, the same on every data-parallel rank."""
+def _fp16_fused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
+    """16-bit training at ZeRO stage 0 flattens each parameter group; every data-parallel rank holds all of it."""
     optimizer, file, flats = engine.optimizer, _model_file(engine), []
-    place = file.at("optimizer") if file else None
-    numbers = _numbers(optimizer.optimizer.param_groups)
+    location = file.at("optimizer") if file else None
+    numbers = _state_dict_numbers(optimizer.optimizer.param_groups)
     for i, (tensor, parameters) in enumerate(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)):
         flats.append(FlatTensor(
-            i, tensor, tensor.numel(), _cut(parameters, _one_after_another(parameters), 0, tensor.numel(), names),
-            place.at("fp32_groups_flat", i) if place else None,
-            place.at("optimizer_state_dict", "state", numbers[id(tensor)]) if place else None))
+            i, tensor, tensor.numel(),
+            _fragments_between(0, tensor.numel(), parameters, _consecutive_offsets(parameters), names),
+            location.at("fp32_groups_flat", i) if location else None,
+            location.at("optimizer_state_dict", "state", numbers[id(tensor)]) if location else None))
     return flats
 
 
-def _fp16_unfused(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
-    """16-bit stage 0 with an optimizer that is not fused: a master tensor for each parameter."""
+def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
+    """16-bit training at ZeRO stage 0 with an optimizer that is not fused has one master tensor for each parameter."""
     optimizer, file = engine.optimizer, _model_file(engine)
     flats: list[FlatTensor] = []
-    place = file.at("optimizer") if file else None
-    numbers = _numbers(optimizer.optimizer.param_groups)
+    location = file.at("optimizer") if file else None
+    numbers = _state_dict_numbers(optimizer.optimizer.param_groups)
     for i, (tensors, parameters) in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)):
         for j, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
             flats.append(FlatTensor(
-                len(flats), tensor, tensor.numel(), _cut([parameter], [0], 0, tensor.numel(), names),
-                place.at("fp32_groups", i, j) if place else None,
-                place.at("optimizer_state_dict", "state", numbers[id(tensor)]) if place else None))
+                len(flats), tensor, tensor.numel(), _single_fragment(parameter, names),
+                location.at("fp32_groups", i, j) if location else None,
+                location.at("optimizer_state_dict", "state", numbers[id(tensor)]) if location else None))
     return flats
 
 
-def _unwrapped(engine: DeepSpeedEngine, names: Names) -> list[FlatTensor]:
-    """fp32 at stage 0: the optimizer steps the parameters themselves, which lie in the layers' files.
+def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
+    """fp32 training at ZeRO stage 0 steps the parameters themselves, which are stored in the layers' files.
 
-    The second copy of a tied weight is in no file; the first one is the same.
+    The second copy of a tied weight is in no file, because it equals the first one.
     """
-    file, layers = _model_file(engine), _layer_places(engine)
+    file, layers = _model_file(engine), _layer_locations(engine)
     flats: list[FlatTensor] = []
-    for parameter_id, number in _numbers(engine.optimizer.param_groups).items():
+    for parameter_id, number in _state_dict_numbers(engine.optimizer.param_groups).items():
         parameter = layers[parameter_id][0]
         weights = layers[parameter_id][1] if file else None
         flats.append(FlatTensor(
-            number, parameter, parameter.numel(), _cut([parameter], [0], 0, parameter.numel(), names), weights,
+            number, parameter, parameter.numel(), _single_fragment(parameter, names), weights,
             file.at("optimizer", "state", number) if file and weights else None))
     return flats
 
 
-def _layer_places(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, FileLocation | None]]:
-    """By id: each parameter of this stage, and its place in a `layer_XX-model_states.pt`."""
-    places: dict[int, tuple[torch.Tensor, FileLocation | None]] = {id(p): (p, None) for p in engine.module.parameters()}
+def _layer_locations(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, FileLocation | None]]:
+    """Map the id of each parameter of this pipeline stage to it and its location in a `layer_XX-model_states.pt`."""
+    locations: dict[int, tuple[torch.Tensor, FileLocation | None]] = {
+        id(parameter): (parameter, None) for parameter in engine.module.parameters()}
     for index, layer in enumerate(engine.module.forward_funcs):
-        if isinstance(layer, torch.nn.Module):  # the others are written to no file
+        if isinstance(layer, torch.nn.Module):  # DeepSpeed writes no file for plain functions
             file = Path(engine.module.ckpt_layer_path("", index)).name
-            places |= {id(p): (p, FileLocation(file, (key,))) for key, p in layer.named_parameters()}
-    return places
-
-
-def index_name(rank: int) -> str:
-    return f"shard_index_rank_{rank:05d}.json"
-
-
-def index_json(engine: DeepSpeedEngine) -> str:
-    """What `save_checkpoint` puts where, for the files of this rank: JSON, read by reader.py.
-
-    "optimizer": class of the base optimizer; "groups": its parameter groups' numbers (lr, betas ...); "tensors": one
-    entry a flat tensor. A state is "elementwise" (a number for each weight) or one of the "scalars" (step ...).
-    """
-    optimizer = base_optimizer(engine)
-    groups = optimizer.param_groups
-    entries = [_entry(flat, optimizer.state.get(flat.parameter, {}), group_of(engine, flat))
-               for flat in flat_tensors(engine) if flat.weights and flat.fragments]
-    return json.dumps({"optimizer": type(optimizer).__name__, "groups": [_numbers_of(group) for group in groups],
-                       "tensors": entries}, separators=(",", ":"))
+            locations |= {id(p): (p, FileLocation(file, (key,))) for key, p in layer.named_parameters()}
+    return locations
 
 
 def group_of(engine: DeepSpeedEngine, flat: FlatTensor) -> int:
-    """The number of the parameter group of the base optimizer that a flat tensor is stepped with."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):  # its groups are filled only while it steps
+    """Return the index of the base optimizer's parameter group that a flat tensor belongs to."""
+    # at ZeRO stage 3 the base optimizer's groups are filled only during a step
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         return int(engine.optimizer.sub_group_to_group_id[flat.number])
     groups = base_optimizer(engine).param_groups
     return next(i for i, group in enumerate(groups) if any(p is flat.parameter for p in group["params"]))
-
-
-def is_elementwise(value: Any, flat: FlatTensor) -> bool:
-    """Whether a state has a number for each weight; what is swapped out is an empty tensor, and has."""
-    return torch.is_tensor(value) and value.dim() > 0 and value.numel() in (flat.numel, 0)
-
-
-def _entry(flat: FlatTensor, state: dict[str, Any], group: int) -> dict[str, Any]:
-    assert flat.weights is not None
-    assert flat.states is not None
-    scalars = {key: float(value) for key, value in state.items()
-               if isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0)}
-    elementwise = [key for key, value in state.items() if is_elementwise(value, flat)]
-    other = [key for key, value in state.items()
-             if key not in scalars and key not in elementwise and torch.is_tensor(value)]
-    return {"group": group, "weights": [flat.weights.file, flat.weights.keys],
-            "states": [flat.states.file, flat.states.keys], "elementwise": elementwise, "scalars": scalars,
-            "other": other, "fragments": [[f.name, f.shape, f.start, f.length, f.offset] for f in flat.fragments]}
-
-
-def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group that are numbers, or rows of them."""
-
-    def plain(value: Any) -> Any:
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else float(value)
-
-    return {key: plain(value) for key, value in group.items()
-            if key != "params" and not isinstance(value, (bool, str)) and value is not None}

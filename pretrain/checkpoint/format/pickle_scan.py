@@ -1,4 +1,4 @@
-"""Which classes and functions a file of `torch.save` needs, found without torch and without reading tensors."""
+"""List the classes and functions that a `torch.save` file needs, without torch and without reading tensors."""
 
 import pickletools
 import struct
@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 _STORAGES = ("BFloat16", "Bool", "Byte", "Double", "Float", "Half", "Int", "Long", "Short")
-# what checkpoints consist of; `pickles.load_pickle` admits each of these (and a few more)
+# the globals that checkpoints usually need; `pickles.load_pickle` accepts all of these and a few more
 USUAL_GLOBALS = frozenset({
     "collections OrderedDict", "torch Size", "torch._utils _rebuild_tensor_v2",
     *(f"torch {name}Storage" for name in _STORAGES),
@@ -16,7 +16,7 @@ _OTHER_IMPORTS = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")  # opcodes; to
 
 
 def has_only_usual_globals(path: Path) -> bool:
-    """Whether the file is a zip file of `torch.save` that needs nothing outside USUAL_GLOBALS."""
+    """Return whether the file is a zip file of `torch.save` that needs nothing outside USUAL_GLOBALS."""
     try:
         return pickle_globals(path) <= USUAL_GLOBALS
     except (OSError, ValueError, struct.error, zipfile.BadZipFile):
@@ -24,9 +24,9 @@ def has_only_usual_globals(path: Path) -> bool:
 
 
 def pickle_globals(path: Path) -> set[str]:
-    """"MODULE NAME" of each class and function that the file's pickle imports.
+    """Return "MODULE NAME" of each class and function that the file's pickle imports.
 
-    Raises OSError, ValueError, struct.error or BadZipFile for what is no such file.
+    Raises OSError, ValueError, struct.error or BadZipFile if this is not a zip file of `torch.save`.
     """
     found = set()
     for opcode, argument, _ in pickletools.genops(_data_pkl(path)):
@@ -38,7 +38,10 @@ def pickle_globals(path: Path) -> set[str]:
 
 
 def _data_pkl(path: Path) -> bytes:
-    """The archive's pickle, which is not compressed. ZipFile.read would compare a CRC-32, which our saves leave out."""
+    """Read the archive's pickle, which is stored uncompressed.
+
+    ZipFile.read would check a CRC-32, which `FileEngine` does not write.
+    """
     with open(path, "rb") as file:
         with zipfile.ZipFile(file) as archive:
             (entry,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]

@@ -1,6 +1,7 @@
-"""Checkpoint files without code: enum members are saved as plain values, pickles are read without running them.
+"""Write and read checkpoint pickles that run no code.
 
-The reader is torch's weights-only unpickler and the few classes that DeepSpeed adds.
+Enum members are saved as plain values. Loading uses torch's weights-only unpickler, with an allow-list that adds the
+few classes that DeepSpeed saves.
 """
 
 import pickle
@@ -18,7 +19,7 @@ from pretrain.errors import ConfigError
 
 
 def without_enums(value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples with int and str enum members replaced by their plain values.
+    """Copy nested dicts, lists and tuples, with int and str enum members replaced by their plain values.
 
     Python 3.11.0 to 3.11.3 pickle a member as `getattr(cls, name)` (enum.py, Enum.__reduce_ex__), which torch's
     weights-only reader rejects. DeepSpeed 0.19.8 saves ZeroStageEnum in each optimizer file, and compares it as an int.
@@ -33,25 +34,26 @@ def without_enums(value: Any) -> Any:
 
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote to `path`, on the host. With `mmap` tensors are read from the disk when they are used.
+    """Load what `torch.save` wrote to `path` into host memory; with `mmap` tensors are read from disk on first use.
 
-    Raises ConfigError where the file is no such file, or needs a class outside the allow-list (which it names).
+    Raises ConfigError if the file is not readable as such, or needs a class outside the allow-list; it names the class.
     """
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise ConfigError(str(path), found=_culprit(str(error)), expected="tensors, numbers, texts and containers",
-                          remedy="nothing in the file was run; a program that loads it without such a check may run"
-                                 " any code") from None
-    except Exception as error:  # whatever the unpickler makes of damaged bytes
+        raise ConfigError(str(path), found=_rejected_class(str(error)),
+                          expected="tensors, numbers, strings and containers",
+                          remedy="nothing in the file was run; a program that loads the file without such a check may"
+                                 " run any code") from None
+    except Exception as error:  # damaged bytes make the unpickler raise many types of exceptions
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(str(path), found=f"an unreadable file ({first_line})",
                           expected="a file that torch.save wrote", remedy="the checkpoint is damaged") from None
 
 
 def _zero_stage(*arguments: Any) -> ZeroStageEnum:
-    """`getattr` for the one call that Python 3.11.0 to 3.11.3 put into optimizer files: a member of ZeroStageEnum.
+    """Stand in for `getattr` in the one call that Python 3.11.0 to 3.11.3 pickles: a member of ZeroStageEnum.
 
     Raises UnpicklingError for every other call.
     """
@@ -61,12 +63,12 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
     raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
 
 
-# what a checkpoint of DeepSpeed 0.19.8 holds besides tensors and plain containers; none of them runs code when built
+# classes in checkpoints of DeepSpeed 0.19.8 besides tensors and plain containers; building them runs no other code
 _ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
                        (_zero_stage, "builtins.getattr")]
 
 
-def _culprit(message: str) -> str:
-    """The class that torch's unpickler rejected, from its message."""
+def _rejected_class(message: str) -> str:
+    """Extract the class that torch's unpickler rejected from its message."""
     match = re.search(r"(?:GLOBAL|Global|global|class|Class|type) `?([\w.]+)`?", message)
     return f"a pickle that needs {match.group(1)}" if match else f"a pickle that is rejected ({message[:200]!r})"

@@ -1,4 +1,4 @@
-"""Verify that a checkpoint holds what was written (every file against its hash), and that it can be loaded."""
+"""Verify that a checkpoint's files have the sizes and hashes of its manifest, and that they can be loaded."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,41 +10,47 @@ from pretrain.checkpoint.format.manifest import Manifest, files_in
 from pretrain.checkpoint.format.pickle_scan import has_only_usual_globals
 from pretrain.errors import ConfigError
 
-_THREADS = 4  # hashing runs outside Python's lock; more than this a disk seldom feeds
+_THREADS = 4  # hashing releases Python's GIL; a disk can seldom supply more threads
 
-Advance = Callable[[int, str], None]  # bytes done since the last call, of which file
+Advance = Callable[[int, str], None]  # arguments: bytes verified since the last call, name of the file
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *,
-           advance: Advance | None = None) -> list[str]:
-    """What is wrong, a line a file: `FILE: found ...; expected ...`. Of all files and foreign ones, or of `names` only.
+                advance: Advance | None = None) -> list[str]:
+    """Hash the files and return one line for each problem: `FILE: found ...; expected ...`.
 
-    `advance` is called after each file, from this thread.
+    Args:
+        names: the files to hash; None: all, and files that the manifest does not name are reported too.
+        advance: called after each file, from this thread.
     """
     checked = sorted(manifest.files if names is None else names)
-    complaints = []
+    problems = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
-        findings = pool.map(partial(_finding, folder.resolve()), checked, [manifest.files[name] for name in checked])
-        for name, finding in zip(checked, findings, strict=True):
-            if finding is not None:
-                complaints.append(f"{folder / name}: {finding}")
+        records = [manifest.files[name] for name in checked]
+        results = pool.map(partial(_file_problem, folder.resolve()), checked, records)
+        for name, problem in zip(checked, results, strict=True):
+            if problem is not None:
+                problems.append(f"{folder / name}: {problem}")
             if advance is not None:
                 advance(manifest.files[name].bytes, name)
-    return complaints + (unexpected_files(folder, manifest) if names is None else [])
+    return problems + (unexpected_files(folder, manifest) if names is None else [])
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> list[str]:
-    """A line for each file that the manifest does not name: DeepSpeed looks for some of its files by pattern."""
+    """Return one line for each file that the manifest does not name.
+
+    Such a file is a problem because DeepSpeed finds some of its files by pattern, and would load it.
+    """
     names = sorted(set(files_in(folder)) - manifest.files.keys())
-    return [f"{folder / name}: found a foreign file; expected none" for name in names]
+    return [f"{folder / name}: the manifest does not name this file; remove it" for name in names]
 
 
 def unloadable_files(folder: Path, manifest: Manifest) -> list[str]:
-    """A line for each file with pickled data that a resume, `convert` or `consolidate` would reject.
+    """Return one line for each pickle that a resume, `convert` or `consolidate` would reject.
 
     No tensors are read, and torch is imported only for a file with unusual classes.
     """
-    complaints = []
+    problems = []
     for name in sorted(name for name in manifest.files if name.endswith(".pt")):
         if not has_only_usual_globals(folder / name):
             from pretrain.checkpoint.format.pickles import load_pickle
@@ -52,32 +58,32 @@ def unloadable_files(folder: Path, manifest: Manifest) -> list[str]:
             try:
                 load_pickle(folder / name, mmap=True)
             except ConfigError as error:
-                complaints.append(str(error))
-    return complaints
+                problems.append(str(error))
+    return problems
 
 
-def _finding(folder: Path, name: str, record: FileRecord) -> str | None:
+def _file_problem(folder: Path, name: str, record: FileRecord) -> str | None:
     path = folder / name
     try:
         if path.resolve() != path:
-            return f"found a link to {path.resolve()}; expected a file of this folder"
+            return f"found a link to {path.resolve()}; expected a regular file"
         if not path.is_file():
             return f"found no such file; expected {record.bytes} bytes"
         size = path.stat().st_size
         if size != record.bytes:
             return f"found {size} bytes; expected {record.bytes} bytes"
         sha256 = sha256_of(path)
-    except (OSError, RuntimeError) as error:  # an unreadable sector; links in a circle
+    except (OSError, RuntimeError) as error:  # a bad sector; a cycle of symbolic links
         return f"found an unreadable file ({getattr(error, 'strerror', None) or error}); expected {record.bytes} bytes"
     return None if sha256 == record.sha256 else f"found SHA-256 {sha256[:16]}...; expected {record.sha256[:16]}..."
 
 
 def files_of_rank(names_with_sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
-    """The files that `rank` verifies: each file falls to one rank, and the ranks' bytes are about the same."""
-    shares: list[list[str]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
+    """Return the files that `rank` verifies: each file belongs to one rank, and all ranks have about equal bytes."""
+    names_by_rank: list[list[str]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size  # bytes
     for name in sorted(names_with_sizes, key=lambda name: (-names_with_sizes[name], name)):
         least = loads.index(min(loads))
-        shares[least].append(name)
-        loads[least] += names_with_sizes[name] + 1  # so that empty files are spread too
-    return shares[rank]
+        names_by_rank[least].append(name)
+        loads[least] += names_with_sizes[name] + 1  # + 1, so that empty files are spread too
+    return names_by_rank[rank]

@@ -1,1 +1,4 @@
-"""pretrain/checkpoint/load"""
+"""Loading: choose a checkpoint, validate it, and load it into an engine of any layout.
+
+Imports format/, save/, config, monitor, console, distributed, patches and errors; never convert/.
+"""

@@ -2,6 +2,7 @@
 
 import json
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
+_PIECE_NUMEL = 2**24  # elements
 FP32 = "fp32"  # the master weights, beside the optimizer's own states
 SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what schedules change in a parameter group
 # DeepSpeed's own optimizers, which keep what torch's do; and the states that they name otherwise (None: never used)
@@ -49,6 +51,12 @@ class _Piece:
     length: int
     offset: int
     tensor: _Tensor
+
+
+def pieces_of(numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of consecutive pieces of a tensor with `numel` elements, small enough for memory."""
+    for start in range(0, numel, _PIECE_NUMEL):
+        yield start, min(_PIECE_NUMEL, numel - start)
 
 
 class CheckpointReader:

@@ -19,16 +19,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch._utils import _unflatten_dense_tensors
 
-from pretrain.checkpoint.format.fragments import (
-    FlatTensor,
-    base_optimizer,
-    flat_tensors,
-    group_of,
-    index_json,
-    index_name,
-    is_elementwise,
-)
+from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_kind, state_name
 from pretrain.console.progress import Progress
 from pretrain.distributed.collectives import gather

@@ -18,61 +18,65 @@ from pretrain.monitor.rows import newest_start
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder, and its manifest, or what is wrong with it."""
+    """A checkpoint's folder, with its manifest or with the error that makes it unusable."""
 
     folder: Path
     manifest: Manifest | None
-    complaint: str = ""
+    error: str = ""
 
     @property
     def step(self) -> int:
-        """From the manifest, or from the folder's name if there is none."""
+        """Step from the manifest, or from the folder's name if there is no manifest."""
         return self.manifest.step if self.manifest else step_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
-        """Of the files that its manifest names."""
+        """Total size of the files that the manifest names; 0 if there is no manifest."""
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
 
 
 def find_checkpoints_folder(path: Path) -> Path:
-    """The folder with the checkpoints of a run: of the run's folder, or that folder itself."""
+    """Return the checkpoints folder of the run folder `path`, or `path` if it is a checkpoints folder itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
-    """The checkpoints of a run folder, of its checkpoints folder, or `path` itself; the newest first.
+    """List the checkpoints of a run folder or checkpoints folder, newest first; or `path` if it is one checkpoint.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is no checkpoint.
     """
     if is_checkpoint(path):
         return [_found_checkpoint(path)]
     folders = checkpoint_folders(find_checkpoints_folder(path))
     if not folders:
-        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's")
+        raise _no_checkpoint(path)
     return [_found_checkpoint(folder) for folder in folders]
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
-    """`path` itself; of a run folder the newest complete checkpoint, or that of `step`. Raises ConfigError."""
+    """Return the checkpoint `path`, or a run folder's newest complete one or that of `step`. Raises ConfigError."""
     if is_checkpoint(path):
         found = FoundCheckpoint(path, read_manifest(path))
         if step is not None and found.step != step:
-            raise ConfigError("--step", found=f"{step}, and {path}", expected="one of the two",
-                              remedy="name the run folder, or leave --step out")
+            raise ConfigError("--step", problem=f"step {step} is asked for, but {path} is the checkpoint of step "
+                              f"{found.step}", remedy="name the run folder, or leave --step out")
         return found
     if step is not None:
         folder = find_checkpoints_folder(path) / f"global_step{step}"
         return FoundCheckpoint(folder, read_manifest(folder))
     newest = newest_complete(find_checkpoints_folder(path))
     if newest is None:
-        raise ConfigError(str(path), found="no checkpoint", expected="a run's folder, or a checkpoint's",
-                          remedy="name what --save named, or a global_stepN folder")
+        raise _no_checkpoint(path)
     return FoundCheckpoint(newest[0], newest[1])
 
 
+def _no_checkpoint(path: Path) -> ConfigError:
+    return ConfigError(str(path), problem="the folder holds no checkpoint",
+                       remedy="name a run folder (the value of --save) or a global_stepN folder")
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is one checkpoint's folder, damaged or not."""
+    """Return whether `path` is the folder of one checkpoint, damaged or not."""
     return (step_of(path) >= 0 and path.is_dir()) or (path / MANIFEST).is_file()
 
 
@@ -84,26 +88,27 @@ def _found_checkpoint(folder: Path) -> FoundCheckpoint:
 
 
 def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
-    """The checkpoint in a global_stepN folder, or of a run folder the newest complete one or that of `step`.
+    """Return folder and manifest of a global_stepN folder, or of a run folder's newest or given step's checkpoint.
 
     Raises ConfigError.
     """
     if not path.is_dir():
         raise ConfigError(str(path), problem="there is no such folder",
-                          remedy="name a run folder (what --save gave) or a global_stepN folder")
+                          remedy="name a run folder (the value of --save) or a global_stepN folder")
     found = find_checkpoint(path, step=step)
     assert found.manifest is not None
     return found.folder, found.manifest
 
 
 def tokenizer_of(path: Path) -> str:
-    """The tokenizer of the run that this run folder or checkpoint belongs to. Raises ConfigError if none is known."""
+    """Return the tokenizer of the run that this folder or checkpoint belongs to. Raises ConfigError if unknown."""
     runs = (path, *path.absolute().parents[:2])  # RUN, RUN/checkpoints and RUN/checkpoints/global_stepN
     run = next((folder for folder in runs if (folder / "run.json").is_file()), None)
     if run is None:
-        raise ConfigError("--tokenizer", found=f"nothing, and no run.json above {path} that names it",
-                          expected="the data's tokenizer")
+        raise ConfigError("--tokenizer", problem=f"the flag is missing, and there is no run.json for {path}",
+                          remedy="name the tokenizer that prepared the data")
     tokenizer = newest_start(run)["flags"].get("tokenizer")
     if not isinstance(tokenizer, str):
-        raise ConfigError("--tokenizer", found="nothing, and the run had none", expected="the data's tokenizer")
+        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {run / 'run.json'} names no tokenizer",
+                          remedy="name the tokenizer that prepared the data")
     return tokenizer

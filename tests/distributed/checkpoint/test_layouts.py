@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.convert.export import diff
+from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import missing_operator

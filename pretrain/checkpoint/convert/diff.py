@@ -1,0 +1,60 @@
+"""Compare the weights and optimizer states of two checkpoints, of any layouts, a piece of a parameter at a time."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pretrain.checkpoint.load.reader import CheckpointReader, pieces_of
+from pretrain.console.progress import Progress
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One weight or optimizer state in which two checkpoints differ."""
+
+    name: str
+    state: str  # "fp32", "exp_avg" ...
+    max_abs: float | None  # largest absolute difference; None: it cannot be computed
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.state}: {self.reason or f'differs by up to {self.max_abs:.3g}'}"
+
+
+def diff(a: Path, b: Path) -> list[Difference]:
+    """List every weight and optimizer state in which the checkpoints in folders `a` and `b` differ."""
+    first, second = CheckpointReader(a), CheckpointReader(b)
+    found = [Difference("optimizer", key, abs(first.scalars.get(key, 0) - second.scalars.get(key, 0)))
+             for key in sorted(first.scalars.keys() | second.scalars.keys())
+             if first.scalars.get(key) != second.scalars.get(key)]
+    common = [name for name in first.states if name in second.states]
+    found += [Difference("optimizer", state, None, f"only in {(first if state in first.states else second).folder}")
+              for state in sorted(set(first.states) ^ set(second.states))]
+    total = sum(prod(shape) for shape in first.shapes.values()) * 4 * len(common)
+    with Progress("comparing", total) as progress:
+        for name in sorted(first.shapes.keys() | second.shapes.keys()):
+            shapes = [reader.shapes.get(name) for reader in (first, second)]
+            if shapes[0] != shapes[1]:
+                where = ", ".join(f"{shape or 'absent'} in {reader.folder}"
+                                  for shape, reader in zip(shapes, (first, second), strict=True))
+                found.append(Difference(name, "", None, where))
+                continue
+            for state in common:
+                difference = _max_abs(first, second, name, state)
+                if difference > 0:
+                    found.append(Difference(name, state, difference))
+                progress.advance(4 * prod(first.shapes[name]), name)
+    return found
+
+
+def _max_abs(first: CheckpointReader, second: CheckpointReader, name: str, state: str) -> float:
+    """Return the largest absolute difference; 0 if all bits are equal, which makes NaN equal to NaN."""
+    largest = 0.0
+    for start, length in pieces_of(prod(first.shapes[name])):
+        x, y = (reader.read(name, state, start, length) for reader in (first, second))
+        if not torch.equal(x.view(torch.int32), y.view(torch.int32)):
+            difference = (x - y).abs().nan_to_num(nan=float("inf")).max().item()
+            largest = max(largest, difference, torch.finfo(torch.float32).tiny)  # 0 and -0 differ in their bits
+    return largest

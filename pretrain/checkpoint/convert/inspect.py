@@ -1,0 +1,23 @@
+"""Verify and summarize single checkpoints for tools/checkpoint.py."""
+
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.verify import Advance, find_damage, unloadable_files
+from pretrain.checkpoint.load.select import FoundCheckpoint
+
+
+def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
+    """Read every file of a checkpoint and list all problems: wrong hashes or, if there are none, unloadable pickles."""
+    if found.manifest is None:
+        return [found.error]
+    return find_damage(found.folder, found.manifest, advance=advance) or unloadable_files(found.folder, found.manifest)
+
+
+def layout_summary(manifest: Manifest) -> str:
+    """Describe the layout that saved a checkpoint, such as "4 ranks, ZeRO-1, 2 stages x 2 data-parallel"."""
+    parts = [f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", f"ZeRO-{manifest.zero_stage}"]
+    if manifest.pipeline_stages > 1:
+        parts.append(f"{manifest.pipeline_stages} stages x {manifest.data_parallel_size} data-parallel")
+    for what, device in (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)):
+        if device != "none":
+            parts.append(f"{what} on {device}")
+    return ", ".join(parts)

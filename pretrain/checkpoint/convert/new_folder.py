@@ -1,0 +1,80 @@
+"""Output folders of conversions: written under a temporary name, then renamed, so that they are never partial."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pretrain.checkpoint.format.files import fsync, write_atomically
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.errors import ConfigError
+from pretrain.paths import check_folder
+
+SOURCE = "source.json"  # a file in the output folder that names the checkpoint it was made from
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ConfigError unless `out` can be created or is the output of an earlier conversion."""
+    try:
+        exists, is_output = out.exists(), (out / SOURCE).is_file()
+    except OSError:
+        exists = is_output = False
+    if exists and not is_output:
+        raise _already_exists(out)
+    check_folder(out, str(out))
+
+
+def fill_new_folder(folder: Path, out: Path, what: str, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, then rename it to `out`. Do nothing if `out` is the same conversion already.
+
+    Args:
+        folder: the checkpoint that is converted.
+        what: the conversion and its options.
+
+    Raises ConfigError if `out` exists and is anything else.
+    """
+    source = {"what": what, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
+    if out.exists():
+        if _is_same_conversion(out, source):
+            return
+        raise _already_exists(out)
+    temporary = out.with_name(f".tmp-{out.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a conversion that was killed
+        temporary.mkdir(parents=True)
+        write(temporary)
+        sizes = {str(path.relative_to(temporary)): path.stat().st_size
+                 for path in sorted(temporary.rglob("*")) if path.is_file()}
+        for path in temporary.rglob("*"):
+            fsync(path)
+        write_atomically(temporary / SOURCE, json.dumps({**source, "files": sizes}, indent=1))
+        temporary.rename(out)
+        fsync(out.parent)
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(temporary):
+            raise ConfigError(str(error.filename), problem=f"the file cannot be read: {error.strerror}") from error
+        raise ConfigError(str(out), problem=f"the folder cannot be written: {error.strerror or error}",
+                          remedy="name a new folder on a disk with enough free space") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _already_exists(out: Path) -> ConfigError:
+    what = "the folder exists and has other content" if out.is_dir() else "a file with this name exists"
+    return ConfigError(str(out), problem=what, remedy="remove it, or name a new folder")
+
+
+def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
+    try:
+        found = json.loads((out / SOURCE).read_text(encoding="utf-8"))
+        sizes = found.pop("files")
+        return found == source and all((out / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def output_summary(out: Path) -> str:
+    """Describe an output folder in one line: its path, number of files and size."""
+    sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
+    return f"wrote {out}: {len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB"
