@@ -1,1 +1,4 @@
-"""Measurements: this project beside what people would use instead, and beside what the machine can do."""
+"""Benchmarks: this project compared with other training programs and with the limits of the machine.
+
+Imports trainer.py and the folders below it; only tools/bench.py imports it.
+"""

@@ -1,45 +1,46 @@
-"""All that was asked for, one section after another."""
+"""Measure the chosen sections, one after another."""
 
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.bench.processes.baseline_job import Workshop
-from pretrain.bench.processes.interleave import Say, Section
+from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.checkpoint import checkpoint_stall
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead
 from pretrain.bench.sections.pipeline import STAGES, pipeline
+from pretrain.bench.sections.profile import profile
 from pretrain.bench.sections.scaling import scaling
+from pretrain.bench.sections.section import BenchSection, ReportProgress
 from pretrain.bench.sections.startup import startup
-from pretrain.bench.sections.step import compare
-from pretrain.bench.settings import Settings
+from pretrain.bench.sections.step import training_step
+from pretrain.bench.settings import BenchSettings
 
-_SECTIONS: dict[str, Callable[[Workshop, Say], Section]] = {
-    "step": compare, "overhead": overhead, "pipeline": pipeline, "checkpoint": checkpoint_stall, "startup": startup,
-    "scaling": scaling, "offload": offload,
+_MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
+    "step": training_step, "overhead": overhead, "pipeline": pipeline, "checkpoint": checkpoint_stall,
+    "startup": startup, "scaling": scaling, "offload": offload, "profile": profile,
 }
 
 
-def measure(settings: Settings, say: Say, *, devices: int) -> Iterator[Section]:
-    """Each section as soon as it is measured. Raises ConfigError for what can be judged before.
+def run_sections(settings: BenchSettings, report: ReportProgress, *, devices: int) -> Iterator[BenchSection]:
+    """Yield each section as soon as it is measured. Raises ConfigError before anything runs.
 
     Args:
-        devices: GPUs, or cores of a CPU.
+        devices: number of GPUs, or of CPU cores.
     """
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-bench-") as folder:
-        workshop = Workshop(settings, Path(folder))
-        workshop.job("judged", "project").plan()
-        for what in settings.what:
-            missing = _missing(what, settings, devices)
+        context = BenchContext(settings, Path(folder))
+        context.job("validated", "project").plan()  # raises ConfigError
+        for name in settings.sections:
+            missing = _missing(name, settings, devices)
             if missing:
-                yield Section(what, f"{what}: not measured; {missing}", [""], [])
+                yield BenchSection(name, f"{name}: not measured, because {missing}", [""], [])
                 continue
-            yield _SECTIONS[what](workshop, lambda text, what=what: say(f"{what}: {text}"))  # type: ignore[misc]
+            yield _MEASURE[name](context, lambda text, name=name: report(f"{name}: {text}"))  # type: ignore[misc]
 
 
-def _missing(what: str, settings: Settings, devices: int) -> str:
-    """What this machine or command lacks for one of the sections; "": nothing."""
-    if (what == "pipeline" and devices < STAGES) or (what == "scaling" and len(settings.ranks) < 2):
-        return "it needs two devices, or two cores of a CPU"
-    return "it needs --nvme_path" if what == "offload" and settings.nvme_path is None else ""
+def _missing(name: str, settings: BenchSettings, devices: int) -> str:
+    """Why a section cannot be measured on this machine or with these flags; "" if it can."""
+    if (name == "pipeline" and devices < STAGES) or (name == "scaling" and len(settings.rank_counts) < 2):
+        return "it needs two GPUs, or two cores of a CPU"
+    return "it needs --nvme_path" if name == "offload" and settings.nvme_path is None else ""

@@ -1,4 +1,4 @@
-"""What is measured: presets, and the flags of tools/bench.py. Imports no torch."""
+"""Presets and flags of tools/bench.py. This module imports no torch."""
 
 import argparse
 import os
@@ -10,23 +10,23 @@ from pretrain.config.arguments import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
 
-WHAT = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")
+SECTIONS = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")  # choices of --what
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape, and how long a round of it lasts."""
+    """A model, a batch, and the number of steps that one repetition times."""
 
     model: str  # a preset of --model
-    overrides: str  # --model_overrides; {positions} is the sequence length
+    overrides: str  # --model_overrides; {positions} is replaced by the sequence length
     seq_length: int  # tokens
     micro_batch_size: int  # samples
-    steps: int  # timed optimizer steps a round
-    warmup_steps: int  # before the first round
-    product_size: int  # rows of the square matrices that are multiplied to find the machine's rate
-    side_by_side: bool = True  # False: the contenders do not fit on one device together, and follow one another
+    steps: int  # timed optimizer steps of a repetition
+    warmup_steps: int  # before the first repetition
+    product_size: int  # rows of the square matrices whose product measures the machine's rate
+    side_by_side: bool = True  # False: the baselines do not fit on one device together; they run one after another
 
 
 PRESETS = {
@@ -46,67 +46,98 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One call of tools/bench.py, judged."""
+class BenchSettings:
+    """Validated flags of one call of tools/bench.py."""
 
-    what: tuple[str, ...]
+    sections: tuple[str, ...]  # --what
     preset_name: str
-    preset: Preset  # changed as the flags say
+    preset: Preset  # with the sizes that flags override
     device: Device
     precision: str  # bf16, fp32
-    rounds: int
-    timeout_s: float  # until a contender that does not answer counts as failed
-    ranks: tuple[int, ...]  # numbers of ranks that --what scaling compares, from 1 up
+    repetitions: int  # --rounds
+    timeout_s: float  # a baseline that does not answer for so long has failed
+    rank_counts: tuple[int, ...]  # --ranks, compared by --what scaling; ascending, starts with 1
     nvme_path: str | None
-    extra: tuple[str, ...] = field(default=())  # further flags of pretrain/train.py, for this project alone
+    train_flags: tuple[str, ...] = field(default=())  # further flags of pretrain/train.py, for this project only
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """The CPU's cores that this process may use."""
+        """The CPU cores that this process may use."""
         return tuple(sorted(os.sched_getaffinity(0)))
 
     def cores_of(self, rank: int, ranks: int) -> list[int]:
-        """An equal share of them, none in common with another rank's; at least one."""
-        share = max(len(self.cores) // ranks, 1)
-        first = rank * share % len(self.cores)
-        return list(self.cores[first : first + share])
+        """Cores of one rank: an equal part of all cores, disjoint from other ranks' parts, at least one core."""
+        count = max(len(self.cores) // ranks, 1)
+        first = rank * count % len(self.cores)
+        return list(self.cores[first : first + count])
 
 
 def add_flags(parser: Parser) -> None:
     """Declare the flags."""
     parser.add_argument("--what", type=text, default="step", metavar="A,B",
-                        help=f"{', '.join(WHAT)} or all (%(default)s)")
+                        help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
     parser.add_argument("--preset", type=text, default=None,
-                        help=f"one of {', '.join(PRESETS)} (cpu; on CUDA h200-gpt3-1.3b)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="(what is there)")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(%(default)s)")
+                        help=f"model and batch: {', '.join(PRESETS)} (default: cpu; on CUDA h200-gpt3-1.3b)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None,
+                        help="(default: cuda if this machine has a GPU)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="(default: %(default)s)")
     parser.add_argument("--seq_length", type=_SIZE,
-                        help="tokens a sample; the tokens a micro-batch stay as they are")
-    parser.add_argument("--micro_batch_size", type=_SIZE, help="samples")
+                        help="tokens per sample; the number of tokens in a micro-batch does not change")
+    parser.add_argument("--micro_batch_size", type=_SIZE, help="samples per micro-batch")
     parser.add_argument("--rounds", type=whole_number(1), default=5,
-                        help="in which the contenders take turns (%(default)s)")
-    parser.add_argument("--steps", type=whole_number(1), help="optimizer steps of one contender in one round")
+                        help="interleaved repetitions of every baseline (default: %(default)s)")
+    parser.add_argument("--steps", type=whole_number(1), help="timed optimizer steps of one repetition")
     parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
-                        help="that --what scaling compares (1,2 and, where there are as many devices or cores, 4)")
+                        help="numbers of ranks that --what scaling compares (default: 1, 2 and 4, as far as there are "
+                             "devices or cores)")
     parser.add_argument("--nvme_path", type=place, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
-                        help="folder on the disk that --what offload measures (DS_PRETRAIN_NVME_PATH)")
+                        help="folder on the disk that --what offload measures (default: DS_PRETRAIN_NVME_PATH)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
-                        help="seconds until a contender that does not answer counts as failed (%(default)s)")
+                        help="seconds without an answer after which a baseline has failed (default: %(default)s)")
 
 
-def _choose(flag: str, word: str, known: Sequence[str]) -> str:
+def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: int) -> BenchSettings:
+    """Return the settings of the parsed flags. Raises ConfigError.
+
+    Args:
+        train_flags: words that the parser did not know: flags of pretrain/train.py.
+        gpus: number of GPUs that nvidia-smi lists.
+    """
+    kind = flags.device or detect_device().kind
+    device = cpu_device() if kind == "cpu" else cuda_device()
+    if kind == "cuda" and not gpus:
+        raise ConfigError("--device", problem="cuda was chosen, but nvidia-smi lists no GPU",
+                          remedy="choose --device cpu")
+    name = flags.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
+    preset = _preset(_known("--preset", name, list(PRESETS)), flags)
+    parse_arguments(train_flags)  # reports a misspelt flag now, before any process is started
+    if flags.nvme_path is not None and not os.path.isdir(flags.nvme_path):
+        raise ConfigError("--nvme_path", problem=f"{flags.nvme_path} is not a folder",
+                          remedy="name a folder on a local disk")
+    sections = _sections(flags.what)
+    if "offload" in sections and sections != SECTIONS and flags.nvme_path is None:
+        raise ConfigError("--nvme_path", found="nothing", expected="a folder on the disk that --what offload measures")
+    most_ranks = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
+    return BenchSettings(sections=sections, preset_name=name, preset=preset, device=device, precision=flags.precision,
+                         repetitions=flags.rounds, timeout_s=flags.timeout,
+                         rank_counts=_rank_counts(flags.ranks, most_ranks), nvme_path=flags.nvme_path,
+                         train_flags=tuple(train_flags))
+
+
+def _known(flag: str, word: str, known: Sequence[str]) -> str:
+    """Return `word`. Raises ConfigError unless it is one of the known words."""
     if word not in known:
         raise ConfigError(flag, found=repr(word), expected=f"one of {', '.join(known)}",
                           word=word, known=known)
     return word
 
 
-def _what(words: str) -> tuple[str, ...]:
-    chosen = [_choose("--what", word, (*WHAT, "all")) for word in words.split(",")]
-    return WHAT if "all" in chosen else tuple(dict.fromkeys(chosen))
+def _sections(words: str) -> tuple[str, ...]:
+    chosen = [_known("--what", word, (*SECTIONS, "all")) for word in words.split(",")]
+    return SECTIONS if "all" in chosen else tuple(dict.fromkeys(chosen))
 
 
-def _ranks(words: str | None, most: int) -> tuple[int, ...]:
+def _rank_counts(words: str | None, most: int) -> tuple[int, ...]:
     if words is None:
         return tuple(number for number in (1, 2, 4) if number <= max(most, 1))
     try:
@@ -114,34 +145,15 @@ def _ranks(words: str | None, most: int) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if len(numbers) < 2 or numbers[0] != 1 or numbers[-1] > most:
-        raise ConfigError("--ranks", found=repr(words), expected=f"1 and more ranks, at most {most}, as 1,2")
+        raise ConfigError("--ranks", found=repr(words),
+                          expected=f"1 and at least one larger number, none above {most}, for example 1,2")
     return numbers
 
 
-def _preset(name: str, own: argparse.Namespace) -> Preset:
+def _preset(name: str, flags: argparse.Namespace) -> Preset:
     preset = PRESETS[name]
-    seq_length = own.seq_length or preset.seq_length
+    seq_length = flags.seq_length or preset.seq_length
     tokens = preset.seq_length * preset.micro_batch_size
-    micro_batch_size = own.micro_batch_size or max(tokens // seq_length, 1)
+    micro_batch_size = flags.micro_batch_size or max(tokens // seq_length, 1)
     return replace(preset, seq_length=seq_length, micro_batch_size=micro_batch_size,
-                   steps=own.steps or preset.steps)
-
-
-def settings_of(own: argparse.Namespace, extra: list[str], *, gpus: int) -> Settings:
-    """The parsed flags, judged; `extra` are words for pretrain/train.py. Raises ConfigError."""
-    kind = own.device or detect_device().kind
-    device = cpu_device() if kind == "cpu" else cuda_device()
-    if kind == "cuda" and not gpus:
-        raise ConfigError("--device", found="cuda, and nvidia-smi lists no GPU", expected="cpu")
-    name = own.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
-    preset = _preset(_choose("--preset", name, list(PRESETS)), own)
-    parse_arguments(extra)  # a misspelt flag is told now, and once
-    most = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
-    if own.nvme_path is not None and not os.path.isdir(own.nvme_path):
-        raise ConfigError("--nvme_path", found=f"{own.nvme_path}, no folder", expected="a folder on a local disk")
-    what = _what(own.what)
-    if "offload" in what and what != WHAT and own.nvme_path is None:
-        raise ConfigError("--nvme_path", found="nothing", expected="a folder on the disk that is to be measured")
-    return Settings(what=what, preset_name=name, preset=preset, device=device, precision=own.precision,
-                    rounds=own.rounds, timeout_s=own.timeout, ranks=_ranks(own.ranks, most), nvme_path=own.nvme_path,
-                    extra=tuple(extra))
+                   steps=flags.steps or preset.steps)

@@ -1,4 +1,4 @@
-"""What the machine can do, as contenders: matrix products, and the disk that offload uses."""
+"""Baselines that measure the machine's limits: the rate of matrix products, and the disk that NVMe offload uses."""
 
 import itertools
 import time
@@ -7,39 +7,42 @@ from typing import Any, NoReturn
 
 import torch
 
-from pretrain.bench.processes.baseline_job import Job
-from pretrain.bench.processes.request_loop import Rounds
+from pretrain.bench.processes.baseline_job import BaselineJob
+from pretrain.bench.processes.request_loop import RequestLoop
 
-_PRODUCT_S = 1.0  # of products a round
-_DISK_BYTES = 256 * 2**20  # a transfer
+_REPETITION_S = 1.0  # of matrix products
+_TRANSFER_BYTES = 256 * 2**20
 BLOCK_SIZES = (128 * 2**10, 2**20, 8 * 2**20)  # bytes
 QUEUE_DEPTHS = (8, 32, 128)
 THREADS = (1, 2, 4)
 
 
-def products(job: Job, rounds: Rounds) -> NoReturn:
-    """The best rate of square matrix products in the training's precision: 2 n^3 FLOPs each. The limit of MFU."""
+def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Measure the highest rate of square matrix products in the training's precision; MFU is a fraction of it.
+
+    A product of n x n matrices has 2 n^3 FLOPs.
+    """
     device = "cuda" if job.device_kind == "cuda" else "cpu"
     dtype = torch.bfloat16 if job.option("precision") == "bf16" else torch.float32
     size = job.option("product_size")
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    rounds.built(0)
+    requests.report_build(0)
     while True:
-        begin, best = time.perf_counter(), float("inf")
-        while time.perf_counter() - begin < _PRODUCT_S:
+        begin, shortest_s = time.perf_counter(), float("inf")
+        while time.perf_counter() - begin < _REPETITION_S:
             start = time.perf_counter()
             torch.mm(left, right, out=out)
-            rounds.synchronize()
-            best = min(best, time.perf_counter() - start)
-        rounds.end_round(tflops=2 * size**3 / best / 1e12)
+            requests.synchronize()
+            shortest_s = min(shortest_s, time.perf_counter() - start)
+        requests.end_repetition(tflops=2 * size**3 / shortest_s / 1e12)
 
 
-def disk(job: Job, rounds: Rounds) -> NoReturn:
-    """DeepSpeed's own aio handle, as its swapper uses it, with each of the settings in turn.
+def disk(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Measure DeepSpeed's aio handle, as its tensor swapper uses it, with every combination of settings.
 
-    (DeepSpeed's `ds_nvme_tune` measures the same in a process a setting, 5 to 10 s each, and prints keys that its JSON
-    does not take.)
+    DeepSpeed's `ds_nvme_tune` measures the same, but starts a process of 5 to 10 s for each combination, and prints
+    keys that are not valid in DeepSpeed's own JSON (DeepSpeed 0.19.8).
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -48,25 +51,25 @@ def disk(job: Job, rounds: Rounds) -> NoReturn:
 
     missing = missing_operator("AsyncIOBuilder")
     if missing:
-        raise ConfigError("DeepSpeed's async_io operator", found=missing, expected="it",
-                          remedy="launch/setup.sh --offload")
+        raise ConfigError("--what offload", problem=f"DeepSpeed's async_io operator is not available ({missing})",
+                          remedy="launch/setup.sh --offload installs it")
     operator = AsyncIOBuilder().load(verbose=False)
     path = Path(job.option("nvme_path"), "ds-pretrain-bench.bin")
-    buffer = operator.aio_handle(2**20, 8, False, True, 1).new_cpu_locked_tensor(_DISK_BYTES, torch.empty(
+    buffer = operator.aio_handle(2**20, 8, False, True, 1).new_cpu_locked_tensor(_TRANSFER_BYTES, torch.empty(
         0, dtype=torch.uint8))
     buffer.fill_(1)
     try:
-        rounds.built(0)
+        requests.report_build(0)
         while True:
-            rounds.end_round(settings=[_transfer(operator, buffer, path, *setting) for setting in
-                                       itertools.product(BLOCK_SIZES, QUEUE_DEPTHS, THREADS)])
+            requests.end_repetition(settings=[_transfer(operator, buffer, path, *combination) for combination in
+                                              itertools.product(BLOCK_SIZES, QUEUE_DEPTHS, THREADS)])
     finally:
         path.unlink(missing_ok=True)
 
 
 def _transfer(operator: Any, buffer: torch.Tensor, path: Path, block_size: int, queue_depth: int,
               threads: int) -> dict[str, Any]:
-    """Write the buffer to the file and read it back: bytes a second of each."""
+    """Write the buffer to the file and read it back. Return the settings and the rates in bytes per second."""
     handle = operator.aio_handle(block_size, queue_depth, False, True, threads)
     rates = {}
     for name, transfer in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):

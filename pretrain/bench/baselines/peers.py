@@ -1,7 +1,7 @@
-"""What people would use instead, as contenders. Each function is a child's main and never returns.
+"""Other training programs as baselines. Each public function is the main function of a process, and never returns.
 
-All train transformers' model of the same config.json from this project's initial weights, on the same samples in the
-same order; the labels are shifted already, as they are here, so that every position has a loss.
+All train transformers' model of the same config.json, from this project's initial weights, on the same samples in the
+same order. The labels are already shifted, as in this project, so that every position has a loss.
 """
 
 import importlib.util
@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.bench.baselines.this_project import loader_of
-from pretrain.bench.processes.baseline_job import LEARNING_RATE, Job
-from pretrain.bench.processes.request_loop import Rounds
+from pretrain.bench.baselines.this_project import training_loader
+from pretrain.bench.processes.baseline_job import LEARNING_RATE, BaselineJob
+from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group
@@ -28,7 +28,7 @@ from pretrain.model.specs import as_module
 
 
 def _model(plan: Plan) -> torch.nn.Module:
-    """transformers' own, in training mode, with the initial weights that this project has."""
+    """transformers' model in training mode, with this project's initial weights."""
     ours = as_module(plan.model)
     initialize_parameters(ours, plan.model, seed=plan.args.seed)
     values = {key: value for key, value in plan.model.hf_config.items() if key != "architectures"}
@@ -44,22 +44,22 @@ def _parameters(model: torch.nn.Module) -> int:
 
 
 def _batches(plan: Plan, device: torch.device) -> Any:
-    """Endless (tokens, labels), both int64 [B, T]."""
-    loader, consumed_samples = loader_of(plan), 0
+    """Yield (tokens, labels) without end, both int64 [B, T]."""
+    loader, consumed_samples = training_loader(plan), 0
     while True:
         for tokens_BT, (labels_BT, _) in loader.step(consumed_samples):
             yield tokens_BT.to(device, non_blocking=True), labels_BT.to(device, non_blocking=True)
         consumed_samples += plan.layout.global_batch_size
 
 
-def torch_loop(job: Job, rounds: Rounds) -> NoReturn:
-    """fp32 weights, autocast, gradient clipping, fused AdamW: a training loop as tutorials have it."""
+def torch_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """A plain PyTorch loop, as in tutorials: fp32 weights, autocast, gradient clipping, fused AdamW."""
     plan = job.plan()
     device = torch.device("cuda" if job.device_kind == "cuda" else "cpu")
     model = _model(plan).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model.parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8,
                                   weight_decay=0.1, fused=True)
-    rounds.built(_parameters(model))
+    requests.report_build(_parameters(model))
     for tokens_BT, labels_BT in _batches(plan, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.layout.precision == "bf16"):
             loss = model(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
@@ -67,12 +67,12 @@ def torch_loop(job: Job, rounds: Rounds) -> NoReturn:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        rounds.after_step(loss)
-    rounds.end()
+        requests.after_step(loss)
+    requests.end()
 
 
-def deepspeed_loop(job: Job, rounds: Rounds) -> NoReturn:
-    """deepspeed.initialize around transformers' model: forward, backward, step."""
+def deepspeed_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """deepspeed.initialize with transformers' model, then forward, backward and step."""
     import deepspeed
 
     with deepspeed_output("error"):
@@ -82,17 +82,17 @@ def deepspeed_loop(job: Job, rounds: Rounds) -> NoReturn:
         parameters = _parameters(model)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model.parameters()),
                                           config=job.option("ds_config"))
-    rounds.built(parameters)
+    requests.report_build(parameters)
     for tokens_BT, labels_BT in _batches(plan, engine.device):
         loss = engine(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
         engine.backward(loss)
         engine.step()
-        rounds.after_step(loss)
-    rounds.end()
+        requests.after_step(loss)
+    requests.end()
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
-    """What the Trainer's own data loader reads, one sample at a time."""
+    """Dataset for the Trainer's data loader: one sample per item."""
 
     def __init__(self, dataset: SampleDataset, length: int) -> None:
         self._dataset, self._length = dataset, length
@@ -105,10 +105,10 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": sample[:-1], "labels": sample[1:], "shift_labels": sample[1:]}
 
 
-def trainer(job: Job, rounds: Rounds) -> NoReturn:
-    """transformers.Trainer with the same DeepSpeed JSON, left at its defaults but for logs and checkpoints."""
+def trainer(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """transformers.Trainer with the same DeepSpeed JSON; it neither logs nor saves, all else is its default."""
     if importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("accelerate, which transformers.Trainer needs", found="not installed", expected="it",
+        raise ConfigError("accelerate", problem="transformers.Trainer needs this package, which is not installed",
                           remedy="pip install -c launch/constraints.txt -e '.[bench]'")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -117,17 +117,17 @@ def trainer(job: Job, rounds: Rounds) -> NoReturn:
     plan = job.plan()
     losses: list[torch.Tensor] = []
 
-    class Watched(Trainer):
+    class RecordingTrainer(Trainer):
         def training_step(self, *inputs: Any, **named: Any) -> torch.Tensor:
             losses.append(super().training_step(*inputs, **named))
             return losses[-1]
 
-    class Gate(TrainerCallback):
+    class ReportSteps(TrainerCallback):
         def on_train_begin(self, *unused: Any, **named: Any) -> None:
-            rounds.built(parameters)
+            requests.report_build(parameters)
 
         def on_step_end(self, *unused: Any, **named: Any) -> None:
-            rounds.after_step(losses.pop())
+            requests.after_step(losses.pop())
 
     arguments = TrainingArguments(
         output_dir=str(Path(job.option("ds_config")).with_suffix("")), max_steps=plan.train_steps,
@@ -140,6 +140,6 @@ def trainer(job: Job, rounds: Rounds) -> NoReturn:
     parameters = _parameters(model)
     length = plan.train_steps * plan.layout.micro_batch_size
     with deepspeed_output("error"):
-        Watched(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),
-                callbacks=[Gate()]).train()
-    rounds.end()
+        RecordingTrainer(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),
+                         callbacks=[ReportSteps()]).train()
+    requests.end()

@@ -1,4 +1,6 @@
-"""This project as a contender: its engine, its loop, its checkpoints. A child's main each, which never returns."""
+"""This project's engine, step loop and checkpoints as baselines. Each public function with a job is the main function
+of a process, and never returns.
+"""
 
 import dataclasses
 import shutil
@@ -8,16 +10,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.profiler import ProfilerActivity
 
-from pretrain import trainer as training_loop
-from pretrain.bench.processes.baseline_job import Job
-from pretrain.bench.processes.request_loop import Rounds
+from pretrain import trainer
+from pretrain.bench.processes.baseline_job import BaselineJob
+from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
-from pretrain.distributed.world import World, running_environment
+from pretrain.distributed.world import running_environment
 from pretrain.engine.build import (
     DeepSpeedEngine,
     build_engine,
@@ -31,14 +34,12 @@ from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 from pretrain.monitor.run_folder import RunFolder
 
-_MORE_SAVES_S = 600  # for a background save to be committed
+_COMMIT_TIMEOUT_S = 600  # for a background save
 
 
-def _world() -> World:
-    world = running_environment()
+def _init_process_group() -> None:
     with deepspeed_output("error"):
-        init_process_group(world)
-    return world
+        init_process_group(running_environment())
 
 
 def _engine(plan: Plan) -> DeepSpeedEngine:
@@ -46,15 +47,15 @@ def _engine(plan: Plan) -> DeepSpeedEngine:
         return build_engine(plan)
 
 
-def loader_of(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
-    """The run's training data, as the loop reads it."""
+def training_loader(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
+    """The training data, read as by the step loop."""
     return Loader(plan.datasets["train"], micro_batch_size=plan.layout.micro_batch_size,
                   gradient_accumulation_steps=plan.layout.gradient_accumulation_steps, data_parallel_rank=rank,
                   data_parallel_size=ranks, pin_memory=torch.cuda.is_available())
 
 
 def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
-    """How many parameters this rank has, and how much of the work: FLOPs a token, forward and backward, as flops.py."""
+    """Parameters of this rank, and FLOPs per token of its pipeline stage, forward and backward (model/flops.py)."""
     blocks = sum(isinstance(module, Block) for module in engine.module.modules())
     flops = blocks * block_flops_per_token(plan.model, plan.args.seq_length)
     if plan.layout.pipeline_stages == 1 or engine.is_last_stage():
@@ -62,90 +63,116 @@ def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
     return {"parameters": sum(weight.numel() for weight in engine.module.parameters()), "stage_flops": flops}
 
 
-def project(job: Job, rounds: Rounds) -> NoReturn:
-    """build_engine, Loader, train_batch: what the step loop calls."""
-    _world()
+def project(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Call what the step loop calls for a step: Loader.step and train_batch."""
+    _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
-    loader = loader_of(plan, rank=data_parallel_rank(engine), ranks=data_parallel_size(engine))
-    rounds.built(**_facts(engine, plan))
+    loader = training_loader(plan, rank=data_parallel_rank(engine), ranks=data_parallel_size(engine))
+    requests.report_build(**_facts(engine, plan))
     consumed_samples = 0
     while True:
         loss = train_batch(engine, loader.step(consumed_samples))
         consumed_samples += plan.layout.global_batch_size
-        rounds.after_step(loss)
+        requests.after_step(loss)
 
 
-def bare_engine(job: Job, rounds: Rounds) -> NoReturn:
-    """The same engine in the shortest loop there is: DeepSpeed's own call, the same batches over and over."""
-    _world()
+def bare_engine(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Call the engine directly, with the micro-batches of the first step again and again."""
+    _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
-    loader = loader_of(plan)
+    loader = training_loader(plan)
     micro_batches = loader.step(0)
     loader.close()
-    rounds.built(**_facts(engine, plan))
+    requests.report_build(**_facts(engine, plan))
     while True:
-        rounds.after_step(engine.train_batch(iter(micro_batches)))
+        requests.after_step(engine.train_batch(iter(micro_batches)))
 
 
-def loop(job: Job, rounds: Rounds) -> NoReturn:
-    """pretrain/trainer.py's `train` itself, with its log, data and signals; stopped before each step's train_batch."""
+def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Run `train` of pretrain/trainer.py with its log, data and signals; it waits before each step's train_batch."""
     world, plan = running_environment(), job.plan()
     losses: list[torch.Tensor] = []
 
-    def watched(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    def train_batch_on_request(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
         if losses:
-            rounds.after_step(losses.pop())  # all that the loop did after the step before is in its time
+            requests.after_step(losses.pop())  # the time includes all that the loop did after the previous step
         else:
-            rounds.built(**_facts(engine, plan))
+            requests.report_build(**_facts(engine, plan))
         losses.append(train_batch(engine, micro_batches))
         return losses[0]
 
-    training_loop.train_batch = watched
-    training_loop.train(plan, world, MemoryWatch.start(plan, world))
-    rounds.end()
+    trainer.train_batch = train_batch_on_request
+    trainer.train(plan, world, MemoryWatch.start(plan, world))
+    requests.end()
 
 
-def checkpoint(job: Job, rounds: Rounds) -> NoReturn:
-    """Rounds of one save: {"async": whether in the background, "steps": to know a step's time}."""
-    _world()
+def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Save one checkpoint per repetition.
+
+    The request is {"async": save in the background or not, "steps": number of steps that measure the usual step time}.
+    """
+    _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
-    loader = loader_of(plan)
-    folders = {kind: RunFolder(Path(f"{plan.args.save}-{kind}"), active=True) for kind in (False, True)}
-    savers = {kind: Saver(dataclasses.replace(plan, args=dataclasses.replace(plan.args, async_save=kind)), folder,
-                           Screen(active=False)) for kind, folder in folders.items()}
+    loader = training_loader(plan)
+    folders = {is_async: RunFolder(Path(f"{plan.args.save}-{is_async}"), active=True) for is_async in (False, True)}
+    savers = {is_async: Saver(dataclasses.replace(plan, args=dataclasses.replace(plan.args, async_save=is_async)),
+                              folder, Screen(active=False)) for is_async, folder in folders.items()}
     step = 0
 
-    def one_step() -> float:
+    def timed_step() -> float:
         nonlocal step
         start = time.perf_counter()
         train_batch(engine, loader.step(step * plan.layout.global_batch_size))
-        rounds.synchronize()
+        requests.synchronize()
         step += 1
         return time.perf_counter() - start
 
-    rounds.built(**_facts(engine, plan))
+    requests.report_build(**_facts(engine, plan))
     while True:
-        kind = rounds.request["async"]
-        checkpoints = folders[kind].path / "checkpoints"
-        usual_s = statistics.median(one_step() for _ in range(rounds.request["steps"]))
+        is_async = requests.request["async"]
+        checkpoints = folders[is_async].path / "checkpoints"
+        usual_s = statistics.median(timed_step() for _ in range(requests.request["steps"]))
         saved, start = f"global_step{step}", time.perf_counter()
-        savers[kind].save(engine, step=step, consumed_samples=0, eval_loss=None, last=False)
-        rounds.synchronize()
+        savers[is_async].save(engine, step=step, consumed_samples=0, eval_loss=None, last=False)
+        requests.synchronize()
         blocking_s = time.perf_counter() - start
-        behind_s = []
+        during_save_s = []  # times of the steps that run while a background save continues
         while not _committed(checkpoints, saved, start):
-            behind_s.append(one_step())
+            during_save_s.append(timed_step())
         size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
         shutil.rmtree(checkpoints / saved)
-        rounds.end_round(step_s=usual_s, blocking_s=blocking_s, checkpoint_bytes=size,
-                         slowdown_s=sum(behind_s) - usual_s * len(behind_s), steps_behind=len(behind_s))
+        requests.end_repetition(step_s=usual_s, blocking_s=blocking_s, checkpoint_bytes=size,
+                                slowdown_s=sum(during_save_s) - usual_s * len(during_save_s))
 
 
 def _committed(checkpoints: Path, name: str, start: float) -> bool:
-    if time.perf_counter() - start > _MORE_SAVES_S:
-        raise TimeoutError(f"{name} was not committed in {_MORE_SAVES_S} s")
+    """Return whether the checkpoint is committed. Raises TimeoutError if that takes too long."""
+    if time.perf_counter() - start > _COMMIT_TIMEOUT_S:
+        raise TimeoutError(f"{name} was not committed within {_COMMIT_TIMEOUT_S} s")
     latest = checkpoints / "latest"
     return latest.is_file() and latest.read_text().strip() == name
+
+
+def profile(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Profile steps of `project` with torch.profiler: time of each operator without the operators that it calls."""
+    _init_process_group()
+    plan = job.plan()
+    engine = _engine(plan)
+    loader = training_loader(plan)
+    cuda = job.device_kind == "cuda"
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    requests.report_build(**_facts(engine, plan))
+    consumed_samples = 0
+    while True:
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(requests.request["steps"]):
+                train_batch(engine, loader.step(consumed_samples))
+                consumed_samples += plan.layout.global_batch_size
+            requests.synchronize()
+        requests.end_repetition(operators=[
+            {"name": row.key, "calls": row.count,
+             "self_time_ms": (row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3}
+            for row in profiler.key_averages()])

@@ -1,4 +1,4 @@
-"""The parent's side: a contender's processes, started, asked and ended."""
+"""The benchmark's side of a baseline: start its processes, send requests, read answers, end the processes."""
 
 import contextlib
 import json
@@ -11,31 +11,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.processes.baseline_job import OURS, Job
+from pretrain.bench.processes.baseline_job import THIS_PROJECT, BaselineJob
 from pretrain.distributed.allocator import jemalloc_environment
 from pretrain.distributed.process import free_port, package_environment
 
-_END_S = 10  # for a process to end by itself
+_EXIT_S = 10  # for a process to exit after the "end" request, before it is killed
 
 
-class ContenderError(Exception):
-    """One contender cannot go on; the others can."""
+class BaselineError(Exception):
+    """One baseline failed. The others continue."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
 
 
-def environment(job: Job, rank: int, port: int) -> dict[str, str]:
-    """What a launcher would set."""
+def launcher_environment(job: BaselineJob, rank: int, port: int) -> dict[str, str]:
+    """Environment variables of one rank, as a launcher would set them."""
     ranks = str(len(job.cores))
     values = {**package_environment(), "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank),
               "LOCAL_WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-              # this environment's ninja first: another one would compile DeepSpeed's operators anew
+              # this environment's ninja first: with another ninja DeepSpeed would recompile its operators
               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
               "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false"}
     if job.device_kind == "cpu":
         values.update(OMP_NUM_THREADS=str(len(job.cores[rank])), CUDA_VISIBLE_DEVICES="")
-        if job.contender in OURS:  # as train.py does
+        if job.baseline in THIS_PROJECT:  # train.py restarts itself with jemalloc, too
             values.update(jemalloc_environment(values))
     elif job.option("first_device"):
         visible = values.get("CUDA_VISIBLE_DEVICES", "").split(",") if values.get("CUDA_VISIBLE_DEVICES") else None
@@ -44,10 +44,10 @@ def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     return values
 
 
-class Child:
-    """One contender: a process for each of its ranks, all of which get every request."""
+class BaselineProcesses:
+    """The processes of one baseline, one per rank. Every request goes to all of them."""
 
-    def __init__(self, job: Job, folder: Path, timeout_s: float) -> None:
+    def __init__(self, job: BaselineJob, folder: Path, timeout_s: float) -> None:
         self.job, self._timeout_s = job, timeout_s
         port, self._logs = free_port(), []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -58,62 +58,59 @@ class Child:
                 self._processes.append(subprocess.Popen(
                     [sys.executable, "-m", "pretrain.bench.processes.worker", str(rank), job.to_json()],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
-                    env=environment(job, rank, port)))
+                    env=launcher_environment(job, rank, port)))
 
     def send(self, **request: Any) -> None:
         for process in self._processes:
             _send(process, request)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Each rank's answer. Raises ContenderError: it ended, told an error, or took too long."""
+        """Return each rank's answer. Raises BaselineError if a rank exits, reports an error or does not answer."""
         texts = {process.stdout.fileno(): b"" for process in self._processes if process.stdout is not None}
         order, deadline = list(texts), time.monotonic() + self._timeout_s
         while waiting := [stream for stream, text in texts.items() if not text.endswith(b"\n")]:
             ready, _, _ = select.select(waiting, [], [], max(deadline - time.monotonic(), 0))
             if not ready:
-                raise ContenderError(self.job.name, f"no answer in {self._timeout_s:g} s")
+                raise BaselineError(self.job.name, f"no answer within {self._timeout_s:g} s")
             for stream in ready:
                 chunk = os.read(stream, 65536)
                 if not chunk:
-                    raise ContenderError(self.job.name, self._last_words(order.index(stream)))
+                    raise BaselineError(self.job.name, self._exit_reason(order.index(stream)))
                 texts[stream] += chunk
         answers = [json.loads(texts[stream]) for stream in order]
         for answer in answers:
             if "error" in answer:
-                raise ContenderError(self.job.name, answer["error"])
+                raise BaselineError(self.job.name, answer["error"])
         return answers
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Send and receive: rank 0's answer, with the greatest time and the summed memory of all ranks."""
-        self.send(**request)
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """What `ask` returns, of a request that was sent."""
+    def merged_answer(self) -> dict[str, Any]:
+        """Return rank 0's answer, with the longest time and the summed memory of all ranks."""
         answers = self.receive()
-        together = {**answers[0], "ranks": answers}
+        merged = {**answers[0], "ranks": answers}
         if "seconds" in answers[0]:
-            together["seconds"] = max(answer["seconds"] for answer in answers)
+            merged["seconds"] = max(answer["seconds"] for answer in answers)
         for name in ("peak_memory_bytes", "reserved_bytes", "resident_bytes"):
             if name in answers[0]:
-                together[name] = sum(answer[name] for answer in answers)
-        return together
+                merged[name] = sum(answer[name] for answer in answers)
+        return merged
 
-    def _last_words(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
+        """Exit code and last line of output of a rank that closed its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(5)
-        lines = self._logs[rank].read_text(encoding="utf-8", errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
-        return f"rank {rank} ended with {self._processes[rank].returncode}" + (f": {said[-1][:300]}" if said else "")
+        log = self._logs[rank].read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in log.split("\n") if line.strip()]
+        reason = f"rank {rank} exited with code {self._processes[rank].returncode}"
+        return f"{reason}: {lines[-1][:300]}" if lines else reason
 
     def end(self) -> None:
-        """Let it end; kill what does not. May be called again."""
+        """Ask the processes to exit, and kill those that do not. A second call does nothing."""
         processes, self._processes = self._processes, []
         for process in processes:
             _send(process, {"do": "end"})
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                process.wait(_EXIT_S)
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
@@ -123,19 +120,19 @@ class Child:
 
 def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # receive() tells why
+    with contextlib.suppress(BrokenPipeError):  # receive() reports why the process exited
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
 
 
 @contextlib.contextmanager
-def children(jobs: list[Job], folder: Path, timeout_s: float) -> Iterator[list[Child]]:
-    """All of them, importing at once; ended whatever happens."""
-    started: list[Child] = []
+def started(jobs: list[BaselineJob], folder: Path, timeout_s: float) -> Iterator[list[BaselineProcesses]]:
+    """Start all baselines, which import at the same time. End all of them when the block is left."""
+    baselines: list[BaselineProcesses] = []
     try:
         for job in jobs:
-            started.append(Child(job, folder, timeout_s))
-        yield started
+            baselines.append(BaselineProcesses(job, folder, timeout_s))
+        yield baselines
     finally:
-        for child in started:
-            child.end()
+        for baseline in baselines:
+            baseline.end()

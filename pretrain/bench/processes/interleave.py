@@ -1,4 +1,4 @@
-"""Contenders side by side, taking turns: while one works, the others sleep."""
+"""Run baselines in interleaved repetitions: while one works, the others sleep, so that all see the same machine."""
 
 import contextlib
 import statistics
@@ -6,118 +6,105 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.bench.processes.baseline_job import Job, Workshop
-from pretrain.bench.processes.baseline_process import Child, ContenderError, children
+from pretrain.bench.processes.baseline_job import BaselineJob
+from pretrain.bench.processes.baseline_process import BaselineError, BaselineProcesses, started
+from pretrain.bench.processes.context import BenchContext
 
-Say = Callable[[str], None]
-Side = list[Job]
-"""Jobs that work at the same time: one, or several that are compared together with another side."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """The answer to one word of --what."""
-
-    what: str
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # a line each
-    data: dict[str, Any] = field(default_factory=dict)
+JobGroup = list[BaselineJob]
+"""Jobs that work at the same time and count as one baseline. It has the name of its first job."""
 
 
 @dataclass
-class Turns:
-    """By the name of each side's first job; a side that failed is in `failures` alone."""
+class InterleavedResults:
+    """Answers of the baselines, by name. A baseline that failed is in `failures` and not in `answers`."""
 
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # after building
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # reported after building
     warmups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # one per request of each repetition
     failures: list[str] = field(default_factory=list)
 
     def seconds(self, name: str) -> list[float]:
         return [answer["seconds"] for answer in self.answers[name]]
 
     def losses(self, name: str) -> list[float]:
-        """From the first step on."""
+        """Loss of every step, from the first step of the warm-up."""
         return [*self.warmups[name]["losses"], *(loss for answer in self.answers[name] for loss in answer["losses"])]
 
-    def fail(self, name: str, error: ContenderError) -> None:
-        self.failures.append(str(error))
-        self.answers.pop(name, None)
-
-    def add(self, other: "Turns") -> None:
+    def add(self, other: "InterleavedResults") -> None:
+        """Add the results of other baselines."""
         self.facts.update(other.facts)
         self.warmups.update(other.warmups)
         self.answers.update(other.answers)
         self.failures.extend(other.failures)
 
 
-def spread(values: list[float]) -> float:
-    """(highest - lowest) / median: how much the rounds differ."""
-    return (max(values) - min(values)) / statistics.median(values)
-
-
-def take_turns(sides: list[Side], workshop: Workshop, say: Say, *, steps: int | None = None,
-               warmup_steps: int | None = None, requests: list[dict[str, Any]] | None = None) -> Turns:
-    """Build each side, one after another; then the rounds, every second one in reverse order.
+def run_interleaved(groups: list[JobGroup], context: BenchContext, report: Callable[[str], None], *,
+                    steps: int | None = None, warmup_steps: int | None = None,
+                    requests: list[dict[str, Any]] | None = None) -> InterleavedResults:
+    """Build each baseline, one after another; then run the repetitions, every second one in reverse order.
 
     Args:
-        steps, warmup_steps: of a round, and before the first one (default: the preset's).
-        requests: of one round (default: its steps, after an untimed one on a GPU, whose allocator begins anew).
+        report: called with a line of progress.
+        steps: timed steps of a repetition (default: the preset's).
+        warmup_steps: steps before the first repetition (default: the preset's).
+        requests: requests of a repetition. Default: its steps; on a GPU after one untimed step, because the caching
+            allocator was emptied after the last repetition.
     """
-    settings, turns = workshop.settings, Turns()
-    untimed = 1 if settings.device.kind == "cuda" else 0
-    requests = requests or [{"steps": steps or settings.preset.steps, "untimed": untimed}]
+    settings, results = context.settings, InterleavedResults()
+    untimed_steps = 1 if settings.device.kind == "cuda" else 0
+    requests = requests or [{"steps": steps or settings.preset.steps, "untimed_steps": untimed_steps}]
     warmup_steps = settings.preset.warmup_steps if warmup_steps is None else warmup_steps
-    for together in [sides] if settings.preset.side_by_side else [[side] for side in sides]:
-        turns.add(_rounds(together, workshop, say, requests, warmup_steps))
-    return turns
+    for together in [groups] if settings.preset.side_by_side else [[group] for group in groups]:
+        results.add(_run_together(together, context, report, requests, warmup_steps))
+    return results
 
 
-def _rounds(sides: list[Side], workshop: Workshop, say: Say, requests: list[dict[str, Any]],
-            warmup_steps: int) -> Turns:
-    settings, turns = workshop.settings, Turns()
-    with children([job for side in sides for job in side], workshop.folder, settings.timeout_s) as started:
-        unassigned = iter(started)
-        ready = {side[0].name: [next(unassigned) for _ in side] for side in sides}
-        for name, side in list(ready.items()):
-            say(f"{name}: building")
-            with _left_out_if_it_fails(name, ready, turns):
-                _build(name, side, turns, warmup_steps)
-        for number in range(settings.rounds):
-            say(f"round {number + 1} of {settings.rounds}")
+def _run_together(groups: list[JobGroup], context: BenchContext, report: Callable[[str], None],
+                  requests: list[dict[str, Any]], warmup_steps: int) -> InterleavedResults:
+    """Run baselines whose processes are alive at the same time."""
+    settings, results = context.settings, InterleavedResults()
+    with started([job for group in groups for job in group], context.folder, settings.timeout_s) as processes:
+        unassigned = iter(processes)
+        ready = {group[0].name: [next(unassigned) for _ in group] for group in groups}
+        for name, group in list(ready.items()):
+            report(f"{name}: building")
+            with _dropped_on_failure(name, ready, results):
+                _build(name, group, results, warmup_steps)
+        for number in range(settings.repetitions):
+            report(f"repetition {number + 1} of {settings.repetitions}")
             for name in list(ready) if number % 2 == 0 else list(reversed(ready)):
-                with _left_out_if_it_fails(name, ready, turns):
-                    turns.answers[name] += [_ask(ready[name], do="round", **request) for request in requests]
-    return turns
+                with _dropped_on_failure(name, ready, results):
+                    results.answers[name] += [_ask(ready[name], do="repeat", **request) for request in requests]
+    return results
 
 
-def _build(name: str, side: list[Child], turns: Turns, warmup_steps: int) -> None:
-    for child in side:
-        child.receive()  # that its imports are done
-    turns.facts[name] = _ask(side, do="build")
+def _build(name: str, group: list[BaselineProcesses], results: InterleavedResults, warmup_steps: int) -> None:
+    for processes in group:
+        processes.receive()  # {"imported": True}
+    results.facts[name] = _ask(group, do="build")
     if warmup_steps:
-        turns.warmups[name] = _ask(side, do="round", steps=warmup_steps)
-    turns.answers[name] = []
+        results.warmups[name] = _ask(group, do="repeat", steps=warmup_steps)
+    results.answers[name] = []
 
 
-def _ask(side: list[Child], **request: Any) -> dict[str, Any]:
-    """One side's answer: rank 0's of its first job, with the mean time of all its jobs."""
-    for child in side:
-        child.send(**request)
-    answers = [child.answer() for child in side]
+def _ask(group: list[BaselineProcesses], **request: Any) -> dict[str, Any]:
+    """Send a request to a group. Return its first job's answer, with the mean time of all its jobs."""
+    for processes in group:
+        processes.send(**request)
+    answers = [processes.merged_answer() for processes in group]
     if "seconds" in answers[0]:
         return {**answers[0], "seconds": statistics.fmean(answer["seconds"] for answer in answers)}
     return answers[0]
 
 
 @contextlib.contextmanager
-def _left_out_if_it_fails(name: str, ready: dict[str, list[Child]], turns: Turns) -> Iterator[None]:
+def _dropped_on_failure(name: str, ready: dict[str, list[BaselineProcesses]],
+                        results: InterleavedResults) -> Iterator[None]:
+    """If the block raises BaselineError, record the failure and end the baseline's processes."""
     try:
         yield
-    except ContenderError as error:
-        turns.fail(name, error)
-        for child in ready.pop(name):
-            child.end()
+    except BaselineError as error:
+        results.failures.append(str(error))
+        results.answers.pop(name, None)
+        for processes in ready.pop(name):
+            processes.end()

@@ -1,42 +1,48 @@
-"""--what offload: the "aio" block for a DeepSpeed JSON that suits this disk."""
+"""--what offload: find the fastest "aio" settings of the DeepSpeed JSON for a disk."""
 
 import json
 import statistics
 from typing import Any
 
-from pretrain.bench.processes.baseline_job import Workshop
-from pretrain.bench.processes.interleave import Say, Section, take_turns
+from pretrain.bench.processes.context import BenchContext
+from pretrain.bench.processes.interleave import run_interleaved
+from pretrain.bench.sections.section import BenchSection, ReportProgress
 
 _SHOWN = 5
 _KEYS = ("block_size", "queue_depth", "intra_op_parallelism")
 
 
-def offload(workshop: Workshop, say: Say) -> Section:
-    """Every combination of block size, queue depth and threads, in turns; the best has the least time for a write and
-    a read of the same bytes together, as a step of NVMe offload does both."""
+def offload(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Measure every combination of block size, queue depth and threads, in interleaved repetitions.
+
+    The best combination takes the least time for a write and a read of the same bytes together, because a step of NVMe
+    offload does both.
+    """
     name = "disk"
-    turns = take_turns([[workshop.job(name, "disk", nvme_path=workshop.settings.nvme_path)]], workshop, say,
-                       warmup_steps=0, requests=[{}])
-    settings: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for answer in turns.answers.get(name, []):
-        for row in answer["settings"]:
-            settings.setdefault(tuple(row[key] for key in _KEYS), []).append(row)
-    results = sorted((_result(key, rows) for key, rows in settings.items()), key=lambda row: row["both_bytes_per_s"],
-                     reverse=True)
-    if not results:
-        return Section("offload", "NVMe offload", [""], [], [], turns.failures)
-    aio = {**{key: results[0][key] for key in _KEYS}, "single_submit": False, "overlap_events": True}
+    results = run_interleaved([[context.job(name, "disk", nvme_path=context.settings.nvme_path)]], context, report,
+                              warmup_steps=0, requests=[{}])
+    transfers: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for answer in results.answers.get(name, []):
+        for transfer in answer["settings"]:
+            transfers.setdefault(tuple(transfer[key] for key in _KEYS), []).append(transfer)
+    rates = sorted((_median_rates(key, rows) for key, rows in transfers.items()),
+                   key=lambda row: row["both_bytes_per_s"], reverse=True)
+    if not rates:
+        return BenchSection("offload", "NVMe offload", [""], [], [], results.failures)
+    aio = {**{key: rates[0][key] for key in _KEYS}, "single_submit": False, "overlap_events": True}
     rows = [[f"{row['block_size'] // 1024} KiB", str(row["queue_depth"]), str(row["intra_op_parallelism"]),
-             *(f"{row[f'{kind}_bytes_per_s'] / 1e9:.2f} GB/s" for kind in ("write", "read", "both"))]
-            for row in results]
-    return Section("offload", f"NVMe offload: DeepSpeed's aio on {workshop.settings.nvme_path}",
-                   ["block", "queue depth", "threads", "write", "read", "both"], [*rows[:_SHOWN], rows[-1]],
-                   [f"The {_SHOWN} best of {len(rows)} settings, and the last; medians of {workshop.settings.rounds} "
-                    "rounds.", f'For the DeepSpeed JSON: "aio": {json.dumps(aio)}'],
-                   turns.failures, {"aio": aio, "settings": results})
+             *(f"{row[f'{direction}_bytes_per_s'] / 1e9:.2f} GB/s" for direction in ("write", "read", "both"))]
+            for row in rates]
+    return BenchSection("offload", f"NVMe offload: DeepSpeed's aio on {context.settings.nvme_path}",
+                        ["block", "queue depth", "threads", "write", "read", "both"], [*rows[:_SHOWN], rows[-1]],
+                        [f"The {_SHOWN} fastest of {len(rows)} combinations, and the slowest; medians of "
+                         f"{context.settings.repetitions} repetitions.",
+                         f'For the DeepSpeed JSON: "aio": {json.dumps(aio)}'],
+                        results.failures, {"aio": aio, "settings": rates})
 
 
-def _result(key: tuple[int, ...], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    write, read = (statistics.median(row[f"{kind}_bytes_per_s"] for row in rows) for kind in ("write", "read"))
+def _median_rates(key: tuple[int, ...], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median rates of one combination, bytes per second."""
+    write, read = (statistics.median(row[f"{name}_bytes_per_s"] for row in rows) for name in ("write", "read"))
     return {**dict(zip(_KEYS, key, strict=True)), "write_bytes_per_s": write, "read_bytes_per_s": read,
             "both_bytes_per_s": 2 / (1 / write + 1 / read)}

@@ -1,29 +1,35 @@
-"""--what overhead: what pretrain/trainer.py costs beside the step itself."""
+"""--what overhead: the time that pretrain/trainer.py adds to the engine's step."""
 
 import statistics
 
-from pretrain.bench.processes.baseline_job import Workshop
-from pretrain.bench.processes.interleave import Say, Section, spread, take_turns
+from pretrain.bench.processes.context import BenchContext
+from pretrain.bench.processes.interleave import InterleavedResults, run_interleaved
+from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 
 LOOP, BARE = "step loop", "bare engine"
-LOG_INTERVAL = 10  # train.py's default: a round has a logged step, or as many as its length asks for
+LOG_INTERVAL = 10  # default of --log_interval: at least one step of a repetition is logged
 
 
-def overhead(workshop: Workshop, say: Say) -> Section:
-    """`pretrain.trainer.train` itself against the same engine that is given one batch over and over.
+def overhead(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Compare `pretrain.trainer.train` with the same engine, called directly with one batch again and again.
 
-    The loop reads data, logs as by default, and looks for signals; saves and evaluations are left out. The overhead is
-    the median over the rounds of (loop / bare - 1), of two times that were taken one right after the other.
+    The loop reads data, logs at the default interval and checks for signals; it neither saves nor evaluates. The
+    overhead is the median over the repetitions of (loop / bare - 1), of two times that were measured in succession.
     """
-    steps = max(workshop.settings.preset.steps, LOG_INTERVAL)
-    turns = take_turns([[workshop.job(LOOP, "loop")], [workshop.job(BARE, "bare_engine")]], workshop, say, steps=steps)
-    times = {name: [1e3 * value / steps for value in turns.seconds(name)] for name in turns.answers}
-    share = None
+    steps = max(context.settings.preset.steps, LOG_INTERVAL)
+    results = run_interleaved([[context.job(LOOP, "loop")], [context.job(BARE, "bare_engine")]], context, report,
+                              steps=steps)
+    return overhead_section(results, steps=steps)
+
+
+def overhead_section(results: InterleavedResults, *, steps: int) -> BenchSection:
+    """Compute the table and the figures from the answers; `steps` is the number of steps of a repetition."""
+    times = {name: [1e3 * value / steps for value in results.seconds(name)] for name in results.answers}
+    fraction = None
     if len(times) == 2:
-        share = statistics.median(ours / bare - 1 for ours, bare in zip(times[LOOP], times[BARE], strict=True))
+        fraction = statistics.median(loop / bare - 1 for loop, bare in zip(times[LOOP], times[BARE], strict=True))
     rows = [[name, f"{statistics.median(values):,.1f} ms", f"{spread(values):.1%}",
-             f"{share:+.2%}" if share is not None and name == LOOP else ""] for name, values in times.items()]
-    return Section("overhead", "Overhead of the step loop",
-                   ["", "step", "rounds differ by", "overhead"], rows,
-                   [f"Medians of {workshop.settings.rounds} rounds of {steps} steps."], turns.failures,
-                   {"overhead": share, "step_time_ms": times})
+             f"{fraction:+.2%}" if fraction is not None and name == LOOP else ""] for name, values in times.items()]
+    return BenchSection("overhead", "Overhead of the step loop", ["", "step", "spread", "overhead"], rows,
+                        [f"Medians over the repetitions of {steps} steps each."], results.failures,
+                        {"overhead": fraction, "step_time_ms": times})

@@ -1,31 +1,32 @@
-"""--what scaling: 1, 2 (and 4) data-parallel ranks, each with the same cores or one GPU."""
+"""--what scaling: speed of 1, 2 (and 4) data-parallel ranks, each with the same number of cores or one GPU."""
 
 import statistics
 
-from pretrain.bench.processes.baseline_job import Workshop
-from pretrain.bench.processes.interleave import Say, Section, spread, take_turns
+from pretrain.bench.processes.context import BenchContext
+from pretrain.bench.processes.interleave import run_interleaved
+from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 from pretrain.bench.sections.step import tokens_per_second
 
 
-def scaling(workshop: Workshop, say: Say) -> Section:
-    """ZeRO-1; each rank has a micro-batch, so that the work grows with the ranks (weak scaling).
+def scaling(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Measure weak scaling with ZeRO-1: each rank has one micro-batch, so the work grows with the number of ranks.
 
-    On a CPU a rank has cores / (the largest number of ranks) cores, however many ranks there are; those that one rank
-    alone leaves idle still lend it their share of the memory's bandwidth and of the clock.
+    On a CPU each rank has cores / (largest number of ranks) cores. A single rank therefore leaves cores idle, and has
+    their part of the memory bandwidth and of the clock rate, too.
     """
-    settings = workshop.settings
-    names = {ranks: f"{ranks} rank{'s' * (ranks > 1)}" for ranks in settings.ranks}
-    sides = [[workshop.job(name, "project", ranks=ranks, cores_for=settings.ranks[-1])]
-             for ranks, name in names.items()]
-    turns = take_turns(sides, workshop, say)
-    rates = {ranks: tokens_per_second(workshop, turns.seconds(name), settings.preset.steps,
+    settings = context.settings
+    names = {ranks: f"{ranks} rank{'s' * (ranks > 1)}" for ranks in settings.rank_counts}
+    most = settings.rank_counts[-1]
+    groups = [[context.job(name, "project", ranks=ranks, core_parts=most)] for ranks, name in names.items()]
+    results = run_interleaved(groups, context, report)
+    rates = {ranks: tokens_per_second(context, results.seconds(name), settings.preset.steps,
                                       samples=ranks * settings.preset.micro_batch_size)
-             for ranks, name in names.items() if name in turns.answers}
+             for ranks, name in names.items() if name in results.answers}
     medians = {ranks: statistics.median(values) for ranks, values in rates.items()}
     efficiency = {ranks: rate / ranks / medians[1] for ranks, rate in medians.items() if 1 in medians}
     rows = [[names[ranks], f"{rate:,.0f}", f"{spread(rates[ranks]):.1%}",
              f"{efficiency[ranks]:.1%}" if ranks in efficiency else ""] for ranks, rate in medians.items()]
-    each = f"{len(settings.cores_of(0, settings.ranks[-1]))} core(s)" if settings.device.kind == "cpu" else "one GPU"
-    return Section("scaling", "Data-parallel ranks, a micro-batch each",
-                   ["", "tokens/s", "rounds differ by", "of linear"], rows, [f"Each rank has {each}."], turns.failures,
-                   {"tokens_per_second": medians, "rounds": rates, "efficiency": efficiency})
+    device = f"{len(settings.cores_of(0, most))} core(s)" if settings.device.kind == "cpu" else "one GPU"
+    return BenchSection("scaling", "Data-parallel ranks, one micro-batch each",
+                        ["", "tokens/s", "spread", "of linear"], rows, [f"Each rank has {device}."], results.failures,
+                        {"tokens_per_second": medians, "rounds": rates, "efficiency": efficiency})

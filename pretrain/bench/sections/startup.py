@@ -1,4 +1,4 @@
-"""--what startup: from the start of the process to the end of its first step."""
+"""--what startup: time from the start of the process to the end of its first training step."""
 
 import contextlib
 import os
@@ -12,62 +12,67 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.bench.processes.baseline_job import Job, Workshop
-from pretrain.bench.processes.baseline_process import ContenderError, environment
-from pretrain.bench.processes.interleave import Say, Section, spread
+from pretrain.bench.processes.baseline_job import BaselineJob
+from pretrain.bench.processes.baseline_process import BaselineError, launcher_environment
+from pretrain.bench.processes.context import BenchContext
+from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 from pretrain.distributed.process import ROOT, free_port
 
 
-def startup(workshop: Workshop, say: Say) -> Section:
-    """`python pretrain/train.py` and the `deepspeed` launcher on one rank, until the line of step 1 is printed.
+def startup(context: BenchContext, report: ReportProgress) -> BenchSection:
+    """Start `python pretrain/train.py` and the `deepspeed` launcher on one rank, until the line of step 1 is printed.
 
-    A first start of each, which may compile operators and fill the page cache, is not counted.
+    The first start of each is not counted, because it may compile operators and fills the page cache.
     """
-    job = workshop.job("start", "project")
+    job, repetitions = context.job("start", "project"), context.settings.repetitions
     program = str(ROOT / "pretrain" / "train.py")
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "1"]
     commands = {"python pretrain/train.py": [sys.executable, program],
                 "deepspeed pretrain/train.py": [*launcher, program]}
     times: dict[str, list[float]] = {name: [] for name in commands}
-    failures: list[str] = []
-    for number in range(workshop.settings.rounds + 1):
-        say(f"start {number} of {workshop.settings.rounds}" if number else "a first start")
+    failures: dict[str, str] = {}
+    for number in range(repetitions + 1):
+        report(f"start {number} of {repetitions}" if number else "first start, not counted")
         for name, command in commands.items():
-            if any(line.startswith(name) for line in failures):
+            if name in failures:
                 continue
             try:
-                times[name].append(_first_step_s(name, command, job, workshop))
-            except ContenderError as error:
-                failures.append(str(error))
+                times[name].append(_first_step_s(name, command, job, context))
+            except BaselineError as error:
+                failures[name] = str(error)
     times = {name: values[1:] for name, values in times.items() if len(values) > 1}
     rows = [[name, f"{statistics.median(values):.1f} s", f"{spread(values):.1%}"] for name, values in times.items()]
-    return Section("startup", "From process start to the end of the first step",
-                   ["", "median", "rounds differ by"], rows, [f"{workshop.settings.rounds} starts of each."], failures,
-                   {"seconds": times, "median_s": {name: statistics.median(values) for name, values in times.items()}})
+    return BenchSection("startup", "From process start to the end of the first step", ["", "median", "spread"], rows,
+                        [f"{repetitions} starts of each."], list(failures.values()),
+                        {"seconds": times,
+                         "median_s": {name: statistics.median(values) for name, values in times.items()}})
 
 
-def _first_step_s(name: str, command: list[str], job: Job, workshop: Workshop) -> float:
-    """Seconds until the line "step 1/..."; the run is then ended."""
-    run = workshop.folder / "start-run"
-    shutil.rmtree(run, ignore_errors=True)
-    environ = environment(job, 0, free_port())
+def _first_step_s(name: str, command: list[str], job: BaselineJob, context: BenchContext) -> float:
+    """Start a run, and return the seconds until it prints the line "step 1/...". Then end the run."""
+    shutil.rmtree(context.folder / "start-run", ignore_errors=True)
+    environ = launcher_environment(job, 0, free_port())
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        environ.pop(variable)  # the launcher's own
+        environ.pop(variable)  # the launcher sets them
     port = ["--master_port", environ["MASTER_PORT"]] if "deepspeed" in Path(command[0]).name else []
     words = [command[0], *port, *command[1:], *job.flags]
-    log, start = workshop.folder / "start.log", time.perf_counter()
+    log, start = context.folder / "start.log", time.perf_counter()
     with open(log, "wb") as stderr, subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                                     stderr=stderr, cwd=workshop.folder, env=environ) as process:
+                                                     stderr=stderr, cwd=context.folder, env=environ) as process:
         try:
-            return _seconds_until_line(process, b"step ", start, workshop.settings.timeout_s)
+            return _seconds_until_line(process, b"step ", start, context.settings.timeout_s)
         except TimeoutError as error:
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise ContenderError(name, f"{error}{': ' + said[-1][:300] if said else ''}") from None
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise BaselineError(name, f"{error}: {lines[-1][:300]}" if lines else str(error)) from None
         finally:
-            _end_all(process)
+            _kill_with_children(process)
 
 
-def _seconds_until_line(process: "subprocess.Popen[bytes]", first: bytes, start: float, timeout_s: float) -> float:
+def _seconds_until_line(process: "subprocess.Popen[bytes]", prefix: bytes, start: float, timeout_s: float) -> float:
+    """Return the seconds until a line of the output starts with `prefix`.
+
+    Raises TimeoutError, also if the process exits before.
+    """
     assert process.stdout is not None
     text = b""
     with selectors.DefaultSelector() as selector:
@@ -75,15 +80,15 @@ def _seconds_until_line(process: "subprocess.Popen[bytes]", first: bytes, start:
         while selector.select(max(start + timeout_s - time.perf_counter(), 0)):
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
-                raise TimeoutError(f"ended with {process.wait()} before its first step")
+                raise TimeoutError(f"exited with code {process.wait()} before its first step")
             text += chunk
-            if any(line.startswith(first) for line in text.split(b"\n")):
+            if any(line.startswith(prefix) for line in text.split(b"\n")):
                 return time.perf_counter() - start
-    raise TimeoutError(f"no first step in {timeout_s:g} s")
+    raise TimeoutError(f"no first step within {timeout_s:g} s")
 
 
-def _end_all(process: "subprocess.Popen[bytes]") -> None:
-    """The launcher and its ranks, which need not be of one group."""
+def _kill_with_children(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the launcher and its ranks, which may be in another process group."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
