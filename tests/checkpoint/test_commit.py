@@ -155,6 +155,7 @@ def _fill(disk: Path, free: int) -> Path:
     return filler
 
 
+@pytest.mark.root
 def test_full_disk_at_ten_levels(small_disk: Path) -> None:
     checkpoints = small_disk / "checkpoints"
     save(checkpoints, 1)
@@ -178,6 +179,7 @@ def test_full_disk_at_ten_levels(small_disk: Path) -> None:
     assert steps_of(checkpoints) == [2, 1]
 
 
+@pytest.mark.root
 def test_full_disk_under_torch_save(small_disk: Path) -> None:
     import torch
 

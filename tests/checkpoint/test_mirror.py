@@ -150,6 +150,7 @@ def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path:
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.root
 def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
     _mirror(checkpoints / NEWEST, str(tmp_path / "mirror"))
     disk = tmp_path / "disk"

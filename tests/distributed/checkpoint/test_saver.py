@@ -226,7 +226,7 @@ def test_training_waits_for_the_copy_alone(results: dict[str, Any], folder: Path
     assert not files & opened_by_ranks(folder, "skipped")
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="mounting a small disk needs root")
+@pytest.mark.root
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize(("disk", "saved"), [("one_fits", [2]), ("none_fits", [])])
 def test_a_full_disk_costs_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
