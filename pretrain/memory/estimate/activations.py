@@ -1,262 +1,229 @@
-"""What autograd keeps for the backward pass, in bytes: one small function for each operator of `pretrain/model`.
+"""Bytes that autograd saves for the backward pass: one function for each operator in `pretrain/model`.
 
-The CPU figures were measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, storages counted once
-(tests/memory/test_estimate.py does it again). The CUDA ones are derived from torch's formulas, not measured: flash
-attention keeps q, k, v, its output and the logarithms of the softmax's sums; dropout keeps a byte an element;
-LayerNorm keeps its statistics in fp32; RMSNorm is one kernel that keeps its input. `--compile_blocks` is left out: what
-a compiled block keeps is the compiler's choice.
+CPU: measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, each storage counted once
+(tests/memory/estimate/test_activations.py repeats the measurement).
+CUDA: derived from torch's formulas, not measured. Flash attention saves q, k, v, its output and the logarithm of each
+softmax sum. Dropout saves one byte per element. LayerNorm saves its statistics in fp32. RMSNorm is one kernel, which
+saves its input. `--compile_blocks` is ignored, as the compiler chooses what a compiled block saves.
 
-Tensor parallelism divides what Megatron's does without its sequence parallelism (Korthikanti and others, arXiv
-2205.05198, table 2: s b h (10 + 24 / t) a layer): the inner tensors of attention and MLP, not the norms' and the
-dropouts'. Ulysses (arXiv 2309.14509) divides everything by the ranks of a sequence: tokens outside attention, heads
-inside. Experts see `experts_per_token` times the tokens, evenly (DeepSpeed-MoE at capacity factor 1).
+Tensor parallelism: the inner tensors of attention and MLP are divided, the inputs of norms and the dropout masks are
+not: Megatron-LM without its sequence parallelism (arXiv 2205.05198, table 2: s b h (10 + 24 / t) bytes a layer).
+Ulysses (arXiv 2309.14509): every tensor is divided by the ranks of a sequence, by tokens outside attention and by
+heads inside. Experts receive `experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
+
+Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate_size, H heads, E head_size, T
+seq_length. Every size is that of one rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from pretrain.config.layout import Layout
+from pretrain.memory.estimate.loss_activations import loss_saved
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
+from pretrain.memory.estimate.rank import FP32, INT64, MicroBatch
 
-_FP32, _INT64 = 4, 8
-LOSS_TOKENS = 1024  # whose logits exist at a time (model/fused_loss.py)
-CPU_ELEMENTS = 2**20  # that the CPU takes a softmax of at a time, for each thread: one thread is counted here
-ATTENTION_ROWS = 128  # of queries at a time (model/cpu_attention.py)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch on one rank."""
-
-    tokens: int  # of this rank: samples x positions / ranks that share a sequence
-    seq_length: int  # positions of a whole sample
-    element: int  # bytes of an activation
-    cuda: bool
-    tensor_parallel_size: int = 1
-    fp16: bool = False  # has torch's attention on CPUs, where bf16 has one of its own (model/cpu_attention.py)
-
-    @property
-    def mask(self) -> int:
-        """Bytes of an element of a dropout mask: the CPU keeps the noise itself, in the activation's dtype."""
-        return 1 if self.cuda else self.element
-
-    @property
-    def samples(self) -> int:
-        """At least one."""
-        return max(1, self.tokens // self.seq_length)
+CPU_SCORES = 2**20  # elements of attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
+ATTENTION_ROWS = 128  # queries that the CPU's attention computes at a time (model/kernels/cpu_attention.py)
 
 
-def pass_of(layout: Layout) -> Pass:
-    """The micro-batch of a layout."""
-    tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
-    return Pass(tokens, layout.seq_length, layout.element_bytes, layout.device_kind == "cuda",
-                layout.tensor_parallel_size, layout.precision == "fp16")
+def hidden_states_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the tensor [N, D] that one layer passes to the next."""
+    return batch.tokens * shape.hidden_size * batch.element_bytes
 
 
-def norm_kept(shape: ModelShape, one: Pass, *, shared_input: bool = False) -> int:
-    """A norm of [tokens, D]: its input and statistics. RMSNorm on the CPU computes in fp32, and keeps the input and the
-    normalised input in it.
+def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = False) -> int:
+    """Bytes that a norm of [N, D] saves: its input and its statistics.
+
+    RMSNorm on a CPU computes in fp32 and saves the converted input and the normalised input, both in fp32.
 
     Args:
-        shared_input: another operator keeps the same input.
+        shared_input: another operator saves the same input, so it is not counted here.
     """
     hidden = shape.hidden_size
-    own = 0 if shared_input else hidden * one.element
-    if shape.norm == "rmsnorm":
-        if one.cuda:
-            return one.tokens * (own + _FP32)
-        converted = hidden * _FP32 if one.element != _FP32 else own
-        return one.tokens * (converted + hidden * _FP32 + _FP32)
-    return one.tokens * (own + 2 * (_FP32 if one.cuda else one.element))
+    own_input = 0 if shared_input else hidden * batch.element_bytes
+    if shape.norm != "rmsnorm":  # mean and reciprocal standard deviation of each token
+        return batch.tokens * (own_input + 2 * (FP32 if batch.cuda else batch.element_bytes))
+    if batch.cuda:
+        return batch.tokens * (own_input + FP32)
+    converted = hidden * FP32 if batch.element_bytes != FP32 else own_input
+    return batch.tokens * (converted + hidden * FP32 + FP32)
 
 
-def linear_kept(inputs: int, one: Pass) -> int:
-    """A matrix product of [tokens, inputs] with a weight: its input."""
-    return one.tokens * inputs * one.element
+def linear_saved(inputs: int, batch: MicroBatch) -> int:
+    """Bytes that the product of [N, inputs] with a weight saves: its input."""
+    return batch.tokens * inputs * batch.element_bytes
 
 
-def dropout_kept(probability: float, width: int, one: Pass) -> int:
-    """Dropout of [tokens, width]: the mask."""
-    return one.tokens * width * one.mask if probability > 0 else 0
+def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
+    """Bytes that dropout of [N, width] saves: its mask."""
+    return batch.tokens * width * batch.mask_bytes if probability > 0 else 0
 
 
-def attention_kept(shape: ModelShape, one: Pass) -> int:
-    """Causal attention without its norm: the input of `qkv`, of the core, and of `out`."""
-    if not one.cuda and shape.attention_dropout:
-        core = _plain_attention_kept(shape, one) + linear_kept(_heads(shape, one), one)
-    elif _is_own(shape, one):
-        core = _inputs_kept(shape, one) + linear_kept(_heads(shape, one), one)
+def attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`."""
+    if not batch.cuda and shape.attention_dropout:
+        core = _unfused_attention_saved(shape, batch) + linear_saved(_query_width(shape, batch), batch)
+    elif _uses_cpu_attention(shape, batch):
+        core = _qkv_saved(shape, batch) + linear_saved(_query_width(shape, batch), batch)
     else:
-        core = _flash_kept(shape, one)
-    return linear_kept(shape.hidden_size, one) + core
+        core = _flash_attention_saved(shape, batch)
+    return linear_saved(shape.hidden_size, batch) + core
 
 
-def _is_own(shape: ModelShape, one: Pass) -> bool:
-    """Whether attention is that of model/cpu_attention.py."""
-    return not one.cuda and one.element == 2 and not one.fp16 and not shape.attention_dropout
+def _uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
+    """Return whether model/kernels/cpu_attention.py computes the attention: on CPUs in bf16 without dropout."""
+    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
 
 
-def _heads(shape: ModelShape, one: Pass) -> int:
-    """Elements of a token's queries."""
-    return shape.num_heads * shape.head_size // one.tensor_parallel_size
+def _query_width(shape: ModelShape, batch: MicroBatch) -> int:
+    """Elements of one token's queries on this rank, H * E."""
+    return shape.num_heads * shape.head_size // batch.tensor_parallel_size
 
 
-def _rows(shape: ModelShape, one: Pass) -> int:
-    """Elements of a token's queries, keys and values: the rows of `qkv`."""
-    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // one.tensor_parallel_size
+def _qkv_width(shape: ModelShape, batch: MicroBatch) -> int:
+    """Elements of one token's queries, keys and values on this rank: the output width of `qkv`."""
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // batch.tensor_parallel_size
 
 
-def _inputs_kept(shape: ModelShape, one: Pass) -> int:
-    """q, k and v, views of what `qkv` returned; rotated q and k are new tensors, beside the whole of it, as v is still
-    a view."""
+def _qkv_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of q, k and v, which are views of the output of `qkv`.
+
+    Rotation (RoPE) makes new tensors of q and k; the output of `qkv` stays allocated, as v is still a view of it.
+    """
     heads = shape.num_heads + shape.num_kv_heads
-    rotated = heads * shape.head_size // one.tensor_parallel_size if shape.position == "rope" else 0
-    return one.tokens * (_rows(shape, one) + rotated) * one.element
+    rotated = heads * shape.head_size // batch.tensor_parallel_size if shape.position == "rope" else 0
+    return batch.tokens * (_qkv_width(shape, batch) + rotated) * batch.element_bytes
 
 
-def _flash_kept(shape: ModelShape, one: Pass) -> int:
-    """torch's fused attention: its inputs, fp32 logarithms of the sums, and the output (which `out` keeps too, in the
-    same storage, unless the CPU's has another order after rotation)."""
-    outputs = 2 if not one.cuda and shape.position == "rope" else 1
-    sums = round(one.tokens * shape.num_heads / one.tensor_parallel_size) * _FP32
-    return _inputs_kept(shape, one) + outputs * linear_kept(_heads(shape, one), one) + sums
+def _flash_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
+
+    `out` saves the same output storage. On CPUs after rotation the output has another memory order, so that `out`
+    saves a copy.
+    """
+    outputs = 2 if not batch.cuda and shape.position == "rope" else 1
+    log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
+    return _qkv_saved(shape, batch) + outputs * linear_saved(_query_width(shape, batch), batch) + log_sums
 
 
-def _plain_attention_kept(shape: ModelShape, one: Pass) -> int:
-    """With dropout the CPU has no fused attention: fp32 q, k and v of all heads, and [T, T] three times: the softmax,
-    the noise and their product."""
-    heads = shape.num_heads / one.tensor_parallel_size
-    return round(one.tokens * heads * (3 * shape.head_size + 3 * one.seq_length) * _FP32)
+def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that attention with dropout saves on a CPU, where torch has no fused kernel for it.
+
+    fp32 q, k and v of all heads, and three fp32 tensors [H, N, T]: the softmax, the noise and their product.
+    """
+    heads = shape.num_heads / batch.tensor_parallel_size
+    return round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
 
 
-def mlp_kept(shape: ModelShape, one: Pass) -> int:
-    """Up, activation function, down; gated: gate, activation function, up, their product, down."""
-    inner = shape.intermediate_size // one.tensor_parallel_size
-    return linear_kept(shape.hidden_size, one) + inner_kept(shape, inner, one)
+def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that a dense MLP saves: its input [N, D] and its inner tensors [N, F]."""
+    inner = shape.intermediate_size // batch.tensor_parallel_size
+    return linear_saved(shape.hidden_size, batch) + _inner_saved(shape, inner, batch)
 
 
-def inner_kept(shape: ModelShape, inner: int, one: Pass) -> int:
-    """What comes out of up and gate, [tokens, inner]: the rest is computed anew (model/activation.py)."""
-    return (2 if shape.gated_mlp else 1) * one.tokens * inner * one.element
+def _inner_saved(shape: ModelShape, inner: int, batch: MicroBatch) -> int:
+    """Bytes of the outputs of `up` and `gate`, [N, inner] each. model/kernels/activation.py recomputes the rest."""
+    return (2 if shape.gated_mlp else 1) * batch.tokens * inner * batch.element_bytes
 
 
-def experts_kept(shape: ModelShape, one: Pass) -> int:
-    """Router (input and fp32 probabilities), the tokens sent to experts, their inner tensors, and what comes back."""
-    sent = Pass(one.tokens * shape.experts_per_token, one.seq_length, one.element, one.cuda, one.tensor_parallel_size)
-    router = linear_kept(shape.hidden_size, one) + 2 * one.tokens * shape.num_experts * _FP32
-    inner = inner_kept(shape, shape.moe_intermediate_size // one.tensor_parallel_size, sent)
-    shared = inner_kept(shape, shape.shared_expert_size // one.tensor_parallel_size, one)
-    return router + 2 * linear_kept(shape.hidden_size, sent) + inner + shared
+def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that an MLP of experts saves.
+
+    The router saves its input and two fp32 tensors [N, num_experts]. Then come the tokens sent to the experts, the
+    experts' inner tensors, the tokens sent back, and the inner tensors of the shared expert.
+    """
+    sent = replace(batch, tokens=batch.tokens * shape.experts_per_token)
+    router = linear_saved(shape.hidden_size, batch) + 2 * batch.tokens * shape.num_experts * FP32
+    inner = _inner_saved(shape, shape.moe_intermediate_size // batch.tensor_parallel_size, sent)
+    shared = _inner_saved(shape, shape.shared_expert_size // batch.tensor_parallel_size, batch)
+    return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 
 
-def block_kept(shape: ModelShape, one: Pass, *, experts: bool = False) -> int:
-    """One block: two norms (or one, or four), attention, MLP, and a dropout after each of the two."""
-    norms = norm_kept(shape, one)
+def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False) -> int:
+    """Bytes that a transformer block saves: norms, attention, MLP or experts, and two residual dropouts."""
+    norms = norm_saved(shape, batch)
     for _ in range(1, shape.norms_per_block):
-        norms += norm_kept(shape, one, shared_input=shape.parallel_residual)
-    mlp = experts_kept(shape, one) if experts else mlp_kept(shape, one)
+        norms += norm_saved(shape, batch, shared_input=shape.parallel_residual)
+    mlp = experts_saved(shape, batch) if experts else mlp_saved(shape, batch)
     if shape.norms_per_block == 1:  # attention and MLP have the same input
-        mlp -= linear_kept(shape.hidden_size, one)
-    return norms + attention_kept(shape, one) + mlp + 2 * dropout_kept(shape.residual_dropout, shape.hidden_size, one)
+        mlp -= linear_saved(shape.hidden_size, batch)
+    dropouts = 2 * dropout_saved(shape.residual_dropout, shape.hidden_size, batch)
+    return norms + attention_saved(shape, batch) + mlp + dropouts
 
 
-def layer_kept(shape: ModelShape, layer: Layer, one: Pass) -> int:
-    """Any layer of the list."""
+def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+    """Bytes that any layer of `shape.layers()` saves. The embedding saves its int64 token ids [N]."""
     if layer.kind == "block":
-        return block_kept(shape, one, experts=any(tensor.expert for tensor in layer.tensors))
-    if layer.kind == "embedding":
-        rope = shape.position != "learned"
-        return one.tokens * _INT64 + (dropout_kept(shape.embedding_dropout, shape.hidden_size, one) if rope else 0)
+        return block_saved(shape, batch, experts=any(tensor.expert for tensor in layer.tensors))
+    if layer.kind == "norm":
+        return norm_saved(shape, batch)
+    if layer.kind == "head":
+        return loss_saved(shape, batch)
+    dropout = dropout_saved(shape.embedding_dropout, shape.hidden_size, batch)
     if layer.kind == "positions":
-        return dropout_kept(shape.embedding_dropout, shape.hidden_size, one)
-    return norm_kept(shape, one) if layer.kind == "norm" else loss_kept(shape, one)
+        return dropout
+    return batch.tokens * INT64 + (0 if shape.position == "learned" else dropout)
 
 
-def boundary_bytes(shape: ModelShape, one: Pass) -> int:
-    """What passes between layers: [tokens, D]."""
-    return one.tokens * shape.hidden_size * one.element
+def layer_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+    """Bytes of a layer's input, which is all that a recomputed group beginning with this layer saves."""
+    return batch.tokens * INT64 if layer.kind == "embedding" else hidden_states_bytes(shape, batch)
 
 
-def input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
-    """What goes into a layer: all that a recomputed group that begins with it keeps."""
-    return one.tokens * _INT64 if layer.kind == "embedding" else boundary_bytes(shape, one)
+def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
+    """Bytes of a layer's input that `layer_saved` includes, for embeddings, positions and blocks."""
+    if layer.kind == "block" and shape.norm == "rmsnorm" and not batch.cuda and batch.element_bytes != FP32:
+        return 0  # the norm saves an fp32 copy instead
+    return 0 if layer.kind == "positions" else layer_input_bytes(shape, layer, batch)
 
 
-def own_input_bytes(shape: ModelShape, layer: Layer, one: Pass) -> int:
-    """Of what an embedding or a block keeps, its input itself."""
-    if layer.kind == "block" and shape.norm == "rmsnorm" and not one.cuda and one.element != _FP32:
-        return 0  # only in fp32
-    return 0 if layer.kind == "positions" else input_bytes(shape, layer, one)
+def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that a block's backward pass allocates at its peak, beyond what the block saved.
 
-
-def logits_bytes(shape: ModelShape, one: Pass) -> int:
-    """The logits that exist at a time: of a chunk of tokens."""
-    return min(one.tokens, LOSS_TOKENS) * (shape.vocab_size // one.tensor_parallel_size) * one.element
-
-
-def loss_kept(shape: ModelShape, one: Pass) -> int:
-    """Head and loss (model/fused_loss.py): the gradients of the hidden states and of the matrix, which the forward pass
-    computes already; labels and weights."""
-    weight = shape.hidden_size * (shape.vocab_size // one.tensor_parallel_size) * one.element
-    return boundary_bytes(shape, one) + weight + one.tokens * (_INT64 + _FP32)
-
-
-def loss_peak(shape: ModelShape, one: Pass) -> int:
-    """The most that head and loss need at once in the forward pass, their input left out: beside what they keep a
-    chunk's logits, and either their softmax in fp32 or the chunk's hidden states times the tokens' weights.
-
-    The softmax is taken of as many rows at a time as stay in a CPU's cache, those before them still there.
+    The gradient of the residual stream exists throughout. Added to it is the larger of two phases: the MLP's
+    (recomputed tensors and gradients of inner tensors) and the attention's, by which time the MLP's saved tensors are
+    freed.
     """
-    vocab, converts = shape.vocab_size // one.tensor_parallel_size, one.element != _FP32
-    chunk = min(one.tokens, LOSS_TOKENS)
-    rows = chunk if one.cuda else min(chunk, max(1, CPU_ELEMENTS // vocab))
-    softmax = max((1 + converts) * rows, rows + (1 + converts) * min(rows, chunk - rows)) * vocab * _FP32
-    weighted = chunk * shape.hidden_size * (_FP32 + (one.element if converts else 0))
-    return loss_kept(shape, one) + 2 * one.tokens * _FP32 + logits_bytes(shape, one) + max(softmax, weighted)
+    residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
+    width = shape.intermediate_size
+    if shape.num_experts:
+        width = shape.moe_intermediate_size * max(1, shape.experts_per_token)
+    inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
+    mlp = (3 if shape.gated_mlp else 2) * inner
+    freed = mlp_saved(shape, batch) + norm_saved(shape, batch)
+    if _uses_cpu_attention(shape, batch):  # which does not save its output; `out` alone does, and frees it
+        freed += linear_saved(_query_width(shape, batch), batch)
+    return residual + max(mlp, _attention_backward(shape, batch) - freed)
 
 
-def loss_backward(shape: ModelShape, one: Pass) -> int:
-    """What the loss's backward pass needs beside what it kept and the gradient of the matrix: the gradient of its
-    input, which is first computed in fp32, before that of the matrix."""
-    weight = shape.hidden_size * (shape.vocab_size // one.tensor_parallel_size) * one.element
-    converted = one.tokens * shape.hidden_size * _FP32 if one.element != _FP32 else 0
-    return boundary_bytes(shape, one) + max(0, converted - weight)
+def _attention_backward(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of gradients and working memory in attention's backward pass.
 
-
-def block_backward(shape: ModelShape, one: Pass) -> int:
-    """What a block's backward pass needs at once beyond what the block kept: the gradient of the residual stream, and
-    what the MLP computes anew and the gradients of its inner tensors, or, after the MLP has let go what it kept,
-    the gradients within attention."""
-    residual = boundary_bytes(shape, one) * (2 if shape.residual_dropout > 0 else 1)
-    experts = max(1, shape.experts_per_token) if shape.num_experts else 1
-    width = shape.moe_intermediate_size * experts if shape.num_experts else shape.intermediate_size
-    mlp = (3 if shape.gated_mlp else 2) * one.tokens * (width // one.tensor_parallel_size) * one.element
-    let_go = mlp_kept(shape, one) + norm_kept(shape, one)
-    if _is_own(shape, one):  # keeps no output: `out` alone does
-        let_go += linear_kept(_heads(shape, one), one)
-    return residual + max(mlp, _attention_backward(shape, one) - let_go)
-
-
-def _attention_backward(shape: ModelShape, one: Pass) -> int:
-    """The gradients of attention's output and of q, k and v, with what it works in; or the latter twice, as they are
-    put together for `qkv`. Without a fused kernel it has a gradient [T, T] in fp32."""
-    if not one.cuda and shape.attention_dropout:
-        return round(one.tokens * one.seq_length * shape.num_heads / one.tensor_parallel_size) * _FP32
-    rows = one.tokens * _rows(shape, one) * one.element
-    work = _own_attention_work(shape, one) if _is_own(shape, one) else 0
-    return max(linear_kept(_heads(shape, one), one) + rows + work, 2 * rows)
-
-
-def _own_attention_work(shape: ModelShape, one: Pass) -> int:
-    """Of the samples that are at work at once: k and v in the order of heads, and their gradients in fp32; of a block
-    of rows of all heads, queries, outputs' gradients, and scores, probabilities and their gradients, those of the block
-    before among them, or what is added to the gradient of k.
+    The peak is either the gradients of the output and of q, k and v with the kernel's working memory, or the
+    gradients of q, k and v twice, while they are concatenated for `qkv`. Without a fused kernel there is a gradient
+    [H, N, T] in fp32.
     """
-    heads, kv_heads = shape.num_heads / one.tensor_parallel_size, shape.num_kv_heads / one.tensor_parallel_size
-    samples = min(one.samples, max(1, int(CPU_ELEMENTS // (heads * ATTENTION_ROWS * one.seq_length))))
-    rows, before = min(ATTENTION_ROWS, one.seq_length), max(0.0, 1 - ATTENTION_ROWS / one.seq_length)
-    keys = kv_heads * one.seq_length * shape.head_size
-    scores = heads * rows * one.seq_length
-    scores = max((3 + before) * scores, (2 + 3 * before) * scores, 3 * scores + keys)
+    if not batch.cuda and shape.attention_dropout:
+        return round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
+    qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
+    work = _cpu_attention_work(shape, batch) if _uses_cpu_attention(shape, batch) else 0
+    return max(linear_saved(_query_width(shape, batch), batch) + qkv + work, 2 * qkv)
+
+
+def _cpu_attention_work(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
+
+    It processes as many samples at once as keep CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It holds k and
+    v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several tensors of
+    scores [H, rows, T]: scores, probabilities and their gradients. The previous block's scores still exist while the
+    next block's are computed (`previous`: its length as a fraction of T), or the product that is added to the
+    gradient of k does.
+    """
+    heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
+    samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
+    rows, previous = min(ATTENTION_ROWS, batch.seq_length), max(0.0, 1 - ATTENTION_ROWS / batch.seq_length)
+    keys = kv_heads * batch.seq_length * shape.head_size
+    scores = heads * rows * batch.seq_length
+    scores = max((3 + previous) * scores, (2 + 3 * previous) * scores, 3 * scores + keys)
     queries = 2 * heads * rows * shape.head_size
-    return round(samples * ((scores + queries + 2 * keys) * one.element + 2 * keys * _FP32)) \
-        + ATTENTION_ROWS**2 * one.element
+    return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
+        + ATTENTION_ROWS**2 * batch.element_bytes

@@ -1,52 +1,66 @@
-"""DeepSpeed's own estimators of model states, to stand beside ours.
+"""DeepSpeed's own estimates of model states, which are shown next to ours.
 
-Their two functions are taken out of the installed sources and run as they are: importing DeepSpeed takes seconds.
+The formulas repeat estimate_zero2_model_states_mem_needs (runtime/zero/stage_1_and_2.py) and
+estimate_zero3_model_states_mem_needs (runtime/zero/stage3.py) of DeepSpeed 0.19.8 with their default arguments, because
+importing deepspeed takes seconds. tests/memory/estimate/test_deepspeed_formulas.py compares both.
 """
 
-import functools
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
 
 from pretrain.config.layout import Layout
-from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape
 
-_FILES = {"estimate_zero2_model_states_mem_needs": "runtime/zero/stage_1_and_2.py",
-          "estimate_zero3_model_states_mem_needs": "runtime/zero/stage3.py"}
+_HOST_RESERVE = 1.5  # additional_buffer_factor
 
 
 @dataclass(frozen=True)
 class DeepSpeedEstimate:
-    """What DeepSpeed says of a layout, and why it says something else than we do."""
+    """DeepSpeed's estimate for a layout, and the reasons why it differs from ours."""
 
-    device_bytes: int  # of a rank
-    host_bytes: int  # of a node
-    differs: tuple[str, ...]  # what it does not see, or counts in another way
+    device_bytes: int  # of one rank
+    host_bytes: int  # of one node
+    differs: tuple[str, ...]  # what DeepSpeed's formula ignores or counts differently
 
 
 def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelShape | None, nodes: int,
                        gpus_per_node: int) -> DeepSpeedEstimate | None:
-    """DeepSpeed's answer, with its own default arguments. None: it has no estimator for this layout."""
-    if layout.zero_stage not in (2, 3) or (layout.zero_stage == 3 and shape is None):
-        return None
+    """Return DeepSpeed's estimate, or None if it has no formula for this layout."""
     offloaded = layout.offload_optimizer != "none"
-    given: dict[str, Any] = {"total_params": num_parameters, "num_gpus_per_node": gpus_per_node, "num_nodes": nodes,
-                             "cpu_offload": offloaded}
     if layout.zero_stage == 2:
-        host, device = _estimator("estimate_zero2_model_states_mem_needs")(**given)
+        device, host = zero2_bytes(num_parameters, nodes, gpus_per_node, offloaded=offloaded)
+    elif layout.zero_stage == 3 and shape is not None:
+        device, host = zero3_bytes(num_parameters, largest_layer_parameters(shape), nodes, gpus_per_node,
+                                   offloaded=offloaded, offloads_parameters=layout.offload_param != "none")
     else:
-        assert shape is not None
-        host, device, _ = _estimator("estimate_zero3_model_states_mem_needs")(
-            **given, largest_layer_params=largest_layer_parameters(shape),
-            cpu_offload_params=layout.offload_param != "none")
+        return None
     return DeepSpeedEstimate(device, host, tuple(_differences(layout, offloaded)))
 
 
+def zero2_bytes(parameters: int, nodes: int, gpus_per_node: int, *, offloaded: bool) -> tuple[int, int]:
+    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 2, for elements `parameters`."""
+    gpus = nodes * gpus_per_node
+    if offloaded:
+        return 2 * parameters, int(parameters * max(4 * gpus, 16) * _HOST_RESERVE)
+    return 2 * parameters + int(18 * parameters / gpus), int(parameters * 4 * gpus_per_node * _HOST_RESERVE)
+
+
+def zero3_bytes(parameters: int, largest_layer: int, nodes: int, gpus_per_node: int, *, offloaded: bool,
+                offloads_parameters: bool) -> tuple[int, int]:
+    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 3, for elements `parameters`.
+
+    Args:
+        largest_layer: elements of the largest layer, which every device holds in fp32.
+    """
+    gpus, layer_bytes = nodes * gpus_per_node, 4 * largest_layer
+    if not offloaded:
+        return layer_bytes + int(18 * parameters / gpus), int(layer_bytes * gpus_per_node * _HOST_RESERVE)
+    if offloads_parameters:
+        return layer_bytes, int(parameters * 18 * (1 / nodes) * _HOST_RESERVE)
+    return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_RESERVE)
+
+
 def largest_layer_parameters(shape: ModelShape) -> int:
-    """Of the largest module with parameters of its own, as stage3.model_to_params takes a layer to be."""
+    """Return the elements of the module that has the most parameters of its own (stage3.py, model_to_params)."""
     modules: dict[tuple[int, str], int] = {}
     for number, layer in enumerate(shape.layers()):
         for tensor in layer.tensors:
@@ -56,38 +70,23 @@ def largest_layer_parameters(shape: ModelShape) -> int:
 
 
 def _differences(layout: Layout, offloaded: bool) -> list[str]:
-    """Read in the two functions of DeepSpeed 0.19.8."""
-    said = ["no activations, no buckets"]
+    """List what DeepSpeed's formula for this layout ignores or counts differently."""
+    differences = ["no activations, no buckets"]
     if layout.zero_stage == 2 and offloaded:
-        said.append("no gradients on the device; the host of each node has the whole model's states, or an fp32 copy "
-                    "of it for each rank of all nodes")
+        differences.append("no gradients on the device; the host of each node has the whole model's states, or an "
+                           "fp32 copy of it for each rank of all nodes")
     elif layout.zero_stage == 2:
-        said.append("18 bytes a parameter divided: fp16 gradients and a lasting fp32 copy of them")
+        differences.append("18 bytes a parameter divided: fp16 gradients and a lasting fp32 copy of them")
     elif not offloaded:
-        said.append("18 bytes a parameter divided, and one whole layer in fp32")
+        differences.append("18 bytes a parameter divided, and one whole layer in fp32")
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
-        said.append("NVMe counted as host memory")
+        differences.append("NVMe counted as host memory")
     if offloaded:
-        said.append("1.5 times the host's memory, as a reserve")
+        differences.append("1.5 times the host's memory, as a reserve")
     if layout.precision == "fp32":
-        said.append("mixed precision assumed")
+        differences.append("mixed precision assumed")
     if layout.optimizer_moments != 2:
-        said.append("Adam assumed")
-    shared = layout.tensor_parallel_size * layout.sequence_parallel_size * layout.expert_parallel_size
-    if shared > 1:
-        said.append("all ranks taken as data-parallel ones")
-    return said
-
-
-@functools.cache
-def _estimator(name: str) -> Callable[..., Any]:
-    """The function of that name, compiled from its own lines of DeepSpeed's source: pure arithmetic."""
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        raise ConfigError("deepspeed", found="no such package", expected="it installed", remedy="launch/setup.sh")
-    lines = (Path(spec.origin).parent / _FILES[name]).read_text(encoding="utf-8").splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(f"def {name}("))
-    end = next(number for number in range(start + 1, len(lines)) if lines[number].startswith("def "))
-    scope: dict[str, Any] = {}
-    exec(compile("\n".join(lines[start:end]), _FILES[name], "exec"), scope)  # nothing but DeepSpeed's own code
-    return cast(Callable[..., Any], scope[name])
+        differences.append("Adam assumed")
+    if layout.tensor_parallel_size * layout.sequence_parallel_size * layout.expert_parallel_size > 1:
+        differences.append("all ranks taken as data-parallel ones")
+    return differences

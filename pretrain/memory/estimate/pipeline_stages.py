@@ -1,58 +1,27 @@
-"""Which layers, and so which parameters, a rank holds: pipeline stages, tensor and expert parallelism.
+"""Which layers, and so which parameters, each pipeline stage holds.
 
-What specs.as_pipeline and DeepSpeed's own partitioning (runtime/pipe/module.py, _partition_layers; runtime/utils.py,
-partition_balanced) do is written out here without numpy, as importing deepspeed takes longer than all estimates
-together.
+This file repeats DeepSpeed 0.19.8's partitioning in plain Python (runtime/pipe/module.py, _partition_layers;
+runtime/utils.py, partition_uniform and partition_balanced), because importing deepspeed takes longer than all
+estimates together. tests/memory/estimate/test_pipeline_stages.py compares both.
 """
 
 import math
 import re
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
 from pretrain.model.flops import head_to_cut_by
 
-# The classes of build_specs, which "type:REGEX" is compared with.
+# Class names in model/specs.py, which the regular expression of "type:REGEX" is matched against.
 _CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
             "head": "Head"}
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Parameters of a rank that ZeRO flattens and divides together: an optimizer parameter group."""
-
-    sizes: tuple[int, ...]  # elements of each parameter, in the order of registration, on this rank before ZeRO
-    ranks: int  # over which ZeRO divides them
-    matrices: bool  # False: norms and biases
-    inner_size: int = 0  # elements of its matrices but embeddings and head, those that Muon orthogonalises
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Elements of the first i + 1 parameters."""
-        return tuple(accumulate(self.sizes))
-
-    @property
-    def size(self) -> int:
-        """Elements of all its parameters."""
-        return self.ends[-1]
-
-    @cached_property
-    def largest(self) -> int:
-        """Elements of its largest parameter."""
-        return max(self.sizes)
-
-    @cached_property
-    def parts(self) -> tuple[int, ...]:
-        """Elements of each parameter's part at stage 3 (zero/partition_parameters.py, _aligned_size)."""
-        return tuple(-(-size // self.ranks) for size in self.sizes)
-
-
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """The num_parts + 1 bounds of parts of about equal length (deepspeed/runtime/utils.py, partition_uniform)."""
+    """Return the num_parts + 1 bounds of parts of nearly equal length (DeepSpeed's partition_uniform)."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     chunk, residual = divmod(num_items, num_parts)
@@ -61,8 +30,10 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def partition_balanced(weights: tuple[int, ...], num_parts: int) -> list[int]:
-    """The bounds of parts of least (largest - smallest) weight; the last of equal solutions, as DeepSpeed takes it
-    (deepspeed/runtime/utils.py, partition_balanced).
+    """Return the num_parts + 1 bounds that minimise (heaviest part - lightest part).
+
+    Among equal solutions it returns the last one, as DeepSpeed's partition_balanced does. Dynamic programming over the
+    number of parts: each round holds, for every prefix of the items, the best way to cut it into that many parts.
     """
     items = len(weights)
     if items <= num_parts:
@@ -70,44 +41,42 @@ def partition_balanced(weights: tuple[int, ...], num_parts: int) -> list[int]:
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # of the best way to cut the first i items into j parts, for growing j: largest part, smallest part, last bound
-    largest: list[float] = [0.0] + [math.inf] * items
-    smallest: list[float] = [math.inf] * (items + 1)
-    bounds: list[list[int]] = []
+    heaviest: list[float] = [0.0] + [math.inf] * items
+    lightest: list[float] = [math.inf] * (items + 1)
+    last_starts: list[list[int]] = []
     for part in range(1, num_parts + 1):
-        rows = [_best_cut(sums, largest, smallest, part, end) for end in range(items + 1)]
-        largest, smallest, last = (list(column) for column in zip(*rows, strict=True))
-        bounds.append([int(bound) for bound in last])
-    cuts = [items]
+        rows = [_best_cut(sums, heaviest, lightest, part, end) for end in range(items + 1)]
+        heaviest, lightest, starts = (list(column) for column in zip(*rows, strict=True))
+        last_starts.append([int(start) for start in starts])
+    bounds = [items]
     for part in reversed(range(num_parts)):
-        cuts.append(bounds[part][cuts[-1]])
-    return cuts[::-1]
+        bounds.append(last_starts[part][bounds[-1]])
+    return bounds[::-1]
 
 
-def _best_cut(sums: list[int], largest: list[float], smallest: list[float], part: int,
+def _best_cut(sums: list[int], heaviest: list[float], lightest: list[float], part: int,
               end: int) -> tuple[float, float, int]:
-    """(largest, smallest, start of the last part) of the first `end` items cut into `part` parts."""
+    """Cut the first `end` items into `part` parts; return (heaviest, lightest, start of the last part).
+
+    Args:
+        sums: prefix sums of the weights, [items + 1].
+        heaviest: weight of the heaviest of `part` - 1 parts, by the number of items in them, [items + 1].
+        lightest: the same for the lightest part.
+    """
     best, found = math.inf, (math.inf, math.inf, 0)
     for start in range(part - 1, min(end, 1) if part == 1 else end):
         last = sums[end] - sums[start]
-        high, low = max(largest[start], last), min(smallest[start], last)
+        high, low = max(heaviest[start], last), min(lightest[start], last)
         if best >= high - low:
             best, found = high - low, (high, low, start)
     return found
 
 
-def pipeline_stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
-    """Indices into `shape.layers()`: stage i holds those from bounds[i] to before bounds[i + 1].
-
-    Raises:
-        ConfigError: a partition method that is not known, or one that leaves a stage without a layer.
-    """
-    return _bounds(shape, layout.pipeline_stages, layout.partition_method, layout.seq_length)
-
-
 def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
-    """A sixth of a layer's FLOPs a token (model/flops.py): elements that a token is multiplied with, and 2 heads *
-    head_size * T for attention; of experts those that a token passes.
+    """Return a sixth of a layer's training FLOPs per token (model/flops.py counts the same way).
+
+    The work is the number of weights that a token is multiplied with, of experts only those that the token passes,
+    plus 2 * num_heads * head_size * seq_length for the attention scores and their product with the values.
     """
     if layer.kind not in ("block", "head"):
         return 0
@@ -117,43 +86,63 @@ def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
     return layer.size - idle + attention
 
 
+def pipeline_stage_bounds(shape: ModelShape, layout: Layout) -> list[int]:
+    """Return indices into `shape.layers()`: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1.
+
+    Raises:
+        ConfigError: the partition method is unknown, or it leaves a pipeline stage without a layer.
+    """
+    return _bounds(shape, layout.pipeline_stages, layout.partition_method, layout.seq_length)
+
+
 @lru_cache(maxsize=256)
-def _bounds(shape: ModelShape, stages: int, partition_method: str, seq_length: int) -> list[int]:
-    layers, method = shape.layers(), partition_method.lower()
-    if stages == 1:
+def _bounds(shape: ModelShape, pipeline_stages: int, partition_method: str, seq_length: int) -> list[int]:
+    layers = shape.layers()
+    if pipeline_stages == 1:
         return [0, len(layers)]
-    if method == "flops":
-        *work, head = (layer_work(shape, layer, seq_length) for layer in layers)
-        bounds = partition_balanced((*work, head_to_cut_by(head, sum(work), shape.num_layers, stages)), stages)
-    elif method == "uniform":
-        bounds = partition_uniform(len(layers), stages)
-    elif method == "parameters":
-        bounds = partition_balanced(tuple(layer.size for layer in layers), stages)
-    elif method.startswith("type:"):
-        pattern = re.compile(method.split(":")[1], re.IGNORECASE)
-        kinds = ["embedding" if layer.tied else layer.kind for layer in layers]
-        bounds = partition_balanced(tuple(int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds), stages)
-    else:
+    bounds = _cut(shape, pipeline_stages, partition_method.lower(), seq_length)
+    if bounds is None:
         raise ConfigError("pipeline.partition_method", found=repr(partition_method),
                           expected='"flops", "parameters", "uniform" or "type:REGEX"')
     if any(start >= end for start, end in pairwise(bounds)):
-        raise ConfigError("pipeline_stages", found=f"{stages} stages for {len(layers)} layers",
-                          expected="a layer for each of them")
+        raise ConfigError("pipeline_stages", found=f"{pipeline_stages} stages for {len(layers)} layers",
+                          expected="at least one layer per pipeline stage")
     return bounds
 
 
+def _cut(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) -> list[int] | None:
+    """Return the bounds that a partition method gives, or None if the method is unknown."""
+    layers = shape.layers()
+    if method == "uniform":
+        return partition_uniform(len(layers), pipeline_stages)
+    if method == "flops":
+        *work, head = (layer_work(shape, layer, seq_length) for layer in layers)
+        weights = [*work, head_to_cut_by(head, sum(work), shape.num_layers, pipeline_stages)]
+    elif method == "parameters":
+        weights = [layer.size for layer in layers]
+    elif method.startswith("type:"):
+        pattern = re.compile(method.split(":")[1], re.IGNORECASE)
+        # A tied head is built as a second TokenEmbedding (model/specs.py).
+        kinds = ["embedding" if layer.tied else layer.kind for layer in layers]
+        weights = [int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds]
+    else:
+        return None
+    return partition_balanced(tuple(weights), pipeline_stages)
+
+
 def pipeline_stage_layers(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Layer, ...]:
-    """The layers of one pipeline stage."""
+    """Return the layers of one pipeline stage."""
     bounds = pipeline_stage_bounds(shape, layout)
     return shape.layers()[bounds[pipeline_stage]:bounds[pipeline_stage + 1]]
 
 
 def pipeline_stage_tensors(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Tensor, ...]:
-    """The parameters of one stage, a tied matrix once."""
-    return _tensors(pipeline_stage_layers(shape, layout, pipeline_stage))
+    """Return the parameters of one pipeline stage; a matrix that two of its layers share occurs once."""
+    return tensors_of(pipeline_stage_layers(shape, layout, pipeline_stage))
 
 
-def _tensors(layers: tuple[Layer, ...]) -> tuple[Tensor, ...]:
+def tensors_of(layers: tuple[Layer, ...]) -> tuple[Tensor, ...]:
+    """Return the parameters of some layers; a matrix that two of them share occurs once."""
     tied = False
     tensors: list[Tensor] = []
     for layer in layers:
@@ -164,30 +153,12 @@ def _tensors(layers: tuple[Layer, ...]) -> tuple[Tensor, ...]:
 
 
 def local_size(tensor: Tensor, layout: Layout) -> int:
-    """Elements of a parameter on one rank before ZeRO: after tensor and expert parallelism."""
-    return _local_size(tensor, layout.tensor_parallel_size, layout.expert_parallel_size)
+    """Return a parameter's elements on one rank after tensor and expert parallelism, before ZeRO divides it."""
+    return divided_size(tensor, layout.tensor_parallel_size, layout.expert_parallel_size)
 
 
-def _local_size(tensor: Tensor, tensor_parallel_size: int, expert_parallel_size: int) -> int:
-    shared = tensor_parallel_size if tensor.split else 1
-    shared *= expert_parallel_size if tensor.expert else 1
-    return -(-tensor.size // shared)
-
-
-def rank_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[Group, ...]:
-    """Parameter groups of one stage: matrices and vectors, those of experts apart, none that is empty."""
-    return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,
-                   layout.expert_parallel_size, layout.zero_size)
-
-
-@lru_cache(maxsize=256)
-def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
-            zero_size: int) -> tuple[Group, ...]:
-    found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
-    for tensor in _tensors(layers):
-        size = _local_size(tensor, tensor_parallel_size, expert_parallel_size)
-        outer = "embed" in tensor.name or "lm_head" in tensor.name
-        found.setdefault((not tensor.is_matrix, tensor.expert), []).append((size, outer))
-    return tuple(Group(tuple(size for size, _ in rows), max(1, zero_size // (expert_parallel_size if expert else 1)),
-                       not vectors, 0 if vectors else sum(size for size, outer in rows if not outer))
-                 for (vectors, expert), rows in sorted(found.items()))
+def divided_size(tensor: Tensor, tensor_parallel_size: int, expert_parallel_size: int) -> int:
+    """Return a parameter's elements on one rank, rounded up, for given degrees of parallelism."""
+    ranks = tensor_parallel_size if tensor.split else 1
+    ranks *= expert_parallel_size if tensor.expert else 1
+    return -(-tensor.size // ranks)

@@ -1,28 +1,111 @@
-"""One rank of a layout, as the moments of its step see it."""
+"""One rank of a layout: its layers, its parameter groups before ZeRO divides them, and its micro-batch."""
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.activations import Pass, pass_of
-from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import Group, rank_groups
+from pretrain.memory.estimate.model_shape import Layer, ModelShape
+from pretrain.memory.estimate.pipeline_stages import divided_size, pipeline_stage_layers, tensors_of
+
+FP32, INT64 = 4, 8  # bytes of an element
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on one rank."""
+
+    tokens: int  # on this rank: samples * positions / ranks that share a sequence
+    seq_length: int  # positions of a complete sample
+    element_bytes: int  # of an activation
+    cuda: bool
+    tensor_parallel_size: int = 1
+    fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of an element of a dropout mask. The CPU saves the scaled noise in the activation's dtype."""
+        return 1 if self.cuda else self.element_bytes
+
+    @property
+    def samples(self) -> int:
+        """Samples on this rank, at least 1."""
+        return max(1, self.tokens // self.seq_length)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroup:
+    """An optimizer parameter group: the parameters that ZeRO flattens and divides together."""
+
+    sizes: tuple[int, ...]  # elements of each parameter on this rank before ZeRO, in the order of registration
+    ranks: int  # the number of ranks over which ZeRO divides them
+    muon_size: int = 0  # elements that Muon orthogonalises: all matrices except embeddings and head
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Running sum of `sizes`: elements of the first i + 1 parameters."""
+        return tuple(accumulate(self.sizes))
+
+    @property
+    def size(self) -> int:
+        """Elements of all parameters."""
+        return self.ends[-1]
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(self.sizes)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of each parameter that one rank holds at ZeRO-3 (zero/partition_parameters.py, _aligned_size)."""
+        return tuple(-(-size // self.ranks) for size in self.sizes)
+
+
+def parameter_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
+    """Return the non-empty parameter groups of one rank.
+
+    Matrices and vectors are two groups, as in engine/ (weight decay); experts have groups of their own, as DeepSpeed
+    divides them over fewer ranks.
+    """
+    return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,
+                   layout.expert_parallel_size, layout.zero_size)
+
+
+@lru_cache(maxsize=256)
+def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_parallel_size: int,
+            zero_size: int) -> tuple[ParameterGroup, ...]:
+    found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
+    for tensor in tensors_of(layers):
+        size = divided_size(tensor, tensor_parallel_size, expert_parallel_size)
+        uses_adam = "embed" in tensor.name or "lm_head" in tensor.name  # DeepSpeed's Muon goes by these names
+        found.setdefault((not tensor.is_matrix, tensor.expert), []).append((size, uses_adam))
+    return tuple(
+        ParameterGroup(sizes=tuple(size for size, _ in rows),
+                       ranks=max(1, zero_size // (expert_parallel_size if expert else 1)),
+                       muon_size=0 if vectors else sum(size for size, uses_adam in rows if not uses_adam))
+        for (vectors, expert), rows in sorted(found.items()))
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a layout, and what all its moments have in common."""
+    """One rank of a layout."""
 
     shape: ModelShape
     layout: Layout
-    pipeline_stage: int
-    zero_rank: int
+    pipeline_stage: int = 0
+    zero_rank: int = 0  # its index among the ranks that ZeRO divides over
 
     @property
-    def one(self) -> Pass:
-        return pass_of(self.layout)
+    def micro_batch(self) -> MicroBatch:
+        layout = self.layout
+        tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
+        return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
+                          tensor_parallel_size=layout.tensor_parallel_size, fp16=layout.precision == "fp16")
 
     @property
-    def is_last(self) -> bool:
+    def is_last_stage(self) -> bool:
+        """Return whether the rank is on the last pipeline stage, which computes the loss."""
         return self.pipeline_stage == self.layout.pipeline_stages - 1
 
     @property
@@ -32,12 +115,15 @@ class Rank:
 
     @property
     def pipe_buffers(self) -> int:
-        """Slots for the inputs and outputs of micro-batches (TrainSchedule.num_pipe_buffers)."""
+        """Slots for inputs and outputs of micro-batches (runtime/pipe/schedule.py, TrainSchedule.num_pipe_buffers)."""
         return max(2, self.in_flight)
 
     @property
     def accumulates(self) -> bool:
         return self.layout.gradient_accumulation_steps > 1
 
-    def groups(self) -> tuple[Group, ...]:
-        return rank_groups(self.shape, self.layout, self.pipeline_stage)
+    def layers(self) -> tuple[Layer, ...]:
+        return pipeline_stage_layers(self.shape, self.layout, self.pipeline_stage)
+
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        return parameter_groups(self.shape, self.layout, self.pipeline_stage)

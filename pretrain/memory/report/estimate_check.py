@@ -17,6 +17,7 @@ from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
+from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory, estimate_rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.measure_run import measure
@@ -81,7 +82,7 @@ def _measured(candidate: Candidate, workload: Workload, flags: argparse.Namespac
             return Observed(candidate, failure=str(error))
     rank, held = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
     stage, zero_rank = divmod(rank, _stage_ranks(candidate))
-    same = estimate_rank(workload.shape, candidate.layout, pipeline_stage=stage, zero_rank=zero_rank)
+    same = estimate_rank(Rank(workload.shape, candidate.layout, stage, zero_rank))
     return Observed(candidate, rank, same, held.held, held.peak_bytes, run.step_time_ms)
 
 

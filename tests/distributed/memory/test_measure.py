@@ -18,6 +18,7 @@ from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import missing_operator
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
+from pretrain.memory.estimate.rank import Rank
 from pretrain.memory.estimate.rank_memory import estimate_rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
@@ -126,7 +127,7 @@ def assert_same_states(first: Footprint, second: Footprint, share: float) -> Non
 def test_states_are_estimated_as_measured(case: Case, measured: dict[Case, Measurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, found in enumerate(measured[case].ranks):
-        assert_same_states(states_of_rank(shape, layout, **place_in(layout, rank)), found.held, 0.02)
+        assert_same_states(states_of_rank(Rank(shape, layout, **place_in(layout, rank))), found.held, 0.02)
         assert found.held.states("device") + found.held.states("host") + found.held.states("pinned") > 100_000
 
 
@@ -154,7 +155,7 @@ def test_nothing_that_is_alive_is_left_out(case: Case, measured: dict[Case, Meas
 def test_the_peak_is_estimated(case: Case, measured: dict[Case, Measurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, found in enumerate(measured[case].ranks):
-        estimated = estimate_rank(shape, layout, **place_in(layout, rank)).peak
+        estimated = estimate_rank(Rank(shape, layout, **place_in(layout, rank))).peak
         in_memory = estimated.total() - estimated.total(location="nvme")
         assert in_memory == pytest.approx(found.peak_bytes, rel=0.1), estimated.rows()
 
@@ -167,8 +168,8 @@ def test_large_worlds_are_simulated_as_they_are_estimated(folder: Path) -> None:
         assert isinstance(found, Simulation), found
         plan = plan_without_data(args, world_size=ranks, device=cpu_device())
         shape, layout = shape_of(plan.model), plan.layout
-        assert_same_states(states_of_rank(shape, layout, zero_rank=rank), found.held, 0.02)
-        peak = estimate_rank(shape, layout, pipeline_stage=0, zero_rank=rank).peak
+        assert_same_states(states_of_rank(Rank(shape, layout, zero_rank=rank)), found.held, 0.02)
+        peak = estimate_rank(Rank(shape, layout, zero_rank=rank)).peak
         assert peak.total() - peak.total(location="nvme") == pytest.approx(found.peak_bytes, rel=0.1)
 
 

@@ -1,0 +1,186 @@
+"""Gradients of weights in the phases of a step: in the backward pass, in the reduction, in the optimizer step.
+
+`states.py` counts the gradients that exist between two micro-batches. These functions return what a phase has in
+addition, or (negative bytes) does not have yet. Read from DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py,
+stage3.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py.
+"""
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.model_shape import Layer
+from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper
+from pretrain.memory.estimate.pipeline_stages import local_size
+from pretrain.memory.estimate.rank import FP32, Rank
+from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
+from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
+from pretrain.memory.footprint import Footprint
+
+_FP64 = 8
+_NORM_ELEMENTS = 250_000_000  # elements of a gradient whose norm is computed at a time (_constant_buffered_norm2)
+
+
+def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (), *, accumulated: bool) -> Footprint:
+    """Gradients during the backward pass of some layers, less the gradients between two micro-batches.
+
+    Args:
+        done: elements of the pipeline stage's parameters whose gradients are already computed.
+        layers: the current layers. The largest gradient among them exists next to the sum that it is added to.
+        accumulated: whether gradients of earlier micro-batches exist.
+    """
+    layout, wrapper = rank.layout, optimizer_wrapper(rank.layout)
+    element = layout.element_bytes
+    largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
+    missing = 0  # bytes
+    if not accumulated and wrapper == "zero12" and layout.zero_stage == 2:
+        missing = _zero2_gradients(rank) if not done else 0  # allocated at the first reduction
+    elif not accumulated and wrapper != "zero3":
+        total = sum(group.size for group in rank.groups())
+        missing = max(0, total - done - largest) * element
+        largest = 0
+    tied = _tied_elements(rank) * element if done and (accumulated or layout.zero_stage > 1) else 0
+    return Footprint.of([(("gradients", "device"), largest * element + tied - missing)])
+
+
+def _tied_elements(rank: Rank) -> int:
+    """Elements of the matrix that head and embedding of one pipeline stage share.
+
+    The head's gradient of it stays allocated until the embedding's is added.
+    """
+    tied = [layer for layer in rank.layers() if layer.tied]
+    return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
+
+
+def _zero2_gradients(rank: Rank) -> int:
+    """Bytes of the gradients that ZeRO stage 2 keeps on the device: of parameters that overlap this rank's part."""
+    layout = rank.layout
+    if layout.offload_optimizer != "none" or layout.grad_accum_bytes != layout.element_bytes:
+        return 0
+    return _overlapping_elements(rank) * layout.element_bytes
+
+
+def _overlapping_elements(rank: Rank) -> int:
+    return sum(overlapping_elements(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups())
+
+
+def reduction_in_backward(rank: Rank, done: int) -> Footprint:
+    """Buffers and copies of ZeRO stages 2 and 3 once a micro-batch's first gradients are reduced.
+
+    Stage 2: the buckets and, while gradients accumulate, this micro-batch's gradients of this rank's part
+    (`grads_in_partition`) next to the sum. Stage 3: the copy of the bucket that is reduced and scattered. With an
+    offloaded optimizer: a gradient converted to fp64 for its norm (`_constant_buffered_norm2`,
+    `set_norm_for_param_grad_in_gpu`).
+
+    Args:
+        done: elements of the pipeline stage's parameters whose gradients have been reduced.
+    """
+    layout, groups = rank.layout, rank.groups()
+    if layout.zero_stage < 2 or not done:
+        return Footprint()
+    if layout.zero_stage == 3:
+        buffers = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * layout.element_bytes
+        gradients = _retained_gradients(rank, done)
+        largest = max(max(group.parts) for group in groups)
+    else:
+        buffers = reduce_buckets_bytes(layout)
+        gradients = _zero2_gradients(rank) if rank.accumulates else 0
+        largest = max(group.largest for group in groups)
+    if layout.offload_optimizer != "none":
+        buffers += min(largest, _NORM_ELEMENTS) * _FP64
+    elif layout.grad_accum_bytes != layout.element_bytes:  # converted before it is added to the sum
+        buffers += largest * layout.grad_accum_bytes
+    return Footprint.of([(("gradients", "device"), gradients), (("buffers", "device"), buffers)])
+
+
+def _retained_gradients(rank: Rank, done: int) -> int:
+    """Bytes of the gradients that cannot be written to NVMe yet; they grow with the reduced elements (`done`)."""
+    layout, groups = rank.layout, rank.groups()
+    if layout.offload_optimizer != "nvme":
+        return 0
+    retained = sum(retained_gradients(group.parts, master_weight_bytes(layout), layout) for group in groups)
+    return round(retained * done / sum(group.size for group in groups))
+
+
+def gradients_in_reduction(rank: Rank) -> Footprint:
+    """Copies that ZeRO stage 1 makes after the last micro-batch, on top of the gradients and buckets.
+
+    It copies the gradients of this rank's part out of the bucket (`grads_in_partition`). With an offloaded optimizer it
+    does so only if gradients accumulate in another dtype (`_use_compact_grad_partition_buffer`), and converts a
+    gradient to fp64 for its norm.
+    """
+    layout, groups = rank.layout, rank.groups()
+    if layout.offload_optimizer == "none":
+        return Footprint.of([(("gradients", "device"), _overlapping_elements(rank) * layout.grad_accum_bytes)])
+    copied = 0
+    if layout.grad_accum_bytes != layout.element_bytes:
+        copied = sum(padded_size(group, layout) // group.ranks for group in groups) * layout.grad_accum_bytes
+    norm = max(group.largest for group in groups) * _FP64
+    return Footprint.of([(("gradients", "device"), copied), (("buffers", "device"), norm)])
+
+
+def gradients_in_optimizer_step(rank: Rank) -> Footprint:
+    """Gradients and working memory of the optimizer step of the largest group.
+
+    The gradients are counted in the dtype that the optimizer is given, with the copies made on the way. By then ZeRO
+    stages 1 and 2 hold only the gradients of this rank's part.
+    """
+    layout = rank.layout
+    if layout.offload_optimizer != "none":
+        return Footprint()
+    elements = max(_step_elements(rank))
+    return Footprint.of([(("gradients", "device"), _step_gradients(rank, elements)),
+                         (("buffers", "device"), _adamw_work(layout, elements))])
+
+
+def _step_elements(rank: Rank) -> list[int]:
+    """List the elements that the optimizer updates at once, for each group."""
+    wrapper, groups, layout = optimizer_wrapper(rank.layout), rank.groups(), rank.layout
+    if wrapper == "zero3":
+        return [max(sub_group_sizes(group.parts, layout)) for group in groups]
+    if wrapper in ("zero12", "bf16"):
+        return [padded_size(group, layout) // group.ranks for group in groups]
+    return [group.size for group in groups]
+
+
+def _step_gradients(rank: Rank, elements: int) -> int:
+    """Bytes of the copies of `elements` gradients, less the bytes of gradients that are freed before the step."""
+    layout, wrapper = rank.layout, optimizer_wrapper(rank.layout)
+    if wrapper == "none":
+        return 0
+    if wrapper == "fp16":
+        flattened = 2 * elements * FP32  # each gradient converted to fp32, then all of them in one flat tensor
+        return max(flattened, _masked_norm(rank, elements)) if _has_tied_copy(rank) else flattened
+    converts_sums = layout.grad_accum_bytes != layout.element_bytes
+    is_flat = wrapper == "bf16" or (wrapper == "zero12" and converts_sums)
+    copied = 0 if is_flat else elements * layout.grad_accum_bytes
+    converted = 0
+    if layout.grad_accum_bytes != master_weight_bytes(layout):
+        converted = elements * master_weight_bytes(layout)
+    freed = 0
+    if wrapper == "zero12" and layout.zero_stage == 1:
+        others = sum(group.size for group in rank.groups()) - _overlapping_elements(rank)
+        freed = others * layout.grad_accum_bytes + reduce_buckets_bytes(layout)
+    return copied + converted - freed
+
+
+def _has_tied_copy(rank: Rank) -> bool:
+    """Return whether the rank holds a copy of the tied matrix whose gradient counts on the first pipeline stage."""
+    return rank.pipeline_stage > 0 and any(layer.tied for layer in rank.layers())
+
+
+def _masked_norm(rank: Rank, elements: int) -> int:
+    """Bytes of the gradient norm when some gradients are excluded from it (runtime/utils.py, get_flattened_grad_norm).
+
+    It converts all gradients to fp32, and needs fp32 zeros, a running sum and a one-byte mask of `elements`.
+    """
+    total = sum(group.size for group in rank.groups())
+    return total * (FP32 - rank.layout.element_bytes) + elements * (2 * FP32 + 1)
+
+
+def _adamw_work(layout: Layout, elements: int) -> int:
+    """Bytes of torch.optim.AdamW's denominators; DeepSpeed's kernels need none.
+
+    On CUDA ("foreach") one tensor exists at a time, on a CPU two: the square root and its quotient.
+    """
+    if not layout.torch_optimizer:
+        return 0
+    tensors = 1 if layout.device_kind == "cuda" else 2
+    return elements * master_weight_bytes(layout) * tensors

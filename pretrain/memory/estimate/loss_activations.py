@@ -1,0 +1,63 @@
+"""Bytes of the head and the loss, which model/kernels/fused_loss.py computes as one operator.
+
+Shapes in docstrings: N tokens of the micro-batch, C tokens of a chunk, D hidden_size, V vocab_size on this rank.
+tests/memory/estimate/test_activations.py measures the same numbers on a CPU.
+"""
+
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.rank import FP32, INT64, MicroBatch
+
+CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (fused_loss.py)
+CPU_LOGITS = 2**20  # elements of the softmax that one CPU thread computes at a time (fused_loss.py); one thread assumed
+
+
+def _vocab_size(shape: ModelShape, batch: MicroBatch) -> int:
+    return shape.vocab_size // batch.tensor_parallel_size
+
+
+def _weight_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the head's matrix [V, D], and of its gradient."""
+    return shape.hidden_size * _vocab_size(shape, batch) * batch.element_bytes
+
+
+def _logits_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the logits [C, V] that exist at the same time."""
+    return min(batch.tokens, CHUNK_TOKENS) * _vocab_size(shape, batch) * batch.element_bytes
+
+
+def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that head and loss save.
+
+    The forward pass already computes the gradients of the hidden states [N, D] and of the matrix [V, D]. It saves
+    these with the int64 labels [N] and the fp32 token weights [N].
+    """
+    hidden_gradient = batch.tokens * shape.hidden_size * batch.element_bytes
+    return hidden_gradient + _weight_bytes(shape, batch) + batch.tokens * (INT64 + FP32)
+
+
+def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of head and loss at the peak of their forward pass, without their input.
+
+    That is: what they save, two fp32 vectors [N], one chunk's logits, and the larger of (a) the chunk's softmax in
+    fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the softmax of as many
+    rows at a time as stay in its cache; the result of the rows before still exists meanwhile.
+    """
+    vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
+    chunk = min(batch.tokens, CHUNK_TOKENS)
+    rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
+    tensors = 2 if converts else 1  # the softmax, and the logits converted to fp32
+    softmax_rows = max(tensors * rows, rows + tensors * min(rows, chunk - rows))
+    weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
+    work = max(softmax_rows * vocab_size * FP32, weighted)
+    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work
+
+
+def loss_backward(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that the loss's backward pass allocates at its peak, beyond what it saved and the gradient of the matrix.
+
+    It scales the saved gradient of the hidden states [N, D], first in fp32, then in their dtype. The fp32 copy is freed
+    before the gradient of the matrix is scaled, so that only its excess over that gradient counts.
+    """
+    scaled = batch.tokens * shape.hidden_size * batch.element_bytes
+    in_fp32 = batch.tokens * shape.hidden_size * FP32 if batch.element_bytes != FP32 else 0
+    return scaled + max(0, in_fp32 - _weight_bytes(shape, batch))

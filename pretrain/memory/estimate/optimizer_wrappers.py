@@ -1,0 +1,75 @@
+"""DeepSpeed 0.19.8's optimizer wrappers: which one a layout gets, and the optimizer's tensors for each element.
+
+A wrapper is the class that DeepSpeed puts around the optimizer; it owns the master weights and divides the states.
+"""
+
+from collections.abc import Iterator
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.rank import FP32, ParameterGroup
+
+Allocation = tuple[tuple[str, str], int]  # ((role, location), bytes)
+
+
+def optimizer_wrapper(layout: Layout) -> str:
+    """Name the wrapper that DeepSpeed chooses (runtime/engine.py, _do_optimizer_sanity_check).
+
+    "zero3" (DeepSpeedZeroOptimizer_Stage3), "zero12" (DeepSpeedZeroOptimizer), "bf16" (BF16_Optimizer), "fp16"
+    (FP16_Optimizer) or "none" (fp32 at ZeRO stage 0). bf16 at ZeRO stage 0 runs as a PipelineModule in this project,
+    for which DeepSpeed chooses BF16_Optimizer.
+    """
+    if layout.zero_stage == 3:
+        return "zero3"
+    if layout.uses_bf16_optimizer:
+        return "bf16"
+    if layout.zero_stage > 0:
+        return "zero12"
+    return "fp16" if layout.precision == "fp16" else "none"
+
+
+def optimizer_location(layout: Layout) -> str:
+    """Return the location of an offloaded optimizer's tensors that DeepSpeed pins if `pin_memory` is true."""
+    if layout.offload_optimizer == "none":
+        return "device"
+    return "pinned" if layout.offload_optimizer_pinned else "host"
+
+
+def unpinned_location(layout: Layout) -> str:
+    """Return the location of an offloaded optimizer's tensors that DeepSpeed never pins.
+
+    These are the optimizer states and ZeRO-3's master weights, which are converted to fp32 after pinning.
+    """
+    return "device" if layout.offload_optimizer == "none" else "host"
+
+
+def master_weight_bytes(layout: Layout) -> int:
+    """Bytes of one element of the master weights, and of the gradient that the optimizer is given."""
+    return layout.element_bytes if layout.masters_in_16bit else FP32
+
+
+def optimizer_state_bytes(layout: Layout) -> int:
+    """Bytes of the optimizer states of one element, for every optimizer except Muon.
+
+    DeepSpeed's Lion on the CPU allocates two tensors, as Adam does (ops/lion/cpu_lion.py).
+    """
+    tensors = layout.optimizer_moments
+    if layout.optimizer == "lion" and layout.offload_optimizer != "none":
+        tensors += 1
+    return tensors * (2 if layout.moments_in_16bit else FP32)
+
+
+def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> Iterator[Allocation]:
+    """Yield the optimizer states of `elements` elements of a group.
+
+    Muon applies to hidden matrices: it keeps one momentum tensor in the gradients' dtype, and a second one until the
+    step is known to be free of overflows (`_muon_pending_momentum`). Embeddings, head and vectors use Adam.
+    """
+    location = unpinned_location(layout)
+    if layout.optimizer != "muon":
+        yield ("optimizer_states", location), elements * optimizer_state_bytes(layout)
+        return
+    muon_elements = round(elements * group.muon_size / group.size)
+    momentum = muon_elements * layout.grad_accum_bytes
+    yield ("optimizer_states", location), momentum + (elements - muon_elements) * 2 * FP32
+    if layout.zero_stage < 3 and layout.offload_optimizer == "none":
+        yield ("buffers", "device"), momentum
