@@ -12,24 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pretrain.config.checkpoint_size import checkpoint_bytes
-from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.deepspeed_formulas import _estimator
-from pretrain.memory.estimate.model_shape import read_shape, shape_of
-from pretrain.memory.estimate.rank_memory import estimate_memory
-from pretrain.memory.hardware import GIB, GPUS, make_cluster
+from pretrain.memory.hardware import GIB
 from pretrain.memory.report.compare_zero import combinations_of, main, make_report, workload_of
 from pretrain.memory.report.compare_zero_flags import parse_flags
 from pretrain.memory.report.table import print_report
-from pretrain.memory.search.combinations import Axes, combine
-from pretrain.memory.search.compare import Workload, memory_shortage
-from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.memory.sizes import in_unit
-from pretrain.memory.step_time.run_cost import run_cost
-from pretrain.memory.step_time.time_model import model_flops_per_token
-from pretrain.model.config import load_model_config, preset_names
-from pretrain.model.flops import flops_per_token
 from tests.support.effort import HEAVY, CountCalls, run_and_list_imports
 from tests.support.launch import ROOT, train_ranks
 from tests.test_train import _environment
@@ -229,78 +217,6 @@ def test_exit_code_of_a_refusal() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ds-pretrain: error: --world_size: found nothing")
-
-
-def test_flops_are_those_of_the_progress_line() -> None:
-    for name in preset_names():
-        config = load_model_config(name)
-        assert model_flops_per_token(shape_of(config), 0, 1024) == flops_per_token(config, 1024), name
-
-
-@pytest.mark.parametrize("kind", ["max_model", "max_seq", "max_micro_batch"])
-def test_the_largest_that_fits(kind: str) -> None:
-    """It fits, and the next one does not."""
-    shape = read_shape("gpt3-1.3b")
-    cluster = make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None)
-    workload = Workload(cluster, shape.num_parameters(), shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
-    axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
-    found = find_largest(kind, combine(axes, workload.cluster, shape).candidates, workload)
-    assert len(found) >= 6
-    for one in found:
-        assert one.value > 0
-        assert not one.reached_end
-        assert " of " in one.detail  # what the next one lacks
-        if kind == "max_micro_batch":
-            for size, fits in ((one.value, True), (one.value + 1, False)):
-                layout = Layout(**{**vars(one.candidate.layout), "micro_batch_size": size})
-                assert (memory_shortage(estimate_memory(shape, layout), workload.cluster) == "") == fits
-    by_name = {one.candidate.name: one.value for one in found}
-    assert by_name["zero3_checkpoint"] > by_name["zero1"]
-
-
-def test_bisect() -> None:
-    for most in (1, 2, 7, 8, 100):
-        for limit in range(most + 1):
-            assert bisect(lambda step, limit=limit: step <= limit, most) == limit  # type: ignore[misc]
-
-
-def test_models_scale_in_proportion() -> None:
-    shape = read_shape("llama3-8b")
-    twice = scaled_shape(shape, 16, Layout())  # groups of four heads
-    assert (twice.num_heads, twice.num_kv_heads, twice.hidden_size, twice.num_layers) == (64, 16, 8192, 64)
-    assert 7 < twice.num_parameters() / shape.num_parameters() < 8.5
-
-
-def test_cost() -> None:
-    layout = Layout(world_size=1024, zero_stage=1, precision="fp16")
-    cost = run_cost(layout, num_parameters=175 * 10**9, flops_per_token=6 * 175e9, peak_flops=1024 * 312e12, mfu=0.45,
-                    nodes=128, tokens=300e9)
-    assert cost.flops == pytest.approx(3.15e23)
-    assert cost.days == pytest.approx(3.15e23 / (1024 * 312e12 * 0.45) / 86400)
-    assert cost.gpu_hours == pytest.approx(cost.days * 24 * 1024)
-    assert cost.chinchilla_tokens == 3.5e12
-    assert checkpoint_bytes(layout, 100) == 100 * (4 + 8 + 2)
-    assert checkpoint_bytes(Layout(zero_stage=3), 100) == 100 * (4 + 8)
-
-
-def test_gpus_have_rates() -> None:
-    for name in GPUS:
-        cluster = make_cluster(gpu=name, world_size=16, nodes=None, gpus_per_node=8)
-        assert cluster.peak_flops("bf16") > cluster.peak_flops("fp32") > 1e12
-        assert 0 < cluster.device_budget_bytes < cluster.gpu.memory_bytes
-
-
-def test_deepspeeds_estimators_are_deepspeeds() -> None:
-    """What is cut out of its sources, against the import of the whole."""
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as three
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two
-
-    for nodes in (1, 4):
-        for offload in (True, False):
-            one = {"total_params": 10**9, "num_gpus_per_node": 8, "num_nodes": nodes, "cpu_offload": offload}
-            large = {**one, "largest_layer_params": 10**8}
-            assert _estimator("estimate_zero2_model_states_mem_needs")(**one) == two(**one)
-            assert _estimator("estimate_zero3_model_states_mem_needs")(**large) == three(**large)
 
 
 @pytest.mark.parametrize(("gib", "all_fit"), [("1", True), ("0.03", False)])

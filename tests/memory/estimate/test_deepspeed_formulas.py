@@ -1,0 +1,53 @@
+"""The repeated formulas of DeepSpeed's estimators, against DeepSpeed's own functions."""
+
+from itertools import product
+
+import pytest
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs, model_to_params
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.deepspeed_formulas import deepspeed_estimate, largest_layer_parameters
+from pretrain.memory.estimate.model_shape import shape_of
+from pretrain.model.config import model_config_from
+from pretrain.model.specs import as_module
+from tests.support.model_shapes import SHAPES
+
+PARAMETERS = (10**9, 1_234_567_891)  # the second divides by nothing below, so that rounding is compared
+
+
+@pytest.mark.parametrize("offload_optimizer", ["none", "cpu"])
+def test_zero_stage_2(offload_optimizer: str) -> None:
+    for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
+        layout = Layout(world_size=nodes * gpus, zero_stage=2, offload_optimizer=offload_optimizer)
+        host, device = estimate_zero2_model_states_mem_needs(
+            parameters, num_gpus_per_node=gpus, num_nodes=nodes, cpu_offload=offload_optimizer != "none")
+        found = deepspeed_estimate(layout, num_parameters=parameters, shape=None, nodes=nodes, gpus_per_node=gpus)
+        assert found is not None
+        assert (found.device_bytes, found.host_bytes) == (device, host), (parameters, nodes, gpus)
+
+
+@pytest.mark.parametrize(("offload_optimizer", "offload_param"), [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
+def test_zero_stage_3(offload_optimizer: str, offload_param: str) -> None:
+    shape = shape_of(model_config_from(SHAPES["llama"], "test"))
+    for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
+        layout = Layout(world_size=nodes * gpus, zero_stage=3, offload_optimizer=offload_optimizer,
+                        offload_param=offload_param)
+        host, device, _ = estimate_zero3_model_states_mem_needs(
+            parameters, largest_layer_parameters(shape), num_gpus_per_node=gpus, num_nodes=nodes,
+            cpu_offload=offload_optimizer != "none", cpu_offload_params=offload_param != "none")
+        found = deepspeed_estimate(layout, num_parameters=parameters, shape=shape, nodes=nodes, gpus_per_node=gpus)
+        assert found is not None
+        assert (found.device_bytes, found.host_bytes) == (device, host), (parameters, nodes, gpus)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_largest_layer_is_deepspeeds(name: str) -> None:
+    config = model_config_from(SHAPES[name], "test")
+    assert largest_layer_parameters(shape_of(config)) == model_to_params(as_module(config))[1]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_deepspeed_has_no_formula_below_zero_stage_2(zero_stage: int) -> None:
+    assert deepspeed_estimate(Layout(zero_stage=zero_stage), num_parameters=10**9, shape=None, nodes=1,
+                              gpus_per_node=1) is None

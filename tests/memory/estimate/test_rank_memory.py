@@ -1,0 +1,125 @@
+"""Memory of a rank in closed form: against the ZeRO paper, and properties that hold for every model.
+
+tests/distributed/memory/test_measure.py compares it with real engines of every layout.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.config.layout import Layout
+from pretrain.errors import ConfigError
+from pretrain.memory.estimate.model_shape import read_shape
+from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
+from pretrain.memory.estimate.rank import Rank
+from pretrain.memory.estimate.rank_memory import estimate_memory, estimate_rank
+from tests.support.effort import CountCalls
+from tests.support.model_shapes import write_config
+
+# ZeRO (arXiv 1910.02054), table 1: data-parallel ranks -> GB of a device at ZeRO stages 1, 2 and 3, for 7.5e9, 128e9
+# and 1e12 parameters. As printed: the paper truncates whole numbers and rounds the others.
+PAPER = {
+    1: ("120 120 120", "2048 2048 2048", "16000 16000 16000"),
+    4: ("52.5 41.3 30", "896 704 512", "7000 5500 4000"),
+    16: ("35.6 21.6 7.5", "608 368 128", "4750 2875 1000"),
+    64: ("31.4 16.6 1.88", "536 284 32", "4187 2218 250"),
+    256: ("30.4 15.4 0.47", "518 263 8", "4046 2054 62.5"),
+    1024: ("30.1 15.1 0.12", "513 257 2", "4011 2013 15.6"),
+}
+
+
+def in_papers_format(gigabytes: float, printed: str) -> str:
+    """Format a number with as many digits as `printed` has."""
+    if "." not in printed:
+        return str(int(gigabytes + 1e-9))
+    digits = len(printed.split(".")[1])
+    return f"{gigabytes + 1e-9:.{digits}f}"
+
+
+@pytest.mark.parametrize("ranks", PAPER)
+def test_the_zero_papers_table(ranks: int) -> None:
+    for parameters, row in zip((7.5e9, 128e9, 1e12), PAPER[ranks], strict=True):
+        for zero_stage, printed in zip((1, 2, 3), row.split(), strict=True):
+            found = estimate_memory(None, Layout(world_size=ranks, zero_stage=zero_stage), num_parameters=parameters)
+            assert in_papers_format(found.device_bytes / 1e9, printed) == printed, (ranks, parameters, zero_stage)
+    assert estimate_memory(None, Layout(world_size=ranks), num_parameters=7.5e9).device_bytes == 120e9
+
+
+def test_offloaded_states_change_their_location() -> None:
+    shape, layout = read_shape("gpt2"), Layout(world_size=4, zero_stage=3)
+    on_device = estimate_memory(shape, layout).steady
+    on_cpu = estimate_memory(shape, replace(layout, offload_optimizer="cpu", offload_optimizer_pinned=False)).steady
+    on_nvme = estimate_memory(shape, replace(layout, offload_optimizer="nvme", offload_param="nvme")).steady
+    assert on_cpu.total("optimizer_states", "host") == on_device.total("optimizer_states", "device")
+    assert on_cpu.total(location="pinned") == 0
+    assert on_nvme.total("optimizer_states", "nvme") > 0.99 * on_device.total("optimizer_states", "device")
+    assert on_nvme.total("optimizer_states", "device") == 0
+
+
+def test_pinned_memory_has_a_margin() -> None:
+    """torch rounds each pinned tensor up to a power of two, so it never doubles a tensor."""
+    layout = Layout(world_size=4, zero_stage=3, offload_optimizer="cpu")
+    pinned = estimate_memory(read_shape("gpt2"), layout).peak
+    assert 0 < pinned.total("margin", "pinned") < pinned.total(location="pinned") / 2
+
+
+def test_the_estimate_is_that_of_the_rank_that_needs_most() -> None:
+    shape = read_shape("gpt2")
+    layout = Layout(world_size=8, zero_stage=1, pipeline_stages=4, gradient_accumulation_steps=8, seq_length=256)
+    stages = [estimate_rank(Rank(shape, layout, stage)) for stage in range(4)]
+    assert estimate_memory(shape, layout).device_bytes == max(stage.device_bytes for stage in stages)
+    assert sum(len(pipeline_stage_layers(shape, layout, stage)) for stage in range(4)) == len(shape.layers())
+    zero2 = replace(layout, zero_stage=2, pipeline_stages=1, device_kind="cpu")
+    ranks = [estimate_rank(Rank(shape, zero2, zero_rank=rank)).steady.total() for rank in range(8)]
+    assert estimate_memory(shape, zero2).steady.total() == max(ranks)
+
+
+def test_more_ranks_need_less_memory_each() -> None:
+    shape = read_shape("gpt3-1.3b")
+    for zero_stage in (1, 2, 3):
+        sizes = [estimate_memory(shape, Layout(world_size=ranks, zero_stage=zero_stage)).steady.states()
+                 for ranks in (1, 8, 64)]
+        assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_expert_parallelism_divides_the_experts(tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
+                                               "num_hidden_layers": 4, "num_attention_heads": 16,
+                                               "intermediate_size": 3584}))
+    layout = Layout(world_size=8, zero_stage=1)
+    complete = estimate_memory(shape, layout).steady.total("parameters")
+    divided = estimate_memory(shape, replace(layout, expert_parallel_size=8)).steady.total("parameters")
+    experts = 4 * 8 * 3 * 1024 * 3584 * 2  # layers, experts, matrices; bytes
+    assert complete - divided == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layout", "message"), [
+    (Layout(world_size=6, pipeline_stages=4), "multiple of 4"), (Layout(world_size=0), "world_size"),
+    (Layout(precision="int8"), "precision"), (Layout(world_size=8, expert_parallel_size=3), "divisor"),
+    (Layout(world_size=64, pipeline_stages=64), "at least one layer"),
+    (Layout(partition_method="profile", pipeline_stages=2, world_size=2), "partition_method"),
+    (Layout(seq_length=4096), "seq_length"),
+])
+def test_impossible_layouts_are_rejected_in_one_line(layout: Layout, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        estimate_memory(read_shape("gpt2"), layout)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_estimate_needs_a_model_or_its_size() -> None:
+    with pytest.raises(ConfigError, match="--num_parameters"):
+        estimate_memory(None, Layout())
+
+
+def test_an_estimate_takes_few_calls() -> None:
+    shape = read_shape("gpt3-175b")
+    for zero_stage in range(4):
+        for micro_batch_size in (1, 25):
+            layout = Layout(world_size=1024, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
+                            pipeline_stages=1 if zero_stage > 1 else 8, gradient_accumulation_steps=16,
+                            seq_length=2048)
+            with CountCalls() as work:
+                estimate_memory(shape, layout)
+            assert work.calls < 40_000, layout  # 14,000 at most when this was written: a few milliseconds

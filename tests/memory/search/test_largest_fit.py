@@ -1,0 +1,47 @@
+"""The largest model, sequence or micro-batch that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.model_shape import read_shape
+from pretrain.memory.estimate.rank_memory import estimate_memory
+from pretrain.memory.hardware import make_cluster
+from pretrain.memory.search.combinations import Axes, combine
+from pretrain.memory.search.compare import Workload, memory_shortage
+from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
+from pretrain.model.config import load_model_config
+
+
+@pytest.mark.parametrize("target", ["max_model", "max_seq", "max_micro_batch"])
+def test_the_result_fits_and_the_next_size_does_not(target: str) -> None:
+    shape = read_shape("gpt3-1.3b")
+    cluster = make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None)
+    workload = Workload(cluster, shape.num_parameters(), shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
+    axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
+    found = find_largest(target, combine(axes, cluster, shape).candidates, workload)
+    assert len(found) >= 6
+    for largest in found:
+        assert largest.value > 0
+        assert not largest.reached_end
+        assert " of " in largest.detail  # the memory that the next size lacks
+        if target == "max_micro_batch":
+            for size, fits in ((largest.value, True), (largest.value + 1, False)):
+                layout = replace(largest.candidate.layout, micro_batch_size=size)
+                assert (memory_shortage(estimate_memory(shape, layout), cluster) == "") == fits
+    values = {largest.candidate.name: largest.value for largest in found}
+    assert values["zero3_checkpoint"] > values["zero1"]
+
+
+def test_bisect_finds_every_limit() -> None:
+    for most in (1, 2, 7, 8, 100):
+        for limit in range(most + 1):
+            assert bisect(lambda step, limit=limit: step <= limit, most) == limit  # type: ignore[misc]
+
+
+def test_models_keep_their_proportions() -> None:
+    shape = read_shape("llama3-8b")
+    scaled = scaled_shape(shape, 16, Layout())  # 16 groups of four heads: twice llama3-8b's
+    assert (scaled.num_heads, scaled.num_kv_heads, scaled.hidden_size, scaled.num_layers) == (64, 16, 8192, 64)
+    assert 7 < scaled.num_parameters() / shape.num_parameters() < 8.5
