@@ -1,7 +1,7 @@
-"""`manifest.json`: what a checkpoint folder holds, in words that need neither torch nor the shards to read.
+"""`manifest.json` describes a checkpoint folder; it is read without torch and without the shards.
 
-A folder counts as a checkpoint if its manifest is intact and every file that it names has its size.
-`verify.damage` compares the contents too.
+A checkpoint is complete if its manifest is intact and every file that the manifest names has the recorded size.
+`verify.find_damage` compares the hashes too.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from pretrain.checkpoint.format.files import FileRecord
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 
-if TYPE_CHECKING:  # the plan needs numpy and transformers, which a process that writes or verifies does without
+if TYPE_CHECKING:  # it imports numpy and transformers, which the writer and verification do not need
     from pretrain.config.validate import Plan
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _TAG = re.compile(r"global_step(\d+)")
-_SEAL = "sha256"
-FLAGS = "the flags"
+_HASH_KEY = "sha256"
+FLAGS = "the flags"  # value of `Manifest.scheduler` when the flags set the learning rate
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Cursor, layout and contents of one checkpoint."""
+    """Training position, layout, model and files of one checkpoint."""
 
-    step: int  # optimizer steps done, those that fp16 skipped included
+    step: int  # completed optimizer steps, including those that fp16 skipped
     consumed_samples: int
     world_size: int
     data_parallel_size: int
@@ -52,51 +52,51 @@ class Manifest:
     tokenizer_fingerprint: str | None
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
-    loss_scale: dict[str, float] | None = None  # fp16's; None: other precision
+    loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
     scheduler: str = ""  # type of the JSON's scheduler, or FLAGS
-    save_id: str = ""  # tells two saves of one step apart
-    files: dict[str, FileRecord] = field(default_factory=dict)  # by path within the folder, "/" between its parts
+    save_id: str = ""  # distinguishes two saves of the same step
+    files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
     def layout(self) -> Layout:
-        """Layout of the run that saved, without the values that the manifest does not record (micro-batch, buffers)."""
+        """Layout of the run that saved, with defaults for what the manifest does not record (micro-batch, buffers)."""
         return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
                       precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
                       optimizer=str(self.optimizer["type"]).lower(), offload_optimizer=self.offload_optimizer,
                       offload_param=self.offload_param, seq_length=self.seq_length)
 
     def to_json(self) -> str:
-        """The text of manifest.json; it ends with a hash of the rest, so that a changed bit is seen."""
-        return _sealed(asdict(self))
+        """Return the text of manifest.json. It ends with a hash of the rest, so that every changed bit is detected."""
+        return _with_hash(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """The inverse of `to_json`. Raises ValueError for every text that `to_json` would not have written."""
+        """Parse the text of manifest.json. Raises ValueError for any text that `to_json` would not write."""
         values = json.loads(text)
-        if not isinstance(values, dict) or _SEAL not in values:
-            raise ValueError("not a manifest")
-        if _sealed({key: value for key, value in values.items() if key != _SEAL}) != text:
-            raise ValueError("its own hash does not match")
+        if not isinstance(values, dict) or _HASH_KEY not in values:
+            raise ValueError("the file is not a manifest")
+        if _with_hash({key: value for key, value in values.items() if key != _HASH_KEY}) != text:
+            raise ValueError("the hash of its own content does not match")
         try:
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
             manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{error} in it") from None
+            raise ValueError(f"a field is missing or malformed: {error}") from None
         for name in manifest.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"a file outside the folder: {name}")
+                raise ValueError(f"it names a file outside the folder: {name}")
         return manifest
 
 
-def _sealed(values: dict[str, Any]) -> str:
-    seal = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
-    return json.dumps({**values, _SEAL: seal}, indent=1)
+def _with_hash(values: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+    return json.dumps({**values, _HASH_KEY: digest}, indent=1)
 
 
 def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
                 eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
                 save_id: str = "") -> Manifest:
-    """The manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
+    """Return the manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
     layout = plan.layout
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
@@ -121,26 +121,26 @@ def scheduler_source(plan: "Plan") -> str:
 
 
 def files_in(folder: Path) -> list[str]:
-    """The names of everything in the folder and below, in order; the manifest and folders themselves aside."""
+    """List the relative paths of all files below the folder, sorted, without the manifest. Links count as files."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
                   if path != folder / MANIFEST and (path.is_symlink() or not path.is_dir()))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises ConfigError where the folder is no whole checkpoint: it names the file, what is there and what should be.
+    """Read the manifest of a complete checkpoint; the sizes of its files are compared, their contents are not.
 
-    Sizes are compared, contents are not.
+    Raises ConfigError, which names the file, if the manifest or a file is missing or damaged.
     """
     path = folder / MANIFEST
     try:
         manifest = Manifest.from_json(path.read_bytes().decode())
     except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else f"a damaged one ({error})"
-        raise ConfigError(str(path), found=found, expected="a checkpoint's manifest",
-                          remedy="the folder is not a whole checkpoint") from None
+        problem = f"the manifest cannot be read: {error.strerror}" if isinstance(error, OSError) else \
+            f"the manifest is damaged: {error}"
+        raise ConfigError(str(path), problem=problem, remedy="the folder is not a complete checkpoint") from None
     if step_of(folder) not in (-1, manifest.step):
-        raise ConfigError(str(path), found=f"the manifest of step {manifest.step}",
-                          expected=f"that of step {step_of(folder)}", remedy="the folder was renamed")
+        raise ConfigError(str(path), found=f"step {manifest.step}", expected=f"step {step_of(folder)}, as in the "
+                          "folder's name", remedy="give the folder its original name")
     for name, record in manifest.files.items():
         file = folder / name
         found_bytes = _size(file)
@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _size(file: Path) -> int | None:
-    """Bytes; None: no such file."""
+    """Return the size in bytes; None if there is no regular file."""
     try:
         status = file.stat()
     except OSError:
@@ -160,19 +160,19 @@ def _size(file: Path) -> int | None:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a folder's name, -1 where it is not a checkpoint's name."""
+    """Return the step in a checkpoint folder's name; -1 for a folder of any other name."""
     match = _TAG.fullmatch(folder.name)
     return int(match.group(1)) if match else -1
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Every folder with a checkpoint's name, the newest first; whole or not."""
+    """List every folder with a checkpoint's name, newest first, complete or not."""
     folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
     return sorted(folders, key=step_of, reverse=True)
 
 
 def manifest_or_error(folder: Path) -> Manifest | ConfigError:
-    """Its manifest, or what is wrong with it, as `read_manifest` says."""
+    """Return the folder's manifest, or the error that `read_manifest` raises."""
     try:
         return read_manifest(folder)
     except ConfigError as error:
@@ -180,42 +180,47 @@ def manifest_or_error(folder: Path) -> Manifest | ConfigError:
 
 
 def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
-    """Every folder with a checkpoint's name, the newest first, with what `manifest_or_error` says."""
+    """Yield every folder with a checkpoint's name, newest first, with its manifest or error."""
     for folder in checkpoint_folders(checkpoints):
         yield folder, manifest_or_error(folder)
 
 
 def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """(folder and manifest of each whole checkpoint, the newest first; what is wrong with the others)."""
-    whole: list[tuple[Path, Manifest]] = []
-    complaints: list[str] = []
+    """Return (folder and manifest of each complete checkpoint, newest first; errors of the other folders)."""
+    complete: list[tuple[Path, Manifest]] = []
+    errors: list[str] = []
     for folder, found in manifests_or_errors(checkpoints):
         if isinstance(found, ConfigError):
-            complaints.append(str(found))
+            errors.append(str(found))
         else:
-            whole.append((folder, found))
-    return whole, complaints
+            complete.append((folder, found))
+    return complete, errors
 
 
 def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """(folder, manifest, what was wrong with newer ones) of the newest whole checkpoint; None if there is none.
+    """Return (folder, manifest, errors of newer folders) of the newest complete checkpoint; None without checkpoints.
 
-    `latest` is for other readers: a run that was killed may have left it behind the folders. Raises ConfigError where
-    there are checkpoints and all are damaged.
+    The file `latest` is not used, because it can be outdated when a run was killed between a commit and writing it.
+    Raises ConfigError if there are checkpoints and none is complete.
     """
-    complaints: list[str] = []
+    errors: list[str] = []
     for folder, found in manifests_or_errors(checkpoints):
         if not isinstance(found, ConfigError):
-            return folder, found, complaints
-        complaints.append(str(found))
-    if complaints:
-        raise ConfigError(str(checkpoints), found=f"no whole checkpoint ({complaints[0]})",
-                          expected="at least one whole checkpoint", remedy="restore one, or choose another --save")
+            return folder, found, errors
+        errors.append(str(found))
+    if errors:
+        raise no_complete_checkpoint(checkpoints, errors)
     return None
 
 
+def no_complete_checkpoint(checkpoints: Path, errors: list[str]) -> ConfigError:
+    """Error for a folder whose checkpoints are all damaged; `errors` holds one line for each, newest first."""
+    return ConfigError(str(checkpoints), problem=f"no checkpoint is complete ({errors[0]})",
+                       remedy="restore one, or choose another --save")
+
+
 def newest_step(checkpoints: Path) -> int:
-    """Step of the newest whole checkpoint; 0 where there is none, or all are damaged, which the run itself says."""
+    """Return the step of the newest complete checkpoint; 0 if there is none, or if all are damaged."""
     with contextlib.suppress(ConfigError):
         found = newest_complete(checkpoints)
         return found[1].step if found else 0

@@ -1,4 +1,4 @@
-"""All ranks choose the checkpoint to go on from together: rank 0 proposes, each verifies a share of its files."""
+"""All ranks choose the checkpoint to resume from: rank 0 proposes one, and each rank verifies some of its files."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +12,7 @@ from pretrain.checkpoint.format.manifest import (
     Manifest,
     checkpoint_folders,
     manifest_or_error,
+    no_complete_checkpoint,
     read_manifest,
     step_of,
 )
@@ -26,74 +27,75 @@ from pretrain.console.progress import Progress
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 
-Say = Callable[[str], None]
-Offer = tuple[Path, str] | str  # a folder and its manifest.json; or why there is none
+Candidate = tuple[Path, str] | str  # a folder and the text of its manifest.json; or why it cannot be used
 
 
-def agree_on_checkpoint(plan: Plan, say: Say) -> Resume | None:
-    """The newest checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
+def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None:
+    """Return the newest checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
 
-    Raises ConfigError, on every rank, where there are checkpoints and none is whole, or where this run cannot go on
-    from the newest whole one.
+    Raises ConfigError, on every rank, if there are checkpoints and none is undamaged, or if this run cannot resume
+    from the newest undamaged one.
     """
-    offers = _offers(plan, say)  # only rank 0's is asked
-    complaints: list[str] = []
-    while (offer := from_rank_0(lambda: _next(offers))) is not None:
-        if isinstance(offer, str):
-            complaints.append(offer)
+    candidates = _candidates(plan, log)  # only rank 0 iterates
+    errors: list[str] = []
+    while (candidate := from_rank_0(lambda: _next(candidates))) is not None:
+        if isinstance(candidate, str):
+            errors.append(candidate)
             continue
-        folder, manifest = offer[0], Manifest.from_json(offer[1])
-        found = _find_damage_together(folder, manifest)
-        if not found:
+        folder, manifest = candidate[0], Manifest.from_json(candidate[1])
+        damage = _find_damage_together(folder, manifest)
+        if not damage:
             _reject_foreign_pickles(folder, manifest)
-            return make_resume(folder, manifest, complaints, plan)
-        complaints += found
-    if complaints:
-        raise ConfigError(str(checkpoints_folder(plan)), found=f"no whole checkpoint ({complaints[0]})",
-                          expected="at least one whole checkpoint", remedy="restore one, or choose another --save")
+            return make_resume(folder, manifest, errors, plan)
+        errors += damage
+    if errors:
+        raise no_complete_checkpoint(checkpoints_folder(plan), errors)
     if plan.args.resume == "required":
-        raise ConfigError("--resume required", found="no checkpoint", expected="at least one",
-                          remedy="--resume auto begins at step 0")
+        raise ConfigError("--resume required", problem="the run folder and the mirror hold no checkpoint",
+                          remedy="to begin at step 0, use --resume auto")
     return None
 
 
-def _next(offers: Iterator[Offer]) -> Offer | None:
+def _next(candidates: Iterator[Candidate]) -> Candidate | None:
     try:
-        return next(offers, None)
-    except OSError as error:  # of the run folder's file system
+        return next(candidates, None)
+    except OSError as error:  # from the run folder's file system
         raise SaveError(str(error)) from error
 
 
-def _offers(plan: Plan, say: Say) -> Iterator[Offer]:
-    """What there is to go on from, by manifests and sizes, the newest first: here, or else in the mirror. Rank 0."""
+def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
+    """Yield checkpoints of the run folder and the mirror, newest first, whose manifest and sizes are right. Rank 0.
+
+    A checkpoint of the mirror is fetched if the run folder has none of its step, or a damaged one.
+    """
     checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
-    wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, say=say)
+    wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, log=log)
     remove_leftovers(checkpoints)
-    here = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
-    there: dict[int, str] = {}
+    local = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
+    mirrored: dict[int, str] = {}
     if mirror is not None:
         try:
             check_mirror(mirror)
-            there = {step_of(Path(tag)): tag for tag in finished_in_mirror(mirror)}
+            mirrored = {step_of(Path(tag)): tag for tag in finished_in_mirror(mirror)}
         except ConfigError as error:
-            yield str(error)  # the run goes on if there is a checkpoint here
+            yield str(error)  # the run continues if there is a local checkpoint
     if plan.args.resume == "never":
-        reject_overwrite([*here.values(), *(f"{mirror}/{tag}" for tag in there.values())])
-    for step in sorted(here.keys() | there.keys(), reverse=True):
-        if step in here:
-            found = manifest_or_error(here[step])
-            yield str(found) if isinstance(found, ConfigError) else (here[step], found.to_json())
-        if step in there and mirror is not None:
-            say(f"fetching {there[step]} from {mirror}")
+        reject_overwrite([*local.values(), *(f"{mirror}/{tag}" for tag in mirrored.values())])
+    for step in sorted(local.keys() | mirrored.keys(), reverse=True):
+        if step in local:
+            found = manifest_or_error(local[step])
+            yield str(found) if isinstance(found, ConfigError) else (local[step], found.to_json())
+        if step in mirrored and mirror is not None:
+            log(f"fetching {mirrored[step]} from {mirror}")
             try:
-                folder = fetch(mirror, checkpoints, there[step])
+                folder = fetch(mirror, checkpoints, mirrored[step])
                 yield folder, read_manifest(folder).to_json()
             except (ConfigError, SaveError) as error:
                 yield str(error)
 
 
 def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files, each hashed by one rank; the same list on every rank, as soon as all are done."""
+    """Hash every file, each on one rank, and return the problems of all ranks. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = files_of_rank(sizes, rank, size)
@@ -105,20 +107,20 @@ def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     found += unexpected_files(folder, manifest) if rank == 0 else []
     try:
         if (folder / MANIFEST).read_text(encoding="utf-8") != manifest.to_json():
-            found.append(f"{folder}: found another manifest on {gethostname()}; expected one folder that all share")
+            found.append(f"{folder}: {gethostname()} has another manifest than rank 0; all hosts must share the folder")
     except (OSError, ValueError) as error:
-        found.append(f"{folder}: found no manifest on {gethostname()} ({error}); expected one folder that all share")
+        found.append(f"{folder}: {gethostname()} cannot read the manifest ({error}); all hosts must share the folder")
     return [line for lines in gather(found) for line in lines]
 
 
 def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
-    """Raises ConfigError, on every rank, where a file holds more than the allow-list of `pickles.py`."""
+    """Raise ConfigError, on every rank, if a pickle needs a class outside the allow-list of `pickles.py`."""
     sizes = {name: record.bytes for name, record in manifest.files.items() if name.endswith(".pt")}
-    refused: list[str] = []
+    rejected: list[str] = []
     for name in files_of_rank(sizes, dist.get_rank(), dist.get_world_size()):
         try:
             load_pickle(folder / name, mmap=True)
         except ConfigError as error:
-            refused.append(str(error))
-    for line in (line for lines in gather(refused) for line in lines):
+            rejected.append(str(error))
+    for line in (line for lines in gather(rejected) for line in lines):
         raise ConfigError.from_line(line)

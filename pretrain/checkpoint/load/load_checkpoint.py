@@ -1,4 +1,4 @@
-"""Load a checkpoint into an engine, of the layout that saved it or of any other."""
+"""Load a checkpoint into an engine, in the layout that saved it or in any other."""
 
 from copy import copy
 from pathlib import Path
@@ -19,16 +19,17 @@ _SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_confi
 
 
 def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
-    """Load weights, optimizer, schedule, loss scale, counters and RNG state; collective. The layout may be another one.
+    """Load weights, optimizer, schedule, loss scale, counters and RNG state; collective.
 
-    In the layout that saved it the engine reads its own files, and training continues bit for bit.
+    In the layout that saved, the engine reads its own files, and training continues bit for bit. In another layout each
+    rank reads the fragments that it needs.
     """
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer
         settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}
         checkpoint_patch.load_checkpoint(engine, folder.parent, folder.name)
-        for name, value in settings.items():  # DeepSpeed restores those of the JSON that saved; this run's JSON counts
+        for name, value in settings.items():  # DeepSpeed restores the saved run's; this run's JSON applies
             setattr(optimizer, name, value)
         set_loss_scale(engine, manifest.loss_scale)
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))

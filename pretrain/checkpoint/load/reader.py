@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as whole parameters: weights and optimizer states by name, read piece by piece."""
+"""Read full parameters from a checkpoint of any layout: weights and optimizer states by name, piece by piece."""
 
 import json
 from bisect import bisect_right
@@ -15,28 +15,29 @@ from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
 _PIECE_NUMEL = 2**24  # elements
-FP32 = "fp32"  # the master weights, beside the optimizer's own states
-SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # what schedules change in a parameter group
-# DeepSpeed's own optimizers, which keep what torch's do; and the states that they name otherwise (None: never used)
-_SAME_AS = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
-            "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
-_RENAMED: dict[str, dict[str, str | None]] = {
+FP32 = "fp32"  # name of the master weights among the optimizer's states
+SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # settings of a parameter group that schedules change
+# DeepSpeed's optimizers have the same states as torch's of these names ...
+_FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
+             "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
+# ... except for these, which have another name or (None) are never used
+_RENAMED_STATES: dict[str, dict[str, str | None]] = {
     "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
 
 
-def optimizer_kind(class_name: str) -> str:
-    """The same word for the fused, the host's and torch's implementation of an optimizer."""
-    return _SAME_AS.get(class_name, class_name)
+def optimizer_family(class_name: str) -> str:
+    """Return one name for the fused, the CPU and torch's implementation of an optimizer."""
+    return _FAMILIES.get(class_name, class_name)
 
 
 def state_name(class_name: str, key: str) -> str | None:
-    """What an optimizer's state is called here; None: it has no effect."""
-    return _RENAMED.get(class_name, {}).get(key, key)
+    """Return the family's name of an optimizer's state; None: the state has no effect."""
+    return _RENAMED_STATES.get(class_name, {}).get(key, key)
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """A flat tensor in the files."""
+class _FlatTensor:
+    """Locations of one flat tensor and its optimizer states, and the settings of its parameter group."""
 
     weights: FileLocation
     states: dict[str, FileLocation]
@@ -45,12 +46,12 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of a parameter in a flat tensor; numbers count elements."""
+    """A contiguous piece of a parameter in a flat tensor. All numbers count elements."""
 
     start: int
     length: int
     offset: int
-    tensor: _Tensor
+    tensor: _FlatTensor
 
 
 def pieces_of(numel: int) -> Iterator[tuple[int, int]]:
@@ -60,15 +61,15 @@ def pieces_of(numel: int) -> Iterator[tuple[int, int]]:
 
 
 class CheckpointReader:
-    """Opens the indexes at once, and a file when something in it is asked for (memory-mapped). One process is enough.
+    """Reads the shard indexes at once, and memory-maps a file when a tensor in it is needed. Needs no process group.
 
     Attributes:
-        shapes: of each parameter, by name.
-        states: "fp32" and the states that the optimizer keeps for each weight; "fp32" alone before the first step.
-        scalars: those that it keeps once ("step" ...).
-        optimizer: class of the base optimizer.
+        shapes: shape of each parameter, by name.
+        states: "fp32" and the optimizer states with a number for each weight; "fp32" alone before the first step.
+        scalars: optimizer states that are one number ("step" ...).
+        optimizer: class name of the base optimizer.
 
-    Raises ConfigError where an index is missing or does not cover a parameter.
+    Raises ConfigError if an index is missing or the indexes do not cover a parameter.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,15 +84,15 @@ class CheckpointReader:
         for path in sorted(folder.glob("shard_index_rank_*.json")):
             names |= dict.fromkeys(self._add_index(path))
         if not self._pieces:
-            raise ConfigError(str(folder), found="no shard_index_rank_*.json with weights",
-                              expected="a checkpoint that this program wrote")
+            raise ConfigError(str(folder), problem="there is no shard_index_rank_*.json with weights",
+                              remedy="name a checkpoint that this program wrote")
         self.states = [FP32, *names]
         for name, shape in self.shapes.items():
             self._pieces[name] = self._covering(name, prod(shape))
         self._starts = {name: [piece.start for piece in pieces] for name, pieces in self._pieces.items()}
 
     def _add_index(self, path: Path) -> list[str]:
-        """The names of the states in it."""
+        """Read one rank's index and return the names of the optimizer states in it."""
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
             self.optimizer = index["optimizer"]
@@ -100,16 +101,16 @@ class CheckpointReader:
                 states = self._add_tensor(entry, index["groups"])
                 found += states
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigError(str(path), found=f"{type(error).__name__} ({error})",
-                              expected="an index of this rank's files", remedy="the checkpoint is damaged") from None
+            raise ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
+                              remedy="the checkpoint is damaged") from None
         return found
 
     def _add_tensor(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
         weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
         named = {name: states.at(key) for key in entry["elementwise"]
                  if (name := state_name(self.optimizer, key)) is not None}
-        tensor = _Tensor(weights, named, groups[entry["group"]])
-        # FusedAdam counts the steps of a parameter group on the last of its parameters alone
+        tensor = _FlatTensor(weights, named, groups[entry["group"]])
+        # FusedAdam counts the steps of a parameter group only on its last parameter, so the largest count is right
         if entry["scalars"].get("step", 0) >= self.scalars.get("step", 0):
             self.scalars |= entry["scalars"]
         for name, shape, start, length, offset in entry["fragments"]:
@@ -119,7 +120,7 @@ class CheckpointReader:
         return list(named)
 
     def _covering(self, name: str, numel: int) -> list[_Piece]:
-        """Pieces in order, without second copies (of a weight that two pipeline stages share)."""
+        """Return the pieces in order, without the second copy of a weight that two pipeline stages share."""
         covered, chosen = 0, []
         for piece in sorted(self._pieces[name], key=lambda piece: piece.start):
             if piece.start > covered:
@@ -128,16 +129,16 @@ class CheckpointReader:
                 chosen.append(piece)
                 covered = piece.start + piece.length
         if covered != numel:
-            raise ConfigError(f"{self.folder}: {name}", found=f"elements 0 to {covered} in the shard indexes",
-                              expected=f"all {numel}", remedy="the checkpoint is not whole")
+            raise ConfigError(f"{self.folder}: {name}", problem=f"the shard indexes cover only the first {covered} of "
+                              f"{numel} elements", remedy="the checkpoint is incomplete")
         return chosen
 
     def group(self, name: str) -> dict[str, Any]:
-        """The settings (lr, betas ...) of the parameter group that a parameter was in."""
+        """Return the settings (lr, betas ...) of the parameter group that a parameter was in."""
         return self._pieces[name][0].tensor.group
 
     def copy(self, name: str, state: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, of any device and floating dtype, with the state's elements from `start` on."""
+        """Fill `out`, on any device and of any floating dtype, with the state's elements from `start` on."""
         out = out.view(-1)
         done, pieces = 0, self._pieces[name]
         index = bisect_right(self._starts[name], start) - 1
@@ -150,38 +151,39 @@ class CheckpointReader:
             done, index = done + count, index + 1
 
     def read(self, name: str, state: str, start: int, length: int) -> torch.Tensor:
-        """fp32 on the host, [length]."""
+        """Return elements `start` to `start + length` of a state as an fp32 tensor on the CPU."""
         out = torch.empty(length)
         self.copy(name, state, start, out)
         return out
 
     def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
-        """fp32 on the host, in the parameter's shape."""
+        """Return a full state as an fp32 tensor on the CPU, in the parameter's shape."""
         return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """state_dict of `as_module(config)` in fp32: the master weights, where there are such."""
+        """Return a state_dict for `as_module(config)` in fp32: the master weights or, in fp32 training, the weights."""
         return {name: self.tensor(name) for name in self.shapes}
 
     def _open(self, name: str, state: str, piece: _Piece) -> torch.Tensor:
-        """The flat tensor of a piece, on the disk until it is used."""
-        place = piece.tensor.weights if state == FP32 else piece.tensor.states.get(state)
-        if place is None:
-            raise ConfigError(f"{self.folder}: {name}", found=f"no {state}", expected="one, as other parameters have")
-        if place not in self._flat:
-            value = self._load(place.file)
+        """Return the memory-mapped flat tensor of a piece."""
+        location = piece.tensor.weights if state == FP32 else piece.tensor.states.get(state)
+        if location is None:
+            raise ConfigError(f"{self.folder}: {name}", problem=f"the optimizer state {state} is missing, which other "
+                              "parameters have", remedy="the checkpoint is damaged")
+        if location not in self._flat:
+            value = self._load(location.file)
             try:
-                for key in place.keys:
+                for key in location.keys:
                     value = value[key]
-                self._flat[place] = value.detach().reshape(-1)
+                self._flat[location] = value.detach().reshape(-1)
             except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{self.folder / place.file}", found=f"{type(error).__name__} ({error})",
-                                  expected=f"a tensor at {place.keys}", remedy="the checkpoint is damaged") from None
-        found, needed = self._flat[place].numel(), piece.offset + piece.length
+                raise ConfigError(f"{self.folder / location.file}", problem=f"there is no tensor at {location.keys} "
+                                  f"({type(error).__name__}: {error})", remedy="the checkpoint is damaged") from None
+        found, needed = self._flat[location].numel(), piece.offset + piece.length
         if found < needed:
-            raise ConfigError(f"{self.folder / place.file}", found=f"{found} elements at {place.keys}",
+            raise ConfigError(f"{self.folder / location.file}", found=f"{found} elements at {location.keys}",
                               expected=f"at least {needed}", remedy="the checkpoint is damaged")
-        return self._flat[place]
+        return self._flat[location]
 
     def _load(self, file: str) -> Any:
         if file not in self._files:
@@ -189,12 +191,12 @@ class CheckpointReader:
         return self._files[file]
 
     def close(self) -> None:
-        """Let the files go; they are opened again when they are needed."""
+        """Release the files. They are opened again when they are needed."""
         self._files.clear()
         self._flat.clear()
 
     def engine_state(self) -> dict[str, Any]:
-        """What DeepSpeed saves beside tensors: global_steps, global_samples, skipped_steps, lr_scheduler ..."""
+        """Return what DeepSpeed saves besides tensors: global_steps, global_samples, skipped_steps, lr_scheduler ..."""
         names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
         name = next((name for name in names if (self.folder / name).is_file()), names[0])
         state: dict[str, Any] = self._load(name)

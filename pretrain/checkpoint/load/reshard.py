@@ -1,7 +1,7 @@
-"""A checkpoint of one layout into an engine of another: each rank reads the pieces that its own tensors consist of.
+"""Load a checkpoint of one layout into an engine of another: each rank reads the pieces that its own tensors need.
 
-Nothing is gathered or converted on the way: fp32 weights and optimizer states go from the saved files, which are
-memory-mapped, straight into the live tensors.
+No tensor is gathered or converted in between. fp32 weights and optimizer states are copied from the memory-mapped
+files directly into the engine's tensors.
 """
 
 import contextlib
@@ -22,22 +22,23 @@ from torch._utils import _unflatten_dense_tensors
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_kind, state_name
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_family, state_name
 from pretrain.console.progress import Progress
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 
-# those whose update of a weight takes nothing but that weight's own gradient and states
-ELEMENTWISE = ("Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
+# optimizers that update a weight from its own gradient and states alone, so their states can be divided anywhere
+ELEMENTWISE_OPTIMIZERS = (
+    "Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 
 
 def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
-    """Weights, optimizer states, rates, schedule, counters and loss scale, from a checkpoint of any layout; collective.
+    """Load weights, optimizer states, learning rates, schedule, counters and loss scale; collective.
 
-    The random number generators begin anew, each rank's from (seed, step, rank). Raises ConfigError, the same on every
-    rank, where the checkpoint is not of this model and optimizer, or damaged.
+    Each rank's random number generator is seeded from (seed, step, rank). Raises ConfigError, the same on every rank,
+    if the checkpoint belongs to another model or optimizer, or is damaged.
     """
-    refusal = ""
+    rejection = ""
     try:
         with torch.no_grad():
             reader = CheckpointReader(folder)
@@ -46,8 +47,8 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
             _set_groups(engine, reader)
             _set_counters(engine, reader)
     except ConfigError as error:
-        refusal = str(error)
-    for line in filter(None, gather(refusal)):
+        rejection = str(error)
+    for line in filter(None, gather(rejection)):
         raise ConfigError.from_line(line)
     with torch.no_grad():
         _refresh(engine)
@@ -57,39 +58,40 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
 
 
 def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Whether the engine cuts everything up as the one that wrote `folder`; collective. The optimizer must be the same
-    too before DeepSpeed can read its own files back.
+    """Return whether the engine and the one that wrote `folder` have the same optimizer and fragments; collective.
+
+    Otherwise DeepSpeed cannot read its own files.
     """
     path = folder / index_name(dist.get_rank())
-    saved, now = (_cut(text) for text in (path.read_text(encoding="utf-8") if path.is_file() else "{}",
-                                          index_json(engine)))
-    return all(gather(saved == now))
+    saved_index = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+    return all(gather(_fragments_in(saved_index) == _fragments_in(index_json(engine))))
 
 
-def _cut(index: str) -> Any:
+def _fragments_in(index: str) -> Any:
+    """Return the part of a shard index that must be equal: the optimizer, and each tensor's group and fragments."""
     values = json.loads(index)
     return [values.get("optimizer"), [[tensor[key] for key in ("group", "weights", "fragments")]
                                       for tensor in values.get("tensors", [])]]
 
 
 def _check(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """The same parameters, and an optimizer whose states can be cut up. Raises ConfigError."""
+    """Raise ConfigError unless parameters and optimizer are the same, and the optimizer's states can be divided."""
     saved, now = reader.optimizer, type(base_optimizer(engine)).__name__
-    if optimizer_kind(saved) not in ELEMENTWISE or optimizer_kind(saved) != optimizer_kind(now):
+    if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(now):
         raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {now} in this run",
-                          expected=f"one of {', '.join(ELEMENTWISE)} in both",
-                          remedy="the layout can change with these only: go on in the layout that saved")
+                          expected=f"one of {', '.join(ELEMENTWISE_OPTIMIZERS)} in both",
+                          remedy="with other optimizers, resume in the layout that saved")
     for name, parameter in engine.module.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if reader.shapes.get(name) != shape:
-            raise ConfigError(f"{reader.folder}: {name}", found=f"the shape {reader.shapes.get(name)}",
+            raise ConfigError(f"{reader.folder}: {name}", found=f"shape {reader.shapes.get(name)}",
                               expected=f"{shape}, as in this run's model")
 
 
 def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """The flat fp32 weights and their states; at stage 3 the 16-bit weights too."""
+    """Fill the flat fp32 weights and their optimizer states; at ZeRO stage 3 the 16-bit weights too."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        engine.optimizer.checkpoint_event_prologue()  # no parameter is gathered
+        engine.optimizer.checkpoint_event_prologue()  # partitions all gathered parameters
     flats = flat_tensors(engine)
     template = _state_template(engine, flats[0].parameter) if reader.states != [FP32] else {}
     _check_states(engine, reader, template)
@@ -107,7 +109,7 @@ def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 
 @contextlib.contextmanager
 def _in_memory(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
-    """At stage 3: swap in from NVMe what lies there, and afterwards give the 16-bit weights the new values."""
+    """At ZeRO stage 3, swap the tensor in from NVMe if it is there, and afterwards update the 16-bit weights."""
     optimizer = engine.optimizer
     stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     swapped = stage_3 and optimizer._swappable_optimizer_subgroup(flat.number)
@@ -121,7 +123,7 @@ def _in_memory(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
 
 
 def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, Any]:
-    """The states that the base optimizer keeps for a tensor, as it makes them itself, in a step of two weights."""
+    """Return the states that the base optimizer creates for a tensor, from a trial step on a tensor of two weights."""
     optimizer = base_optimizer(engine)
     live = next((state for state in optimizer.state.values() if state), None)
     if live is not None:
@@ -143,9 +145,10 @@ def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, An
 
 
 def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: dict[str, Any]) -> None:
-    kind = type(base_optimizer(engine)).__name__
+    """Raise ConfigError unless the checkpoint has the states that this run's optimizer needs, and no others."""
+    class_name = type(base_optimizer(engine)).__name__
     tensors = {key for key, value in template.items() if torch.is_tensor(value) and value.dim() > 0}
-    needed = {name for key in tensors if (name := state_name(kind, key)) is not None}
+    needed = {name for key in tensors if (name := state_name(class_name, key)) is not None}
     needed |= {key for key, value in template.items() if key not in tensors and value is not None}
     saved = {*reader.states, *reader.scalars} - {FP32}
     if not needed <= saved or (set(reader.states) - {FP32}) - needed:
@@ -154,11 +157,11 @@ def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: d
 
 
 def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointReader, template: dict[str, Any]) -> None:
-    """Set every state of one flat tensor; those that are not there yet are made like those of the template."""
+    """Fill every state of one flat tensor; missing states are created as in the template."""
     optimizer = base_optimizer(engine)
     state = optimizer.state[flat.parameter]
     if not template:
-        _forget(engine, state)
+        _clear_states(engine, state)
     for key, like in template.items():
         if torch.is_tensor(like) and like.dim() > 0:
             if not is_elementwise(state.get(key), flat):
@@ -173,8 +176,8 @@ def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointRe
             state[key] = type(like)(reader.scalars[key])
 
 
-def _forget(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
-    """As before the first step; the NVMe swapper needs the tensors that it knows of."""
+def _clear_states(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
+    """Reset the states to those before the first step. Tensors that the NVMe swapper has registered must remain."""
     if not getattr(engine.optimizer, "swap_optimizer", False):
         state.clear()
     for key, value in state.items():
@@ -182,7 +185,7 @@ def _forget(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
 
 
 def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """The rates that the schedule has reached, by parameter group; a group that is all padding takes the first's."""
+    """Set the scheduled settings of each parameter group. A group of padding alone gets the first parameter's."""
     names: dict[int, str] = {}
     for flat in flat_tensors(engine):
         for fragment in flat.fragments[:1]:
@@ -194,6 +197,7 @@ def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 
 
 def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
+    """Restore the engine's step and sample counters and the scheduler's state."""
     saved = reader.engine_state()
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved["global_samples"]
@@ -203,7 +207,7 @@ def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 
 
 def _refresh(engine: DeepSpeedEngine) -> None:
-    """The 16-bit weights from the fp32 ones; collective."""
+    """Update the 16-bit weights from the fp32 weights; collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         if optimizer.persistent_parameters:
@@ -218,12 +222,12 @@ def _refresh(engine: DeepSpeedEngine) -> None:
             for parameter, values in zip(parameters, tensors, strict=True):
                 parameter.data.copy_(values)
     elif hasattr(optimizer, "update_lp_params"):
-        optimizer._hp_optimizer_states_linked = False  # to views of the states, some of which are new
+        optimizer._hp_optimizer_states_linked = False  # some states are new tensors: link them again
         optimizer.update_lp_params()
 
 
 def set_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float] | None) -> None:
-    """fp16's scale and its counters where both runs adapt it; otherwise the JSON's own holds."""
+    """Restore fp16's loss scale and counters if both runs have a dynamic scale; otherwise the JSON's scale applies."""
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
     if engine.fp16_enabled() and dynamic and saved is not None and "cur_iter" in saved:

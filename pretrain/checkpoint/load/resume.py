@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it can: judged before a process group forms."""
+"""Choose the checkpoint that a run resumes from, and check that it can, before the process group is created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,22 +21,23 @@ from pretrain.model.config import model_config_from
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     folder: Path
     manifest: Manifest
-    warnings: list[str]  # newer checkpoints that are damaged, and inputs that differ from the run that saved
+    warnings: list[str]  # damaged newer checkpoints, and inputs that differ from the run that saved
 
 
 def checkpoints_folder(plan: Plan) -> Path:
+    """Return the folder that holds the run's checkpoints."""
     return Path(plan.args.save) / "checkpoints"
 
 
 def choose_resume(plan: Plan) -> Resume | None:
-    """The newest checkpoint of the run folder by its manifest and sizes, as --resume asks; None: begin at step 0.
+    """Return the run folder's newest complete checkpoint, subject to --resume; None: begin at step 0.
 
-    What it holds is compared with the manifest later, and the mirror is looked at, by all ranks together (`agree.py`).
-    Raises ConfigError.
+    Only manifests and file sizes are read. Later all ranks together compare the hashes and look into the mirror
+    (`agree.py`). Raises ConfigError.
     """
     checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
@@ -50,26 +51,26 @@ def choose_resume(plan: Plan) -> Resume | None:
         return None
     if found is None:
         if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
-            raise ConfigError("--resume required", found=f"no checkpoint in {checkpoints}", expected="at least one",
-                              remedy="--resume auto begins at step 0")
+            raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints}",
+                              remedy="to begin at step 0, use --resume auto")
         return None
     return make_resume(*found, plan)
 
 
 def reject_overwrite(found: Sequence[Path | str]) -> None:
-    """Raises ConfigError unless `found` is empty."""
+    """Raise ConfigError if there are checkpoints that a new run would overwrite."""
     if found:
-        raise ConfigError("--resume never", found=f"{found[0]}, which a new run would overwrite",
-                          expected="no checkpoints", remedy="choose another --save and --checkpoint_mirror")
+        raise ConfigError("--resume never", problem=f"a new run would overwrite {found[0]}",
+                          remedy="choose another --save and --checkpoint_mirror")
 
 
-def make_resume(folder: Path, manifest: Manifest, complaints: list[str], plan: Plan) -> Resume:
-    """The checkpoint as one to go on from. Raises ConfigError where `plan` cannot go on from it exactly."""
+def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
+    """Check that `plan` can resume exactly from this checkpoint, and add warnings. Raises ConfigError if it cannot."""
     check_can_resume(manifest, plan, folder)
     changes = changed_inputs(manifest, plan)
     if changes:
-        complaints = [*complaints, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
-    return Resume(folder, manifest, complaints)
+        warnings = [*warnings, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
+    return Resume(folder, manifest, warnings)
 
 
 def same_layout(saved: Layout, current: Layout) -> bool:
@@ -82,7 +83,7 @@ def same_layout(saved: Layout, current: Layout) -> bool:
 
 
 def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Raises ConfigError if resuming would silently continue another run. The layout may change."""
+    """Raise ConfigError if resuming would silently continue another run. The layout may change."""
     # the optimizer's settings are loaded with its state: changed ones would have no effect
     optimizer = plan.ds_config["optimizer"]
     _reject_change(folder, "optimizer", {
@@ -105,12 +106,12 @@ def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (saved, now) in pairs.items():
         if saved != now:
-            raise ConfigError(f"{folder}: {name}", found=f"{saved} in the checkpoint and {now} in this run",
-                              expected=f"the same {what}", remedy="go on as it was saved, or choose another --save")
+            raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {now} in this run",
+                              remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
 
 
 def changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
-    """Names of the inputs that differ from the run that saved, and may differ: each is worth a warning."""
+    """Return names of inputs that differ from the run that saved. They may differ, but the user is warned."""
     pairs = {"data_fingerprint": (manifest.data_fingerprint, plan.datasets["train"].fingerprint),
              "tokenizer_fingerprint": (manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)),
              "global_batch_size": (manifest.global_batch_size, plan.layout.global_batch_size)}

@@ -1,8 +1,8 @@
-"""Which background writers are at work: each holds a lock on a file of the checkpoints folder until its last save is
-committed, or its process ends, however it ends. A file server frees the locks of a host that fell silent.
+"""Locks that show which background writers are running.
 
-Some file systems have no locks, or only such as the same host sees (BeeGFS and Lustre, as they are often mounted):
-time-outs do there what locks do elsewhere.
+Each writer locks a file in the checkpoints folder until its last save is committed or its process ends, however it
+ends. A file server releases the locks of a host that stops responding. Some file systems have no locks, or locks that
+only the same host sees (BeeGFS and Lustre with common mount options); there, time-outs take the place of locks.
 """
 
 import errno
@@ -14,7 +14,7 @@ from typing import TextIO
 
 from pretrain.errors import SaveError
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what file systems say that have none
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems without locks
 _POLL_S = 0.1
 
 
@@ -23,24 +23,30 @@ def _path(checkpoints: Path, rank: int | str) -> Path:
 
 
 def hold_lock(checkpoints: Path, rank: int) -> TextIO:
-    """From now on, until the file is closed, this process saves for `rank`. Waits for an earlier one."""
-    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (held until the end)
+    """Lock the file of `rank`'s writer until the returned file is closed. Waits for the writer of an earlier run."""
+    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
     _lock(file, fcntl.LOCK_EX)
     return file
 
 
 def has_ended(checkpoints: Path, rank: int) -> bool:
-    """Whether nobody saves for the rank. False where there are no locks, wrong where they are a host's own."""
+    """Return whether the writer of `rank` has ended.
+
+    False on file systems without locks. On file systems where only the same host sees a lock, the answer is wrong.
+    """
     path = _path(checkpoints, rank)
     return path.exists() and _is_free(path) is True
 
 
-def wait_for_writers(checkpoints: Path, *, timeout_s: float, say: Callable[[str], None] = lambda _: None) -> None:
-    """Let the writers of an earlier run, which may have been killed, end their saves. Raises SaveError."""
+def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str], None] = lambda _: None) -> None:
+    """Wait until the writers of an earlier run, which may have been killed, have finished their saves.
+
+    Raises SaveError after `timeout_s` seconds.
+    """
     busy = list(checkpoints.glob(_path(checkpoints, "*").name))
     deadline = time.monotonic() + timeout_s
     if any(_is_free(path) is False for path in busy):
-        say("waiting for a background writer of an earlier run")
+        log("waiting for a background writer of an earlier run")
     while busy := [path for path in busy if _is_free(path) is False]:
         if time.monotonic() > deadline:
             raise SaveError(f"{busy[0]}: a background writer of an earlier run is still saving after {timeout_s:g} s")
@@ -48,9 +54,9 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, say: Callable[[str]
 
 
 def _is_free(path: Path) -> bool | None:
-    """None where the file system cannot say."""
+    """Return whether the lock is free; None if the file system has no locks."""
     try:
-        with open(path, encoding="utf-8") as file:  # shared: those who ask do not see one another
+        with open(path, encoding="utf-8") as file:  # a shared lock: several processes can ask at once
             return _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -58,10 +64,13 @@ def _is_free(path: Path) -> bool | None:
         return True
 
 
-def _lock(file: TextIO, how: int) -> bool | None:
-    """True: taken; None: the file system has no locks. Raises OSError, BlockingIOError where another one has it."""
+def _lock(file: TextIO, operation: int) -> bool | None:
+    """Take the lock and return True; None if the file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock, and other OSErrors.
+    """
     try:
-        fcntl.flock(file.fileno(), how)
+        fcntl.flock(file.fileno(), operation)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -234,7 +234,7 @@ def test_loss_scale_comes_along(outcomes: dict[str, tuple[dict[str, Any], dict[s
 
 def test_refused_by_all_ranks_alike(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name, reason in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
-                         ("shape", "found the shape (256, 64); expected (256, 32)"),
+                         ("shape", "found shape (256, 64); expected (256, 32)"),
                          ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
         said = outcomes[name][1]["said"]
         assert reason in said[0], said

@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_made_good_by_the_mirror(results: dict[str, Any]
 
 def test_nothing_whole_anywhere_is_no_reason_to_begin_anew(results: dict[str, Any], folder: Path) -> None:
     assert results["damaged everywhere"]["status"] == [2, 2]
-    assert "checkpoints: found no whole checkpoint (" in log(folder / "damaged")
+    assert "checkpoints: no checkpoint is complete (" in log(folder / "damaged")
     assert results["nothing anywhere"]["status"] == [2, 2]
     assert "Connection refused" in log(folder / "nothing")
 
