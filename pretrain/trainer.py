@@ -22,15 +22,12 @@ from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
-from pretrain.engine.build import (
-    DeepSpeedEngine,
-    build_engine,
+from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,
-    deepspeed_output,
     eval_batch,
     learning_rate,
-    remove_swap_files,
     sum_over_data_parallel,
     train_batch,
 )

@@ -1,1 +1,4 @@
-"""Text to tokens to samples: corpus, tokenizer, .bin/.idx files, sample order, batches."""
+"""Training data: preparation, .bin/.idx files, samples, batches and tokenizers.
+
+Imports numpy, torch, distributed, console, cli, paths and errors; never config/ or model/: it knows no flags.
+"""

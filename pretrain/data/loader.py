@@ -1,4 +1,4 @@
-"""Batches: a step's micro-batches for one data-parallel rank, read one step ahead.
+"""The micro-batches of a step for one data-parallel rank, read one step ahead.
 
 Shapes: B micro-batch size, T sequence length.
 """
@@ -19,20 +19,23 @@ MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Step:
-    """What the reading thread makes: weights are still the mask, 1 where a label counts."""
+    """Result of the reading thread. Until they are normalized, weights are a mask: 1 for labels that count."""
 
     micro_batches: list[MicroBatch]
     unmasked_tokens: float
 
 
 class Loader:
-    """Micro-batches by consumed_samples: no state, so any jump (resume, evaluation) is right.
+    """Micro-batches as a function of consumed_samples: without state, so that resume and evaluation can jump.
 
-    A step's global batch is samples [consumed, consumed + mbs * gas * dp); micro-batch m of rank r holds the mbs
-    samples from consumed + (m * dp + r) * mbs on. Weights hold the normalisation: the mean over micro-batches and
-    data-parallel ranks of sum(weights * loss_per_token) is the mean over the unmasked tokens of the global batch.
-    With `eod_token`, the prediction that follows that token has no weight; their count is then summed over the
-    data-parallel ranks in `step`, in the calling thread.
+    With mbs = micro_batch_size, gas = gradient_accumulation_steps and dp = data_parallel_size, the global batch of a
+    step is samples [consumed, consumed + mbs * gas * dp). Micro-batch m of rank r has the mbs samples that start at
+    consumed + (m * dp + r) * mbs.
+
+    The weights contain the normalization of the loss: the mean over micro-batches and data-parallel ranks of
+    sum(weights * loss_per_token) is the mean over the unmasked tokens of the global batch. With `eod_token`, the
+    prediction that follows this token is masked. Then `step` sums the number of unmasked tokens over the data-parallel
+    ranks, in the calling thread.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
@@ -43,12 +46,12 @@ class Loader:
         self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * data_parallel_size
-        self._eod_token, self._sum, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
+        self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[_Step]] | None = None
 
     def step(self, consumed_samples: int) -> list[MicroBatch]:
-        """The micro-batches of the step that starts at sample `consumed_samples`. Errors of reading surface here."""
+        """Return the micro-batches of the step at `consumed_samples`. Raises errors of the reading thread."""
         if self._ahead is not None and self._ahead[0] == consumed_samples:
             future = self._ahead[1]
         else:
@@ -57,10 +60,12 @@ class Loader:
         read = future.result()
         following = consumed_samples + self.global_batch_size
         self._ahead = following, self._reader.submit(self._read, following)
-        return self._weigh(read)
+        if self._eod_token is not None:
+            self._normalize(read.micro_batches, self._sum_over_data_parallel(read.unmasked_tokens))
+        return read.micro_batches
 
     def close(self) -> None:
-        """Stop the reading thread; `step` may not be called again."""
+        """Stop the reading thread. Do not call `step` afterwards."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, consumed_samples: int) -> _Step:
@@ -72,26 +77,29 @@ class Loader:
             samples = torch.from_numpy(np.stack(rows))
             tokens_BT, labels_BT = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
             if self._eod_token is None:
-                weights_BT = torch.full(tokens_BT.shape, 1.0 / tokens_BT.numel())
+                weights_BT = torch.ones(tokens_BT.shape)
             else:
                 weights_BT = (tokens_BT != self._eod_token).float()
                 unmasked_tokens += float(weights_BT.sum())
             if self._pin_memory:
                 tokens_BT, labels_BT, weights_BT = (x.pin_memory() for x in (tokens_BT, labels_BT, weights_BT))
             micro_batches.append((tokens_BT, (labels_BT, weights_BT)))
+        if self._eod_token is None:
+            self._normalize(micro_batches, float(self.global_batch_size * self.dataset.seq_length))
         return _Step(micro_batches, unmasked_tokens)
 
-    def _weigh(self, read: _Step) -> list[MicroBatch]:
-        if self._eod_token is not None:
-            total = self._sum(read.unmasked_tokens)
-            # A global batch without any unmasked token has loss 0, not NaN.
-            scale = self.gradient_accumulation_steps * self.data_parallel_size / max(total, 1.0)
-            for _, (_, weights_BT) in read.micro_batches:
-                weights_BT.mul_(scale)
-        return read.micro_batches
+    def _normalize(self, micro_batches: list[MicroBatch], total_tokens: float) -> None:
+        """Scale the weights in place; `total_tokens` counts the unmasked tokens of the global batch.
+
+        The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
+        """
+        # A global batch without unmasked tokens has loss 0 instead of NaN.
+        scale = self.gradient_accumulation_steps * self.data_parallel_size / max(total_tokens, 1.0)
+        for _, (_, weights_BT) in micro_batches:
+            weights_BT.mul_(scale)
 
 
 def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBatch]]:
-    """The first `eval_steps` global batches of the loader's dataset, the same at every evaluation."""
+    """Yield the first `eval_steps` global batches of the dataset, the same ones at every evaluation."""
     for number in range(eval_steps):
         yield loader.step(number * loader.global_batch_size)

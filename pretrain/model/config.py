@@ -68,7 +68,6 @@ class ModelConfig:
     initializer_range: float  # standard deviation of the initial matrices
     scale_residual_init: bool  # divided by sqrt(2 * num_layers) for the two projections that end in the residual
     hf_config: dict[str, Any]  # the config.json, overrides applied
-    plain_operators: bool = False  # attention and MLP by torch's own operators
 
     def key(self, field: str) -> str:
         """The config.json key of a field: `num_layers` is `n_layer` for gpt2."""

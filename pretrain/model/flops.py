@@ -1,33 +1,34 @@
-"""FLOPs of a model's layers, forward and backward: what MFU counts, and what pipelines are cut by."""
+"""FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
 from pretrain.model.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Forward and backward FLOPs a token, recomputation not counted: 6 N + 12 layers * hidden * T.
+    """Return the forward and backward FLOPs of a token: 6 N + 12 layers * hidden * T. Recomputation is not counted.
 
-    N is the parameters that a token is multiplied with (no embedding look-ups; the head once, tied or not).
-    Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the whole sequence, as others count it.
+    N is the number of parameters in matrix products: no embedding look-ups; the output layer once, tied or not.
+    Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence.
     """
     return config.num_layers * block_flops_per_token(config, seq_length) + head_flops_per_token(config)
 
 
 def block_flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Of flops_per_token, those of one block: its parameters and its attention."""
+    """Return the part of flops_per_token in one block: its matrix products and its attention."""
     return 6.0 * config.layer_parameters() + 12.0 * config.num_heads * config.head_size * seq_length
 
 
 def head_flops_per_token(config: ModelConfig) -> float:
-    """Of flops_per_token, those of the output layer, tied or not."""
+    """Return the part of flops_per_token in the output layer, tied or not."""
     return 6.0 * config.vocab_size * config.hidden_size
 
 
-def head_to_cut_by(head: int, blocks: int, num_layers: int, num_stages: int) -> int:
-    """The head's work as pipelines are cut by it: so little that the last stage gets a block too, as every stage must.
+def head_work_for_partition(head: int, blocks: int, num_layers: int, num_stages: int) -> int:
+    """Return the head's work, reduced so far that the last pipeline stage gets at least one block.
 
-    With the head as (L - p) / (p - 1) blocks, the p stages have equal shares when the last one has a single block.
+    With a head worth (L - p) / (p - 1) blocks, all p stages have equal work if the last one has a single block.
 
     Args:
-        blocks: work of all L blocks together, in the unit of `head`.
+        head: work of the head, in any unit.
+        blocks: work of all L blocks together, in the same unit.
     """
     return min(head, blocks * max(num_layers - num_stages, 0) // (num_layers * (num_stages - 1)))

@@ -1,4 +1,4 @@
-"""Weights to and from transformers' GPT2LMHeadModel, GPTNeoXForCausalLM and LlamaForCausalLM, exactly."""
+"""Convert weights to and from transformers' GPT2LMHeadModel, GPTNeoXForCausalLM and LlamaForCausalLM, exactly."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ def _same(ours: str, theirs: str) -> _Rule:
 
 
 def _transposed(ours: str, theirs: str) -> _Rule:
-    """GPT-2's Conv1D keeps [in, out]."""
+    """Transposed, because GPT-2's Conv1D stores [in, out]."""
     return _Rule(ours, (theirs,), lambda tensor: (tensor.t().contiguous(),), lambda tensor: tensor.t().contiguous())
 
 
 def _split(ours: str, theirs: tuple[str, ...], rows: tuple[int, ...]) -> _Rule:
-    """Llama's three projections are the row groups of our one; `rows` are their sizes."""
+    """Llama's projections of q, k and v are row groups of our single one; `rows` are their sizes."""
     return _Rule(ours, theirs, lambda tensor: tuple(part.clone() for part in tensor.split(rows)),
                  lambda *parts: torch.cat(parts))
 
 
 def _interleaved(ours: str, theirs: str, num_heads: int) -> _Rule:
-    """GPT-NeoX's rows go by head, then q, k, v; ours by q, k, v, then head."""
+    """GPT-NeoX orders rows by head, then q, k, v; we order them by q, k, v, then head."""
 
     def swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
         rest = tensor.shape[1:]
@@ -48,7 +48,7 @@ def _interleaved(ours: str, theirs: str, num_heads: int) -> _Rule:
 
 
 def _affine(ours: str, theirs: str, rule: Callable[[str, str], _Rule] = _same, *, bias: bool = True) -> Iterator[_Rule]:
-    """The rules of a weight and, if it has one, its bias (which `rule` does not concern)."""
+    """Yield the rules of a weight and of its bias; `rule` applies to the weight only."""
     yield rule(f"{ours}.weight", f"{theirs}.weight")
     if bias:
         yield _same(f"{ours}.bias", f"{theirs}.bias")
@@ -95,12 +95,12 @@ _EMBEDDING = {"gpt2": "transformer.wte.weight", "gpt_neox": "gpt_neox.embed_in.w
               "llama": "model.embed_tokens.weight"}
 _FINAL_NORM = {"gpt2": "transformer.ln_f", "gpt_neox": "gpt_neox.final_layer_norm", "llama": "model.norm"}
 _HEAD = "lm_head.weight"
-# buffers that older versions of transformers saved beside the weights
+# buffers that older versions of transformers saved with the weights
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def _rules(config: ModelConfig) -> list[_Rule]:
-    """One rule for each of our tensors, in the order of build_specs."""
+    """Return one rule for each of our tensors, in the order of build_specs."""
     kind = config.architecture
     first = "tied_modules.embed.embedding" if config.tie_word_embeddings else "0.embedding"
     rules = [_same(first, _EMBEDDING[kind])]
@@ -125,10 +125,10 @@ def _require_names(found: set[str], expected: set[str], what: str) -> None:
 
 
 def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """The state_dict of the transformers model of `config.hf_config`, its tied `lm_head.weight` included.
+    """Return the state_dict of the transformers model of `config.hf_config`, including a tied `lm_head.weight`.
 
     Args:
-        state: by the names of `as_module`; dtypes are kept. Tensors may be shared with the result.
+        state: under the names of `as_module`; dtypes are kept. The result may share its tensors.
 
     Raises:
         ConfigError: a tensor is missing or unknown.
@@ -144,12 +144,12 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
 
 
 def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """The inverse of to_transformers: a state_dict for `as_module(config)`.
+    """Invert to_transformers: return a state_dict for `as_module(config)`.
 
-    Takes also what lies on the Hub: no `transformer.` prefix, no tied head, buffers of older versions.
+    Also accepts variants found on the Hub: without `transformer.` prefix, without tied head, with old buffers.
 
     Raises:
-        ConfigError: a tensor is missing or unknown; a head that should be tied and is not.
+        ConfigError: a tensor is missing or unknown, or the head differs from the embedding although it is tied.
     """
     kind, what = config.architecture, "transformers weights"
     theirs = {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)}

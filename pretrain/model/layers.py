@@ -1,4 +1,4 @@
-"""The layers: tensors in, tensors out; nothing here knows of pipelines or ZeRO.
+"""Layers of the model: tensors in, tensors out, independent of pipelines and ZeRO.
 
 Shapes: B batch, T positions, D hidden, H heads, K key/value heads, E elements a head, F inner of the MLP, V vocabulary.
 """
@@ -16,34 +16,34 @@ from pretrain.model.rope import Rope
 
 
 class Linear(nn.Linear):
-    """A matrix that is left as allocated: initialize_parameters or a checkpoint fills it, so torch need not."""
+    """Linear layer without torch's initialization: initialize_parameters or a checkpoint fills it."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 class OutputLinear(Linear):
-    """The matrix [V, D] of an untied head."""
+    """Output matrix [V, D] of a model without tied embeddings."""
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        """Logits [B, T, V]; with labels the loss, for which no logits are kept."""
+        """Return the logits [B, T, V], or with labels the loss."""
         return F.linear(x_BTD, self.weight) if labels is None else linear_cross_entropy(x_BTD, self.weight, labels)
 
 
 class TokenEmbedding(nn.Module):
-    """One matrix [V, D]: tokens to hidden states, and, where it is tied, hidden states to logits or loss.
+    """One matrix [V, D] that maps tokens to hidden states and, if tied, hidden states to logits or loss.
 
-    All go through `forward`, as ZeRO-3 gathers a partitioned weight when its module is called.
+    All uses go through `forward`, because ZeRO-3 gathers a partitioned weight when its module is called.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        # learned positions are added before the dropout, and then have it
+        # with learned positions the dropout follows their addition, in PositionEmbedding
         self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        """int [B, T] -> [B, T, D]; floating [B, T, D] -> logits [B, T, V], or with labels the loss."""
+        """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""
         if labels is not None:
             return linear_cross_entropy(x, self.embedding, labels)
         if x.is_floating_point():
@@ -52,7 +52,7 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, added; then the dropout of the embeddings."""
+    """Add learned positions, then apply the dropout of the embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class PositionEmbedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads."""
 
-    def __init__(self, config: ModelConfig, rope: Rope | None) -> None:
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, plain_operators: bool = False) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        self.dropout, self.plain = config.attention_dropout, config.plain_operators
+        self.dropout, self.plain_operators = config.attention_dropout, plain_operators
         self.rope = rope
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
@@ -83,31 +83,31 @@ class Attention(nn.Module):
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
         y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0,
-                                  plain=self.plain)
+                                  plain=self.plain_operators)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
 class ActivatedLinear(Linear):
-    """A matrix behind an activation function."""
+    """Activation function followed by a linear layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, plain_operators: bool) -> None:
         super().__init__(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation, self.plain = config.activation, config.plain_operators
+        self.activation, self.plain_operators = config.activation, plain_operators
 
     def forward(self, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None = None) -> torch.Tensor:
-        operator = plain_activated_linear if self.plain else activated_linear
+        operator = plain_activated_linear if self.plain_operators else activated_linear
         return operator(self.activation, up_BTF, gate_BTF, self.weight, self.bias)
 
 
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
         self.up = Linear(hidden, inner, bias=bias)
-        self.down = ActivatedLinear(config)
+        self.down = ActivatedLinear(config, plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         gate_BTF = None if self.gate is None else self.gate(x_BTD)
@@ -116,21 +116,26 @@ class MLP(nn.Module):
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """LayerNorm or RMSNorm over D."""
+    """Return a LayerNorm or RMSNorm over D."""
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
     return kind(config.hidden_size, eps=config.norm_eps)
 
 
 class Block(nn.Module):
-    """Attention and MLP around the residual stream: one after the other, or both from the same input."""
+    """Attention and MLP with residual connections: one after the other, or both from the same input.
 
-    def __init__(self, config: ModelConfig, rope: Rope | None) -> None:
+    Args:
+        rope: shared by all blocks; None with learned positions.
+        plain_operators: use torch's operators instead of the custom kernels.
+    """
+
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, plain_operators: bool = False) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
         self.norm1 = build_norm(config)
-        self.attention = Attention(config, rope)
+        self.attention = Attention(config, rope, plain_operators=plain_operators)
         self.norm2 = build_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, plain_operators=plain_operators)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -140,7 +145,7 @@ class Block(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head."""
+    """Norm before the head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -151,7 +156,7 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits [B, T, V], or the loss, from a matrix of its own."""
+    """Head of a model without tied embeddings: logits [B, T, V], or with labels the loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class Head(nn.Module):
 
 
 class LossHead(Head):
-    """The last layer of a pipeline, which has no labels yet: passes on what the loss function will call it with."""
+    """Last layer of a pipeline. Without labels it returns its input; the loss function calls it again with labels."""
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         return carry(x_BTD, self.lm_head.weight) if labels is None else super().forward(x_BTD, labels)

@@ -1,4 +1,4 @@
-"""The loss of every engine, from logits or, without them, from the hidden states."""
+"""Weighted cross-entropy of a micro-batch, from logits or directly from the hidden states."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
@@ -9,13 +9,12 @@ Labels = tuple[torch.Tensor, torch.Tensor]  # (labels_BT int64, weights_BT float
 
 
 def token_weighted_cross_entropy(logits_BTV: torch.Tensor, labels: Labels) -> torch.Tensor:
-    """fp32 scalar: the sum of weight * cross-entropy over the tokens of a micro-batch.
+    """Return the sum of weight * cross-entropy over the tokens of a micro-batch: an fp32 scalar.
 
-    The weights hold the whole normalisation: an engine's mean over micro-batches and data-parallel ranks
-    of this sum is the mean over the unmasked tokens of the global batch.
+    Nothing is divided here: the weights contain the normalization (data/loader.py, Loader).
 
     Args:
-        logits_BTV: any floating dtype; the softmax is taken in fp32.
+        logits_BTV: of any floating dtype; the softmax is computed in fp32.
         labels: (labels_BT int64, weights_BT float32); a masked token has weight 0 and any valid label.
     """
     labels_BT, weights_BT = labels
@@ -24,6 +23,6 @@ def token_weighted_cross_entropy(logits_BTV: torch.Tensor, labels: Labels) -> to
 
 
 def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels) -> torch.Tensor:
-    """`token_weighted_cross_entropy` of the logits x W^T, which never exist as a whole."""
+    """Return `token_weighted_cross_entropy` of the logits x W^T without materializing all logits."""
     labels_BT, weights_BT = labels
     return fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT)

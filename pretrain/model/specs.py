@@ -1,8 +1,8 @@
 """The model as one list of layer specs, built as DeepSpeed's PipelineModule or as a plain module.
 
-Both give every parameter the same name: the index of its layer in the list ("3.mlp.up.weight"), or
-"tied_modules.embed.embedding" for the matrix that the first and the last layer share. Checkpoints rely on it, and
-DeepSpeed's Muon, which leaves to Adam whatever has "embed" or "lm_head" in its name.
+Both give every parameter the same name: it starts with the index of the layer in the list ("3.mlp.up.weight"), or is
+"tied_modules.embed.embedding" for the matrix that the first and the last layer share. Checkpoints rely on these names,
+and so does DeepSpeed's Muon, which updates parameters with "embed" or "lm_head" in their names by Adam.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
-from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_to_cut_by
+from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
 from pretrain.model.rope import Rope
 
-Layer = Callable[..., torch.Tensor]  # the last one also takes Labels
+Layer = Callable[..., torch.Tensor]  # the last layer also accepts Labels
 
 
 def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
@@ -40,21 +40,22 @@ def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | No
     return TiedLayerSpec("embed", TokenEmbedding, config, tied_weight_attr="embedding", forward_fn=forward_fn)
 
 
-def build_specs(config: ModelConfig, *, ends_in_loss: bool = False) -> list[LayerSpec]:
-    """Token embedding, learned positions if any, blocks, final norm, head. One tensor passes between layers.
+def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False) -> list[LayerSpec]:
+    """List the specs: token embedding, learned positions if any, blocks, final norm, head. Layers pass one tensor.
 
     Args:
-        ends_in_loss: the head passes hidden states on, and gives the loss when it is called once more with labels:
-            DeepSpeed's pipeline hands these to a loss function alone.
+        ends_in_loss: the head returns the hidden states, and the loss when it is called again with labels, because
+            DeepSpeed's pipeline passes labels only to the loss function.
+        plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
     """
     rope = Rope(config) if config.position == "rope" else None
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config) if tied else LayerSpec(TokenEmbedding, config)]
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
-    specs += [LayerSpec(Block, config, rope) for _ in range(config.num_layers)]
+    specs += [LayerSpec(Block, config, rope, plain_operators=plain_operators) for _ in range(config.num_layers)]
     specs.append(LayerSpec(FinalNorm, config))
-    # a forward_fn, though it only calls: a layer that is a module would be written to the checkpoint a second time
+    # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:
         specs.append(_tied_spec(config, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
     else:
@@ -63,28 +64,28 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False) -> list[Laye
 
 
 def _worth_recomputing(layers: list[Layer]) -> bool:
-    """Only a group with a block: embeddings, norm and head keep little but their outputs."""
+    """Return whether a group contains a block: embeddings, norm and head save little more than their outputs."""
     return any(isinstance(layer, Block) for layer in layers)
 
 
 class PipelineLM(PipelineModule):
-    """The PipelineModule of a list of specs. (A class name that DeepSpeed 0.19 treats specially must not be used.)
+    """PipelineModule of a list of specs.
 
-    Its output is the last hidden states; the head turns them to the loss within the loss function, so that the logits
-    need never exist as a whole.
+    Its output is the last hidden states. The loss function calls the head on them, so that the logits are never
+    materialized. DeepSpeed 0.19.8 treats some class names specially (runtime/pipe/module.py, _is_checkpointable), so
+    choose another name with care.
 
     Args:
-        config: of the model.
-        work: of each layer, to be cut by instead of the layers' parameters.
+        specs: layers that end in the loss.
+        work: of each layer, for partitioning by work; None: DeepSpeed's own methods.
     """
 
-    def __init__(self, config: ModelConfig, work: list[int] | None, **settings: Any) -> None:
+    def __init__(self, specs: list[LayerSpec], work: list[int] | None, **settings: Any) -> None:
         self._work = work
-        super().__init__(build_specs(config, ends_in_loss=True), activation_checkpoint_func=non_reentrant_checkpoint,
-                         **settings)
+        super().__init__(specs, activation_checkpoint_func=non_reentrant_checkpoint, **settings)
 
     def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
-        """On the last stage, whose last layer is the head."""
+        """Compute the loss on the last pipeline stage, whose last layer is the head."""
         loss: torch.Tensor = self.forward_funcs[-1](x_BTD, labels)
         return loss
 
@@ -94,17 +95,17 @@ class PipelineLM(PipelineModule):
     def _count_layer_params(self) -> list[int]:
         if self._work is not None:
             return self._work
-        with torch.device("meta"):  # DeepSpeed builds the whole model, layer by layer, on every rank to count it
+        with torch.device("meta"):  # DeepSpeed builds all layers on every rank to count their parameters
             return super()._count_layer_params()
 
-    @torch.no_grad()  # else autograd warns of a broadcast in the history of the tied weights
+    @torch.no_grad()  # without it autograd warns about a broadcast in the history of the tied weights
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 
 
 @contextlib.contextmanager
 def _prints_to_log() -> Iterator[None]:
-    """PipelineModule prints its partition; let DeepSpeed's log level decide on that too."""
+    """Send what PipelineModule prints about its partition to DeepSpeed's logger, so that the log level applies."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         yield
@@ -113,26 +114,28 @@ def _prints_to_log() -> Iterator[None]:
 
 
 def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
-    """FLOPs a token of each layer in `build_specs`, for cutting them into stages; look-ups and norms are nothing."""
+    """Return the FLOPs per token of each layer in `build_specs`; look-ups and norms count as 0."""
     block, head = int(block_flops_per_token(config, seq_length)), int(head_flops_per_token(config))
     if num_stages > 1:
-        head = head_to_cut_by(head, block * config.num_layers, config.num_layers, num_stages)
+        head = head_work_for_partition(head, block * config.num_layers, config.num_layers, num_stages)
     return [block if spec.typename is Block else 0 for spec in build_specs(config)[:-1]] + [head]
 
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
-                activation_checkpoint_interval: int = 0) -> PipelineModule:
-    """The layers of this rank's stage, uninitialised; the process group must exist and LOCAL_RANK be set.
+                activation_checkpoint_interval: int = 0, plain_operators: bool = False) -> PipelineModule:
+    """Build the layers of this rank's pipeline stage, uninitialized. Needs the process group and LOCAL_RANK.
 
     Args:
-        seq_length: tokens; attention's share of a block's work depends on it.
-        partition_method: "flops", stages of about equal work, or one of DeepSpeed's own.
-        activation_checkpoint_interval: recompute every group of so many layers in the backward pass; 0: none.
-            Always the non-reentrant way, whatever the JSON's `use_reentrant` says.
+        seq_length: tokens; the FLOPs of attention depend on it.
+        partition_method: "flops" for pipeline stages of about equal work, or one of DeepSpeed's methods.
+        activation_checkpoint_interval: recompute each group of this many layers in the backward pass; 0: none.
+            Always non-reentrant, even if the JSON has `use_reentrant` true.
+        plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
     """
     with _prints_to_log():
-        by_flops = partition_method == "flops"  # DeepSpeed calls cutting by any weights "parameters"
-        module = PipelineLM(config, _work_of_layers(config, seq_length, num_stages) if by_flops else None,
+        by_flops = partition_method == "flops"  # "parameters" is DeepSpeed's method for any weights of layers
+        module = PipelineLM(build_specs(config, ends_in_loss=True, plain_operators=plain_operators),
+                            _work_of_layers(config, seq_length, num_stages) if by_flops else None,
                             num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
     module.set_checkpoint_interval(activation_checkpoint_interval)
     module.loss_fn = module.loss_of_hidden
@@ -140,13 +143,13 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
 
 
 class CausalLM(nn.Module):
-    """All layers in one process, with the parameter names of a PipelineModule: for ZeRO-2/3, evaluation and export."""
+    """Plain module of all layers, with the parameter names of a PipelineModule: for ZeRO-2/3, evaluation and export."""
 
     def __init__(self, specs: list[LayerSpec], activation_checkpoint_interval: int = 0) -> None:
         super().__init__()
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.tied_modules = nn.ModuleDict()
-        self.layers: list[Layer] = []  # in the order of execution; a plain list, so that it names no parameters
+        self.layers: list[Layer] = []  # in execution order; not a ModuleList, which would rename parameters
         for index, spec in enumerate(specs):
             self.layers.append(self._build(index, spec))
 
@@ -160,7 +163,7 @@ class CausalLM(nn.Module):
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
     def _hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, D], after the final norm."""
+        """Return the hidden states [B, T, D] after the final norm."""
         layers = self.layers[:-1]
         x, interval = tokens_BT, self.activation_checkpoint_interval or len(layers)
         for start in range(0, len(layers), interval):
@@ -173,11 +176,11 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
                 weights_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [B, T, V] of tokens alone; with labels and their weights (see loss.py) the scalar loss."""
+        """Return the logits [B, T, V], or with labels and their weights (see loss.py) the scalar loss."""
         if labels_BT is None:
             return self.layers[-1](self._hidden(tokens_BT))
         if weights_BT is None:
-            raise ValueError("forward: labels_BT without weights_BT; the loss needs both")
+            raise ValueError("forward() got labels_BT without weights_BT; the loss needs both")
         return self.layers[-1](self._hidden(tokens_BT), (labels_BT, weights_BT))
 
 
@@ -187,18 +190,20 @@ def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0) -> CausalLM:
-    """The whole model as a plain module, uninitialised; under `deepspeed.zero.Init` its parameters are partitioned."""
-    return CausalLM(build_specs(config), activation_checkpoint_interval)
+def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0,
+              plain_operators: bool = False) -> CausalLM:
+    """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
+    return CausalLM(build_specs(config, plain_operators=plain_operators), activation_checkpoint_interval)
 
 
 def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:
-    """torch.compile every block, in place, when it is first called. Parameter names stay, and the blocks share one
-    graph, so that the time to compile it does not grow with depth. (ZeRO-3's hooks split it.)
+    """Compile every block in place, at its first call; parameter names remain.
+
+    All blocks share one graph, so that the compile time does not grow with depth. (ZeRO-3's hooks split the graph.)
     """
     for block in module.modules():
         if isinstance(block, Block):
-            if block.attention.rope is not None:  # else the first block's graph computes the tables, the others' do not
+            if block.attention.rope is not None:  # compute the tables first: all blocks then have the same graph
                 like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
                 block.attention.rope.tables(seq_length, like)
             block.compile(backend=backend, dynamic=False)

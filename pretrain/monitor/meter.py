@@ -12,7 +12,7 @@ from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process import resident_bytes
-from pretrain.engine.build import grad_norm, loss_scale
+from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import flops_per_token
 from pretrain.monitor.peak_flops import peak_tflops
 from pretrain.monitor.run_folder import RunFolder

@@ -21,14 +21,8 @@ from pretrain.console.screen import Screen
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
-from pretrain.engine.build import (
-    DeepSpeedEngine,
-    build_engine,
-    data_parallel_rank,
-    data_parallel_size,
-    deepspeed_output,
-    train_batch,
-)
+from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output
+from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_batch
 from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block

@@ -20,7 +20,7 @@ from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
-from pretrain.engine.build import loss_scale_state
+from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
 
 _VISIBLE_S = 60  # for files of other hosts to be seen here, when all have been written

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
-from pretrain.model.flops import head_to_cut_by
+from pretrain.model.flops import head_work_for_partition
 
 # Class names in model/specs.py, which the regular expression of "type:REGEX" is matched against.
 _CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
@@ -117,7 +117,7 @@ def _cut(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) 
         return partition_uniform(len(layers), pipeline_stages)
     if method == "flops":
         *work, head = (layer_work(shape, layer, seq_length) for layer in layers)
-        weights = [*work, head_to_cut_by(head, sum(work), shape.num_layers, pipeline_stages)]
+        weights = [*work, head_work_for_partition(head, sum(work), shape.num_layers, pipeline_stages)]
     elif method == "parameters":
         weights = [layer.size for layer in layers]
     elif method.startswith("type:"):

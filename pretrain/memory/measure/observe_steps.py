@@ -18,7 +18,7 @@ from pretrain.config.arguments import RunArguments
 from pretrain.config.validate import Plan, check_settings, plan_of
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.device import Device
-from pretrain.engine.build import train_batch
+from pretrain.engine.steps import train_batch
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.storage_tracker import StorageTracker, peak_of
 from pretrain.memory.measure.tensor_inventory import Holding, entries, holdings, unaccounted

@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pretrain.config.arguments import RunArguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import cpu_device
-from pretrain.engine import build as pretrain_engine
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.observe_steps import observe, plan_without_data
@@ -110,6 +109,11 @@ def apply_to_fake(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tens
     return self
 
 
+def gather_own_value(values: list[Any], value: Any, group: Any = None) -> None:
+    """`torch.distributed.all_gather_object` of a world in which every rank has the same value."""
+    values[:] = [value] * len(values)
+
+
 def replace_what_needs_data() -> None:
     """See the module's docstring, and that of `simulate`."""
     setattr(torch.nn.Module, "_apply", apply_to_fake)  # noqa: B010 (mypy refuses an assignment)
@@ -121,7 +125,7 @@ def replace_what_needs_data() -> None:
         if isinstance(builder, type) and hasattr(builder, "load"):
             builder.load = load
     get_accelerator().create_op_builder("CPUAdamBuilder").__class__.load = load
-    pretrain_engine.gather = lambda value: [value] * dist.get_world_size()
+    setattr(dist, "all_gather_object", gather_own_value)  # noqa: B010 (mypy refuses an assignment)
     for module in (partition_parameters, deepspeed.runtime.zero.utils, deepspeed.runtime.zero.stage3):
         for name, function in (("get_lst_from_rank0", lambda lst: lst),
                                ("assert_lst_len_same_as_other_ranks", lambda lst: None),

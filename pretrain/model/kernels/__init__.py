@@ -1,1 +1,4 @@
-"""pretrain/model/kernels"""
+"""Custom kernels for attention, MLP and loss; torch's operators are the fallback.
+
+Imports torch only.
+"""

@@ -1,8 +1,8 @@
-"""The MLP's second half as one operator: down(activation(up)), or down(activation(gate) * up).
+"""The second half of the MLP as one operator: down(activation(up)), or down(activation(gate) * up).
 
-Plain autograd keeps the activation's input, its output and, where there is a gate, the product: this keeps the inputs
-and computes the rest anew in the backward pass. Of a block's activations (16 times B T D elements with F = 4 D) that
-is a quarter, for one more pass over B T F elements.
+Plain autograd saves the activation's input, its output and, with a gate, the product. This operator saves only the
+inputs and recomputes the rest in the backward pass. That saves a quarter of a block's activations (16 B T D elements
+with F = 4 D) for one more pass over B T F elements.
 """
 
 import torch
@@ -14,15 +14,15 @@ from pretrain.model.kernels import cpu_kernels
 
 def activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None, weight_DF: torch.Tensor,
                      bias_D: torch.Tensor | None) -> torch.Tensor:
-    """[B, T, D]. `activation` is gelu, gelu_tanh or silu. Kept for the backward pass: up, gate and the weight."""
+    """Return [B, T, D]. `activation` is gelu, gelu_tanh or silu. Saves up, gate and weight for the backward pass."""
     out: torch.Tensor = _ActivatedLinear.apply(activation, up_BTF, gate_BTF, weight_DF, bias_D)
     return out
 
 
 def plain_activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
                            weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
-    """The same, of torch's own operators and under plain autograd."""
-    activated_BTF = _torchs_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
+    """Compute the same as `activated_linear` with torch's operators and plain autograd."""
+    activated_BTF = _torch_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
     return F.linear(activated_BTF if gate_BTF is None else activated_BTF * up_BTF, weight_DF, bias_D)
 
 
@@ -46,7 +46,7 @@ class _ActivatedLinear(torch.autograd.Function):
         inner_BTF = activated_BTF if gate_BTF is None else activated_BTF * up_BTF
         dweight_DF = grad_ND.t() @ inner_BTF.flatten(0, -2)
         dbias_D = grad_ND.sum(0) if needed[4] else None
-        del inner_BTF  # a block's largest tensors: none lives longer than it must
+        del inner_BTF  # one of a block's largest tensors: free it early
         if gate_BTF is None:
             del activated_BTF
         dinner_BTF = (grad_ND @ weight_DF).view_as(up_BTF)
@@ -58,14 +58,14 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """gelu, gelu_tanh or silu of each element."""
+    """Apply gelu, gelu_tanh or silu to each element."""
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh(x)
-    return _torchs_activation(name, x)
+    return _torch_activation(name, x)
 
 
 def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """grad times the derivative at x."""
+    """Return grad times the activation's derivative at x."""
     if name == "silu":
         return torch.ops.aten.silu_backward(grad, x)
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
@@ -73,7 +73,7 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 
 
-def _torchs_activation(name: str, x: torch.Tensor) -> torch.Tensor:
+def _torch_activation(name: str, x: torch.Tensor) -> torch.Tensor:
     return F.silu(x) if name == "silu" else F.gelu(x, approximate=_approximation(name))
 
 

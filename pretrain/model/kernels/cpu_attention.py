@@ -1,11 +1,12 @@
-"""Causal attention on CPUs in bf16, of matrix products that the CPU's bf16 units do.
+"""Causal attention on CPUs in bf16, built from matrix products that use the CPU's bf16 units.
 
-For rows a..b of queries, all keys up to b:  P = softmax(Q K^T / sqrt(E), later positions at -inf),  O = P V.
-Backward, P computed anew (FlashAttention, arXiv 2205.14135, algorithm 4, with whole rows instead of tiles):
+For queries a..b and all keys up to b:  P = softmax(Q K^T / sqrt(E), later positions at -inf),  O = P V.
+The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, with complete rows instead of tiles):
 dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = dS K / sqrt(E),  dK = dS^T Q / sqrt(E).
 
-torch's own operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) works in tiles too small for those units. On
-an AVX512_BF16 core forward and backward of 8 heads of 64 took half its time at 512 positions, 0.8 of it at 2,048.
+The tiles of torch's operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) are too small for these units.
+Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: half of the time of torch's operator at
+512 positions, 0.8 of it at 2,048.
 """
 
 import math
@@ -14,21 +15,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-_ROWS = 128  # of queries at a time: no score after row b's block is computed, and a block stays in the cache
-_SCORES_PER_THREAD = 2**20  # elements of P at a time: the batch is cut so that they stay in the cache
+_ROWS = 128  # queries per block: a block of scores stays in the cache, and later keys are skipped
+_SCORES_PER_THREAD = 2**20  # elements of P: the batch is split so that they stay in the cache
 
 
 def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor,
                      dropout: float = 0.0, plain: bool = False) -> torch.Tensor:
-    """[B, H, T, E], by the fastest operator for where the tensors are; H a multiple of K (grouped queries).
+    """Return [B, H, T, E], computed by the fastest operator for this device and dtype. H is a multiple of K.
 
-    Kept for the backward pass: on CPUs in bf16 without dropout the three inputs alone, else what torch's keeps.
+    On CPUs in bf16 without dropout only the three inputs are saved for the backward pass.
 
     Args:
-        plain: torch's own operator, whatever is faster.
+        plain: use torch's operator in any case.
     """
-    ours = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
-    if ours and not torch.compiler.is_compiling():  # its loops would make a huge graph
+    custom = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
+    if custom and not torch.compiler.is_compiling():  # the loops would give a huge graph
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE)
         return out
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
@@ -36,7 +37,7 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
 
 
 class _CausalAttention(torch.autograd.Function):
-    """S are the positions of the keys, N = batch x key/value heads, R = rows x the queries' heads of one key's head."""
+    """S: positions of the keys; N: batch x key/value heads; R: rows x query heads of one key/value head."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ class _CausalAttention(torch.autograd.Function):
 
 def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, grad_BHTE: torch.Tensor,
                       dq_BHTE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fills dq; returns dk and dv in fp32, in which the blocks of rows are summed."""
+    """Write dq in place; return dk and dv in fp32, summed over the blocks of rows."""
     k_NSE, v_NSE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
     dk_NSE, dv_NSE = (torch.zeros(k_NSE.shape, dtype=torch.promote_types(k_NSE.dtype, torch.float32)) for _ in "kv")
     scale, mask = 1 / math.sqrt(q_BHTE.shape[-1]), _diagonal_mask(q_BHTE)
@@ -83,7 +84,7 @@ def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.
 
 
 def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, mask: torch.Tensor, rows: slice) -> torch.Tensor:
-    """[N, R, S]; the softmax is taken in fp32."""
+    """Return P [N, R, S]; the softmax is computed in fp32."""
     scores_NRS = _scaled_bmm(q_NRE, k_NSE.transpose(1, 2), 1 / math.sqrt(q_NRE.shape[-1]))
     count = rows.stop - rows.start
     scores_NRS.unflatten(1, (-1, count))[..., rows] += mask[:count, :count]
@@ -91,17 +92,17 @@ def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, mask: torch.Tensor,
 
 
 def _scaled_bmm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * a @ b, scaled before it is rounded."""
+    """Return scale * a @ b, scaled before rounding."""
     return torch.baddbmm(a.new_empty(1), a, b, beta=0, alpha=scale)
 
 
 def _rows(x_BHTE: torch.Tensor, rows: slice, k_NSE: torch.Tensor) -> torch.Tensor:
-    """[N, R, E]: those rows of all query heads that look at the same key head, one after the other."""
+    """Return [N, R, E]: the rows of all query heads that share a key/value head, one head after the other."""
     return x_BHTE[:, :, rows].reshape(k_NSE.shape[0], -1, x_BHTE.shape[-1])
 
 
 def _unrows(y_NRE: torch.Tensor, like_BHTE: torch.Tensor, rows: slice) -> torch.Tensor:
-    """The inverse of `_rows`: [B, H, rows, E]."""
+    """Invert `_rows`: return [B, H, rows, E]."""
     batch, heads, _, size = like_BHTE.shape
     return y_NRE.view(batch, heads, rows.stop - rows.start, size)
 
@@ -117,5 +118,5 @@ def _parts_of_batch(q_BHTE: torch.Tensor) -> list[slice]:
 
 
 def _empty_heads_last(x_BHTE: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, E] in the memory order [B, T, H, E], in which a projection reads and writes it without a copy."""
+    """Return an empty [B, H, T, E] in the memory order [B, T, H, E], which projections read without a copy."""
     return torch.empty_like(x_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

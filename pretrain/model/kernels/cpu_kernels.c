@@ -1,4 +1,4 @@
-/* Loops over bf16 numbers that torch has no fast kernel for. Compiled and loaded by cpu_kernels.py.
+/* Elementwise bf16 functions for which torch has no fast CPU kernel. Compiled and loaded by cpu_kernels.py.
  *
  * gelu_tanh(x) = x * sigmoid(z(x)),  z(x) = LINEAR x + CUBIC x^3,  as 1 + tanh(u) = 2 sigmoid(2u)
  * derivative   = s + x s (1 - s) z'(x),  s = sigmoid(z(x)),  z'(x) = LINEAR + 3 CUBIC x^2
@@ -23,10 +23,10 @@ static inline uint16_t to_bf16(float value) { /* to the nearest, ties to even */
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* 1 / (1 + e^-z): 2^(whole + part) with a polynomial for the part in [-1/2, 1/2], 3e-6 off at most. */
+/* 1 / (1 + e^-z): 2^(whole + part), a polynomial for 2^part with part in [-1/2, 1/2]; error at most 3e-6. */
 static inline float sigmoid(float z) {
     float t = z * -1.44269504f;
-    t = t < -126.0f ? -126.0f : t; /* not fmaxf: what it does with NaN keeps loops from becoming vectors */
+    t = t < -126.0f ? -126.0f : t; /* not fmaxf: its NaN rules prevent vectorization */
     t = t > 126.0f ? 126.0f : t;
     float whole = rintf(t), part = t - whole;
     float power = 1.3333558e-3f;

@@ -11,8 +11,9 @@ from pretrain.config.arguments import RunArguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import running_environment
-from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files, train_batch
+from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.prepare import prepare_deepspeed
+from pretrain.engine.steps import train_batch
 from pretrain.memory.measure.observe_steps import plan_without_data, random_batches
 from pretrain.memory.report.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.cases_loop import each_case

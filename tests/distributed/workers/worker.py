@@ -22,8 +22,8 @@ from pretrain.config.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.data.loader import Loader
 from pretrain.distributed.device import detect_device
-from pretrain.engine.build import (
-    build_engine,
+from pretrain.engine.build import build_engine
+from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,
     eval_batch,

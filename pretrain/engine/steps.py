@@ -1,0 +1,105 @@
+"""One training or evaluation step on either kind of engine, and what an engine reports about it.
+
+This file and build.py are the only ones that distinguish the PipelineModule from the plain module.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from pretrain.data.loader import MicroBatch
+
+
+def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Run one optimizer step on this rank's micro-batches: forward, backward, reduction, clipping, update, schedule.
+
+    Returns:
+        Mean loss over the unmasked tokens of the global batch, before the update: a scalar on the device, on each rank.
+    """
+    if isinstance(engine, PipelineEngine):
+        return engine.train_batch(iter(micro_batches)).reshape(())
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(*inputs)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    engine.train()
+    return _mean_loss(engine, micro_batches, step)
+
+
+@torch.no_grad()
+def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Return the mean loss over the unmasked tokens of a global batch, without dropout: a scalar, on each rank."""
+    if isinstance(engine, PipelineEngine):
+        return engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches)).reshape(())
+    engine.eval()
+    return _mean_loss(engine, micro_batches, engine)
+
+
+def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
+               loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
+
+    PipelineEngine takes the same mean of its losses, and DeepSpeed of the gradients: weights of the Loader rely on it.
+    """
+    total = torch.zeros((), device=engine.device)
+    for batch in micro_batches:
+        tokens_BT, (labels_BT, weights_BT) = _to_device(engine, batch)
+        total += loss_of(tokens_BT, labels_BT, weights_BT)
+    mean = total / len(micro_batches)
+    torch.distributed.all_reduce(mean, group=engine.data_parallel_group)
+    return mean / data_parallel_size(engine)
+
+
+def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> MicroBatch:
+    tokens_BT, (labels_BT, weights_BT) = batch
+    move: dict[str, Any] = {"device": engine.device, "non_blocking": True}
+    return tokens_BT.to(**move), (labels_BT.to(**move), weights_BT.to(**move))
+
+
+def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:
+    """Sum a number of the host over the data-parallel ranks; synchronizes the device."""
+    total = torch.tensor(value, dtype=torch.float64, device=engine.device)
+    torch.distributed.all_reduce(total, group=engine.data_parallel_group)
+    return float(total)
+
+
+def data_parallel_rank(engine: DeepSpeedEngine) -> int:
+    return torch.distributed.get_rank(engine.data_parallel_group)
+
+
+def data_parallel_size(engine: DeepSpeedEngine) -> int:
+    return torch.distributed.get_world_size(engine.data_parallel_group)
+
+
+def grad_norm(engine: DeepSpeedEngine) -> float:
+    """Global norm of the last step's gradients before clipping, unscaled; NaN before the first step."""
+    norm = engine.get_global_grad_norm()
+    return float("nan") if norm is None else float(norm)
+
+
+def loss_scale(engine: DeepSpeedEngine) -> float:
+    """Current loss scale of fp16; 1 in other precisions."""
+    if not engine.fp16_enabled():
+        return 1.0
+    scale = engine._get_optimizer_loss_scale()
+    return float(scale if scale is not None else engine.optimizer.loss_scale)
+
+
+def learning_rate(engine: DeepSpeedEngine) -> float:
+    """Learning rate of the next step."""
+    return float(engine.get_lr()[0])
+
+
+def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
+    """Loss scale of fp16 and the counters of its window, under DeepSpeed's names; None in other precisions."""
+    if not engine.fp16_enabled():
+        return None
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    return {name: float(getattr(scaler, name)) for name in names if getattr(scaler, name, None) is not None}
