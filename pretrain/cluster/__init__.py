@@ -1,1 +1,4 @@
-"""Several hosts: which ones, whether they are fit for one run, what their ranks need, and one end for all of them."""
+"""Launching on one or several hosts: preflight checks, SLURM jobs, the supervisor, and the cluster health check.
+
+Imports analysis, checkpoint, config, engine, monitor, distributed, cli, paths and errors; never bench/ or trainer.
+"""

@@ -1,7 +1,7 @@
-"""What a SLURM job asks around its ranks: is there time for a save, which node failed, is it worth another start?
+"""Checks of a SLURM job before and after its ranks run: time limit, failed nodes, and whether to requeue.
 
-launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before` on every node, and `after` where a run
-failed.
+launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before` on every node, and `after` on the first
+node if the run failed.
 """
 
 import json
@@ -26,31 +26,32 @@ from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.rows import read_metrics, read_rows
 
 RECORD = "slurm.jsonl"
-STARTS_WITHOUT_PROGRESS = 3
-_PROBE_BYTES = 32 * 2**20
-_PROBE_TIMEOUT_S = 20
+MAX_STARTS_WITHOUT_PROGRESS = 3
+_DISK_TEST_BYTES = 32 * 2**20
+_NODE_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of a job: a row of slurm.jsonl in the run folder."""
+class JobStart:
+    """Row of RUN/slurm.jsonl: one start of a SLURM job."""
 
-    job: str
+    job: str  # SLURM job id
     nodes: list[str]
-    step: int  # that it resumed from
-    time: float  # seconds since 1970
+    step: int  # step that the start resumed from
+    time: float  # when the start began, in seconds since 1970
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`before`: 0, or 2 and one line from each node that cannot run this. `after`: 0 where the job should start again.
+    """Return the exit code.
 
-    Raises ConfigError.
+    `before`: 0, or 2 after one line from each node that cannot run this. `after`: 0 if the job should be requeued,
+    otherwise 1. Raises ConfigError.
     """
     parser = Parser(prog="python -m pretrain.cluster.slurm_job")
     parser.add_argument("when", choices=("before", "after"))
     parser.add_argument("--world_size", type=int, default=1, help="ranks of the run")
-    parser.add_argument("--signal_seconds", type=int, default=0, help="of #SBATCH --signal=B:USR1@SECONDS")
-    parser.add_argument("--exit_code", type=int, default=1, help="of the run that has ended")
+    parser.add_argument("--signal_seconds", type=int, default=0, help="SECONDS of #SBATCH --signal=B:USR1@SECONDS")
+    parser.add_argument("--exit_code", type=int, default=1, help="exit code of the run")
     known, train_flags = parser.parse_known_args(argv)
     if known.when == "after":
         return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=known.exit_code)
@@ -67,10 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
-    """Judge the time limit, name nodes that failed since the start before, and record this one. Raises ConfigError."""
+    """Check the time limit, report nodes that failed since the previous start, and record this start.
+
+    Raises ConfigError.
+    """
     run, job = Path(plan.args.save), environ["SLURM_JOB_ID"]
-    limit_s = seconds(_output("squeue", "--noheader", "--jobs", job, "--format", "%L"))
-    check_time_limit(limit_s=limit_s, signal_s=signal_s, save_s=save_seconds(plan, run), step_s=step_seconds(run))
+    limit_s = parse_slurm_time(_output("squeue", "--noheader", "--jobs", job, "--format", "%L"))
+    check_time_limit(limit_s=limit_s, signal_s=signal_s, save_s=save_seconds(plan, run),
+                     step_s=slowest_step_seconds(run))
     starts = read_record(run, job)
     nodes = _output("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]).split()
     if starts:
@@ -79,40 +84,48 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
             say(line)
     run.mkdir(parents=True, exist_ok=True)
     with open(run / RECORD, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(Start(job, nodes, newest_step(checkpoints_folder(plan)), time.time()))) + "\n")
+        file.write(json.dumps(asdict(JobStart(job, nodes, newest_step(checkpoints_folder(plan)), time.time()))) + "\n")
 
 
 def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
-    """0 where the job should go back into the queue, otherwise 1; says why."""
+    """Return 0 if the job should go back into the queue, otherwise 1. Reports the reason."""
     starts = read_record(run, environ["SLURM_JOB_ID"])
     step = newest_step(run / "checkpoints")
     if exit_code != STOPPED:
-        for node in silent_nodes(starts[-1].nodes if starts else []):
+        for node in unresponsive_nodes(starts[-1].nodes if starts else []):
             say(f"node {node} does not answer")
     reason = NO_RESTART.get(exit_code)
-    fruitless = [start for start in starts[-STARTS_WITHOUT_PROGRESS:] if start.step == step]
-    if len(fruitless) == STARTS_WITHOUT_PROGRESS:
-        reason = f"{STARTS_WITHOUT_PROGRESS} starts in a row went no further than step {step}"
-    verdict = f"not started again, as {reason}" if reason else "back to the queue"
-    say(f"exit code {exit_code}, step {step}: {verdict}")
+    without_progress = [start for start in starts[-MAX_STARTS_WITHOUT_PROGRESS:] if start.step == step]
+    if len(without_progress) == MAX_STARTS_WITHOUT_PROGRESS:
+        reason = f"{MAX_STARTS_WITHOUT_PROGRESS} starts in a row made no progress beyond step {step}"
+    decision = f"the job is not requeued, because {reason}" if reason else "the job goes back to the queue"
+    say(f"exit code {exit_code}, step {step}: {decision}")
     return 1 if reason else 0
 
 
 def check_time_limit(*, limit_s: float, signal_s: float, save_s: float, step_s: float) -> None:
-    """All in seconds: of the time limit, between the signal and it, of a save and of a step. Raises ConfigError."""
+    """Raise ConfigError if the signal or the time limit leaves too little time for a step and a save.
+
+    Args:
+        limit_s: time until the job's limit.
+        signal_s: time between the signal and the limit.
+        save_s: duration of a save.
+        step_s: duration of a step.
+    """
     need_s = step_s + save_s
     if need_s > signal_s:
         raise ConfigError(f"--signal=B:USR1@{signal_s:.0f}", found=f"{signal_s:.0f} s before the time limit",
                           expected=f"at least {need_s:.0f} s, for one step and one save of {save_s:.0f} s",
-                          remedy=f"--signal=B:USR1@{2 * need_s + 60:.0f} in pretrain.sbatch")
+                          remedy=f"set --signal=B:USR1@{2 * need_s + 60:.0f} in pretrain.sbatch")
     if limit_s <= signal_s + need_s:
-        raise ConfigError("--time", found=f"{limit_s:.0f} s", remedy="sbatch --time=H:MM:SS",
+        raise ConfigError("--time", found=f"{limit_s:.0f} s",
                           expected=f"more than {signal_s + need_s:.0f} s: {signal_s:.0f} s of --signal, one step and "
-                                   f"one save of {save_s:.0f} s")
+                                   f"one save of {save_s:.0f} s",
+                          remedy="give a longer limit with sbatch --time=H:MM:SS")
 
 
 def save_seconds(plan: Plan, run: Path) -> float:
-    """The longest of the run's last saves, or else an estimate from its size and the disk's speed."""
+    """Return the longest of the last 10 saves, or an estimate from the checkpoint's size and the disk's speed."""
     took = [float(row["seconds"]) for row in read_rows(run / "events.jsonl")
             if row.get("event") == "save" and "seconds" in row]
     if took:
@@ -121,33 +134,33 @@ def save_seconds(plan: Plan, run: Path) -> float:
     return next_checkpoint_bytes(plan, checkpoints_folder(plan)) / _bytes_per_second(folder)
 
 
-def step_seconds(run: Path) -> float:
-    """The longest of the run's last logged steps; 0 where there is none."""
+def slowest_step_seconds(run: Path) -> float:
+    """Return the longest step time among the last 10 logged rows, or 0 if there are none."""
     took = [float(row["step_time_ms"]) / 1000 for row in read_metrics(run)[-10:] if row.get("step_time_ms")]
     return max(took, default=0.0)
 
 
 def _bytes_per_second(folder: Path) -> float:
-    """How fast one process writes to this disk."""
+    """Measure how fast one process writes to this disk."""
     path = folder / f".tmp-speed-{os.getpid()}"
     start = time.perf_counter()
     try:
         with open(path, "wb") as file:
-            file.write(os.urandom(2**20) * (_PROBE_BYTES // 2**20))
+            file.write(os.urandom(2**20) * (_DISK_TEST_BYTES // 2**20))
             file.flush()
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
-    return _PROBE_BYTES / (time.perf_counter() - start)
+    return _DISK_TEST_BYTES / (time.perf_counter() - start)
 
 
-def read_record(run: Path, job: str) -> list[Start]:
-    """The job's starts, the newest last."""
-    return [Start(**row) for row in read_rows(run / RECORD) if row["job"] == job]
+def read_record(run: Path, job: str) -> list[JobStart]:
+    """Return the starts of the SLURM job, the newest last."""
+    return [JobStart(**row) for row in read_rows(run / RECORD) if row["job"] == job]
 
 
-def seconds(text: str) -> float:
-    """SLURM's [days-][[hours:]minutes:]seconds, or UNLIMITED. Raises ConfigError."""
+def parse_slurm_time(text: str) -> float:
+    """Return the seconds of SLURM's [days-][[hours:]minutes:]seconds; infinity for UNLIMITED. Raises ConfigError."""
     days, _, clock = text.strip().rpartition("-")
     if clock in ("UNLIMITED", "NOT_SET"):
         return float("inf")
@@ -155,27 +168,28 @@ def seconds(text: str) -> float:
         parts = [int(part) for part in clock.split(":")]
         return int(days or 0) * 86400.0 + sum(part * 60**power for power, part in enumerate(reversed(parts)))
     except ValueError:
-        raise ConfigError("squeue", found=repr(text), expected="the job's time left, such as 1-02:03:04") from None
+        raise ConfigError("squeue", found=repr(text),
+                          expected="the remaining time of the job, such as 1-02:03:04") from None
 
 
 def failed_nodes(nodes: Sequence[str], *, since: float) -> list[str]:
-    """A line on each node that is down now, or whose slurmd began after `since` (seconds since 1970)."""
+    """Return a line for each node that is down, or whose slurmd started after `since` (seconds since 1970)."""
     text = _output("scontrol", "show", "node", ",".join(nodes), "--oneliner")
     lines = []
     for words in (dict(word.partition("=")[::2] for word in line.split()) for line in text.splitlines()):
         state, began = words.get("State", ""), words.get("SlurmdStartTime", "")
         if any(bad in state for bad in ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING")) or state.endswith("*"):
-            lines.append(f"node {words['NodeName']} of the start before is {state}")
+            lines.append(f"node {words['NodeName']} of the previous start is {state}")
         elif began[:1].isdigit() and time.mktime(time.strptime(began, "%Y-%m-%dT%H:%M:%S")) > since:
-            lines.append(f"node {words['NodeName']} of the start before was lost: its slurmd began anew at {began}")
+            lines.append(f"node {words['NodeName']} of the previous start was lost: its slurmd restarted at {began}")
     return lines
 
 
-def silent_nodes(nodes: Sequence[str]) -> list[str]:
-    """Those on which not even `true` can be run within 20 s."""
+def unresponsive_nodes(nodes: Sequence[str]) -> list[str]:
+    """Return the nodes on which `true` cannot be run within 20 s."""
     command = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--quiet")
     probes = [subprocess.Popen([*command, "--nodelist", node, "true"], stderr=subprocess.DEVNULL) for node in nodes]
-    end = time.monotonic() + _PROBE_TIMEOUT_S
+    end = time.monotonic() + _NODE_TIMEOUT_S
     return [node for node, probe in zip(nodes, probes, strict=True) if not _succeeds(probe, end)]
 
 
@@ -192,8 +206,8 @@ def _output(*command: str) -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(command[0], found=str(error), expected="SLURM's answer",
-                          remedy="run it within a job of SLURM") from None
+        raise ConfigError(command[0], problem=f"the SLURM command failed: {error}",
+                          remedy="run this inside a SLURM job") from None
 
 
 if __name__ == "__main__":

@@ -1,1 +1,4 @@
-"""What keeps a run alive, or ends it in good order."""
+"""Stopping a run in an orderly way: signals that ask all ranks to save and end.
+
+Imports no other folder of pretrain/.
+"""

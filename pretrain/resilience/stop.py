@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end: a scheduler's before its time limit, an operator's, Ctrl-C."""
+"""Stop a run on a signal: all ranks save a checkpoint after the same step, then end."""
 
 import contextlib
 import os
@@ -17,27 +17,27 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """From now on a signal to any rank lets all ranks stop after the same step.
+    """Handles signals from now on: after a signal to any rank, `requested` is true on all ranks at the same step.
 
-    No step waits for it: each begins an all-reduce of what this rank has heard, and the next one reads the outcome.
-    `report` gets one line as soon as this rank knows of the signal.
+    Steps do not wait for communication. Each step starts an all-reduce of the signal that this rank has received, and
+    the next step reads the result. `report` gets one line as soon as this rank knows of the signal.
     """
 
     def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
-        self._heard = 0
+        self._received = 0  # number of the first signal that this rank received
         self._report, self._reported = report, False
-        self._said = torch.zeros(1, dtype=torch.int32, device=device)
-        self._read = self._said if device.type == "cpu" else torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._reduced = torch.zeros(1, dtype=torch.int32, device=device)
+        self._result = self._reduced if device.type == "cpu" else torch.zeros(1, dtype=torch.int32).pin_memory()
         self._copied = None if device.type == "cpu" else get_accelerator().Event()
-        self._say()
-        self._wakeup = _end_with_siblings()
+        self._start_all_reduce()
+        self._wakeup = _exit_on_sigterm_after_crash()
         for number in SIGNALS:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._handle)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard = self._heard or number  # DeepSpeed's launcher sends SIGTERM after the terminal's SIGINT
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or number  # DeepSpeed's launcher sends SIGTERM after the terminal's SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
-        with contextlib.suppress(RuntimeError):  # the signal came while a line was being printed: `requested` says it
+        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `requested` reports it later
             self._report_once(number)
 
     def _report_once(self, number: int) -> None:
@@ -46,54 +46,54 @@ class Stop:
                          "(Ctrl-C now: without saving)")
             self._reported = True
 
-    def _say(self) -> None:
-        self._said.fill_(self._heard)
-        self._work = dist.all_reduce(self._said, op=dist.ReduceOp.MAX, async_op=True)
+    def _start_all_reduce(self) -> None:
+        self._reduced.fill_(self._received)
+        self._work = dist.all_reduce(self._reduced, op=dist.ReduceOp.MAX, async_op=True)
         if self._copied is not None:
-            self._work.wait()  # the device's queue does, not the host
-            self._read.copy_(self._said, non_blocking=True)
+            self._work.wait()  # blocks the device's stream, not the host
+            self._result.copy_(self._reduced, non_blocking=True)
             self._copied.record()
 
     def requested(self) -> str:
-        """The name of the signal that a rank had heard when it last asked, "" for none; the same on every rank.
+        """Return the name of the signal that some rank had received at the previous call, or "". Equal on all ranks.
 
-        Collective: once a step.
+        Collective: call it once a step.
         """
-        number = self._answer()
-        self._say()
+        number = self._read_result()
+        self._start_all_reduce()
         if not number:
             return ""
         self._report_once(number)
         return signal.Signals(number).name
 
-    def _answer(self) -> int:
+    def _read_result(self) -> int:
         if self._copied is not None:
-            self._copied.synchronize()  # with what was queued before the newest step
+            self._copied.synchronize()  # waits for the copy queued at the previous step, not for the newest step
         else:
             self._work.wait()
-        return int(self._read)
+        return int(self._result)
 
     def close(self) -> None:
-        """The end has begun, and no signal disturbs it but a second Ctrl-C. Collective."""
-        self._answer()
+        """Ignore further signals during shutdown, except a second Ctrl-C. Collective."""
+        self._read_result()
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, _ignore)
         signal.set_wakeup_fd(-1)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler, so that a launcher still sees that this process expects the signal (SIG_IGN does not say so)."""
+    """Do nothing. Unlike SIG_IGN, a handler shows launchers that this process handles the signal."""
 
 
-def _end_with_siblings() -> socket.socket | None:
-    """SIGTERM ends this process at once if a process that the same launcher started has ended: then it is no request.
+def _exit_on_sigterm_after_crash() -> socket.socket | None:
+    """Make SIGTERM end this process at once if another process of the same launcher has ended.
 
-    DeepSpeed's launcher sends it to the ranks beside one that crashed, and waits 30 s for each (launcher/launch.py,
-    0.19.8); they wait for the dead one in a collective, where Python's own handlers are never called. Returns what must
-    stay open.
+    DeepSpeed's launcher sends SIGTERM to the remaining ranks after a crash and waits 30 s for each (launcher/launch.py,
+    0.19.8). These ranks wait for the crashed one in a collective, where Python never calls its own signal handlers.
+    Returns a socket that must stay open, or None if the launcher has another process structure.
     """
     size, parent = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.Process().parent()
-    if size == 1 or parent is None or _ranks_of(parent) < size:  # another kind of launcher
+    if size == 1 or parent is None or _num_children(parent) < size:
         return None
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -101,15 +101,15 @@ def _end_with_siblings() -> socket.socket | None:
 
     def watch() -> None:
         while number := reader.recv(1):
-            if number[0] == signal.SIGTERM and _ranks_of(parent) < size:
+            if number[0] == signal.SIGTERM and _num_children(parent) < size:
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="sigterm", daemon=True).start()
     return writer
 
 
-def _ranks_of(parent: psutil.Process) -> int:
-    """How many processes the launcher has that run."""
+def _num_children(parent: psutil.Process) -> int:
+    """Return the number of running child processes of the launcher."""
     with contextlib.suppress(psutil.Error):
         return sum(child.status() != psutil.STATUS_ZOMBIE for child in parent.children())
     return 0

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of this folder share."""
+"""Fixtures shared by the tests of this folder."""
 
 from tests.cluster.workers.ssh_hosts import hosts
 

@@ -1,4 +1,4 @@
-"""`ds-pretrain`: its command line, what it rejects before torch is imported, one run, and how signals end it."""
+"""`ds-pretrain`: its command line, validation before torch is imported, one run, and signals."""
 
 import os
 import signal
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.ds_pretrain import local_slots, main
-from pretrain.cluster.launcher_flags import command_line, split_words
+from pretrain.cluster.ds_pretrain import main
+from pretrain.cluster.launcher_flags import launcher_parser, split_command_line
+from pretrain.cluster.local_launch import local_slots
 from pretrain.config.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -31,72 +32,72 @@ CPU = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
     ["--num_gpus", "2", "--", "--config", "run.yaml", "--train_steps=5"],
     ["--num_gpus", "2", "--", "pretrain/train.py", "--config", "run.yaml", "--train_steps=5"],
 ])
-def test_the_launchers_flags_are_told_from_those_of_the_run(words: list[str]) -> None:
-    launcher, train = split_words(words)
-    assert command_line("").parse_args(launcher).num_gpus == 2
+def test_flags_of_the_launcher_and_of_the_run_are_separated(words: list[str]) -> None:
+    launcher, train = split_command_line(words)
+    assert launcher_parser("").parse_args(launcher).num_gpus == 2
     assert train == ["--config", "run.yaml", "--train_steps=5"]
 
 
-def test_no_flag_means_two_things() -> None:
-    parser = command_line("")
+def test_launcher_and_train_py_have_no_flag_in_common() -> None:
+    parser = launcher_parser("")
     assert [field.name for field in fields(RunArguments) if parser.takes_value(f"--{field.name}") is not None] == []
 
 
-@pytest.mark.parametrize(("words", "found"), [
-    ([], "no flags of pretrain/train.py"),
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "flags of pretrain/train.py are missing"),
     (["--num_gpus", "0"], "--num_gpus: found '0'"),
     (["--num_gpus", "x"], "--num_gpus: found 'x'"),
     (["--num_gpus", "1000000000"], "--num_gpus: found '1000000000'"),
     (["--master_port", "99999"], "--master_port: found '99999'"),
     (["--grace", "nan"], "--grace: found 'nan'"),
-    (["--num_nodes", "2"], "without --hostfile"),
-    (["--master_addr", "10.0.0.1"], "--master_addr: found no --hostfile"),
-    (["--hostfile", "none"], "--hostfile none: found No such file"),
+    (["--num_nodes", "2"], "--num_nodes: 2 hosts need a --hostfile"),
+    (["--master_addr", "10.0.0.1"], "--master_addr: this flag is for several hosts, but there is no --hostfile"),
+    (["--hostfile", "none"], "--hostfile none: the hostfile cannot be read: No such file"),
     (["--include", "node-b"], "--include: found 'node-b'"),
     (["--num_gpuz", "2"], "--num_gpuz: there is no such flag"),
     (["--seq_length", "0"], "--seq_length: found 0"),
     (["--num_gpus", "3", "--global_batch_size", "4"], "train_batch_size: found 4 != 2 x 2 x 3"),
 ])
-def test_what_is_wrong_is_named(words: list[str], found: str, corpus: str, tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2) if words else []
     with pytest.raises(ConfigError) as error:
         main([*flags, *words])
-    assert found in str(error.value)
+    assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_taken_port_and_another_launcher_are_named(corpus: str, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_and_other_launchers_are_rejected(corpus: str, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"--master_port: found {port}, which another program listens on"):
+        with pytest.raises(ConfigError, match=f"--master_port: another program listens on port {port}"):
             main(["--master_port", port, *flags])
         monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(ConfigError, match="leave MASTER_PORT out"):
+        with pytest.raises(ConfigError, match="remove MASTER_PORT"):
             main(flags)
     monkeypatch.delenv("MASTER_PORT")
     assert main(["--check_only", *flags]) == 0
-    for name in ("RANK", "WORLD_SIZE"):  # of a launcher that takes precedence, if a fixture left them
+    for name in ("RANK", "WORLD_SIZE"):  # these take precedence over SLURM's variables
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    with pytest.raises(ConfigError, match="rank 1 of 2, started by another launcher"):
+    with pytest.raises(ConfigError, match="another launcher started this process as rank 1 of 2"):
         main(flags)
 
 
-def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_the_ranks_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def slots(device: Device, *words: str) -> list[int | str]:
-        return local_slots(command_line("").parse_args(words), device)
+        return local_slots(launcher_parser("").parse_args(words), device)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("pretrain.cluster.ds_pretrain._gpus", lambda: 4)
+    monkeypatch.setattr("pretrain.cluster.local_launch._num_gpus", lambda: 4)
     assert slots(GPU) == [0, 1, 2, 3]
     assert slots(GPU, "--num_gpus", "2") == [0, 1]
     assert slots(GPU, "--include", "localhost:1,3") == [1, 3]
@@ -111,7 +112,7 @@ def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
         slots(GPU, "--num_gpus", "3")
 
 
-def test_a_wrong_run_is_rejected_without_torch(corpus: str, tmp_path: Path) -> None:
+def test_a_bad_run_is_rejected_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
     code = "import sys\nfrom pretrain.errors import ConfigError\nfrom pretrain.cluster.ds_pretrain import main\n" \
            "try:\n    main(sys.argv[1:])\nexcept ConfigError as error:\n    print(error)\n" \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
@@ -136,19 +137,19 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
     assert lines[1:] == ["loading torch and DeepSpeed", "connecting 2 ranks", "building the engine"]
 
 
-# ---- signals, with a small program in place of DeepSpeed's launcher
+# ---- signals, with a small program instead of DeepSpeed's launcher
 
-_STARTER = "import os, sys\nfrom pretrain.cluster.ds_pretrain import run_launcher\n" \
+_STARTER = "import os, sys\nfrom pretrain.cluster.local_launch import run_launcher\n" \
            "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ)))"
 _SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"
-_STARTS = "import signal\nprint('ready')\nsignal.pause()"
-_ENDED = "import signal, sys\nfrom pathlib import Path\n" \
+_HAS_NO_HANDLER = "import signal\nprint('ready')\nsignal.pause()"
+_MARKS_SIGTERM = "import signal, sys\nfrom pathlib import Path\n" \
          "signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[1]).touch(), sys.exit()))\n" \
          "print('ready')\nsignal.pause()"
 
 
 @pytest.fixture
-def started() -> "Callable[..., subprocess.Popen[str]]":
+def start_program() -> "Callable[..., subprocess.Popen[str]]":
     def start(*words: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen([sys.executable, "-c", _STARTER, *words], stdout=subprocess.PIPE, text=True,
                                    env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -161,24 +162,25 @@ def started() -> "Callable[..., subprocess.Popen[str]]":
 
 @pytest.mark.parametrize(("program", "number", "code"), [
     (_SAVES, signal.SIGTERM, 75), (_SAVES, signal.SIGINT, 75), (_SAVES, signal.SIGUSR1, 75),
-    (_STARTS, signal.SIGINT, 130), (_STARTS, signal.SIGTERM, 143),
+    (_HAS_NO_HANDLER, signal.SIGINT, 130), (_HAS_NO_HANDLER, signal.SIGTERM, 143),
 ])
-def test_a_signal_lets_ranks_save_or_ends_them_before_they_can(
-        program: str, number: signal.Signals, code: int, started: "Callable[..., subprocess.Popen[str]]") -> None:
-    process = started(program)
+def test_a_signal_makes_ranks_save_or_ends_them_before_training(
+        program: str, number: signal.Signals, code: int, start_program: "Callable[..., subprocess.Popen[str]]") -> None:
+    process = start_program(program)
     process.send_signal(number)
     assert process.wait(60) == code
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_killed_rank_is_reported() -> None:
     done = subprocess.run([sys.executable, "-c", _STARTER, "import sys\nsys.exit(-9)"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
-    assert (done.returncode, done.stderr) == (247, "ds-pretrain: a rank ended by SIGKILL\n")
+    assert (done.returncode, done.stderr) == (247, "ds-pretrain: SIGKILL ended a rank\n")
 
 
-def test_a_killed_command_leaves_no_ranks(tmp_path: Path, started: "Callable[..., subprocess.Popen[str]]") -> None:
-    process = started(_ENDED, str(tmp_path / "ended"))
+def test_killing_ds_pretrain_ends_its_ranks(
+        tmp_path: Path, start_program: "Callable[..., subprocess.Popen[str]]") -> None:
+    process = start_program(_MARKS_SIGTERM, str(tmp_path / "ended"))
     process.kill()
     assert process.stdout is not None
-    assert process.stdout.read() == ""  # the other end of the pipe is closed: the program has ended
+    assert process.stdout.read() == ""  # end of file: the program has ended
     assert (tmp_path / "ended").exists()

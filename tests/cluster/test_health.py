@@ -1,6 +1,7 @@
-"""tools/check_cluster.py on hosts that really differ: network namespaces with their own host names, links and mounts.
+"""tools/check_cluster.py: its evaluation of measurements, and runs on hosts with real faults.
 
-A switch in a namespace of its own joins them; a fault is a token bucket on a link, a tiny tmpfs, a route to nowhere.
+The hosts are network namespaces with their own host names, links and mounts, connected by a switch in another
+namespace. The faults are a token bucket on a link, a tiny tmpfs, and a blackhole route.
 """
 
 import json
@@ -19,123 +20,123 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.cluster.health.check import Place, hosts_of
-from pretrain.cluster.health.connections import ClockServer, Reach, reach
+from pretrain.cluster.health.check import RankLocation, ranks_by_host
+from pretrain.cluster.health.connections import ClockServer, ConnectionResult, measure_connection
 from pretrain.cluster.health.devices import DeviceHealth, device_health
-from pretrain.cluster.health.findings import judge_devices, judge_links, judge_reach
-from pretrain.cluster.health.links import Link, partner_of, rounds, spread
-from pretrain.cluster.health.outliers import culprits, slow
-from pretrain.cluster.health.report import Report
+from pretrain.cluster.health.findings import report_connections, report_devices, report_links
+from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round_robin
+from pretrain.cluster.health.outliers import faulty_hosts, slow
+from pretrain.cluster.health.report import ClusterReport
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT, free_port, run_ranks
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
 
 
-# judging
+# ---- evaluation of measurements
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
-def test_every_pair_plays_once_and_nobody_twice_in_a_round(count: int) -> None:
-    plan = rounds(count)
-    assert sorted(pair for each in plan for pair in each) == list(combinations(range(count), 2))
-    assert all(len({host for pair in each for host in pair}) == 2 * len(each) for each in plan)
-    assert len(plan) == count - 1 + count % 2
-    assert len(spread(plan, 3)) == min(3, len(plan))
+def test_round_robin_has_every_pair_once_and_no_host_twice_in_a_round(count: int) -> None:
+    rounds = round_robin(count)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == count - 1 + count % 2
+    assert len(choose_evenly(rounds, 3)) == min(3, len(rounds))
 
 
-def test_partners_have_the_same_place_on_their_hosts() -> None:
+def test_partners_have_the_same_index_on_their_hosts() -> None:
     hosts = [[0, 1], [2, 3], [4]]
     assert [partner_of(rank, [(0, 1)], hosts) for rank in range(5)] == [2, 3, 0, 1, None]
     assert [partner_of(rank, [(0, 2)], hosts) for rank in range(5)] == [4, None, None, None, 0]
 
 
-def test_outliers_are_against_the_better_median() -> None:
+def test_outliers_are_compared_with_the_higher_median() -> None:
     assert slow([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
     assert slow([1.0, 0.5], 0.8) == [1]
     assert slow([1.0, 0.85, 0.9], 0.8) == []
-    assert culprits({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [("d", ["a", "b", "c"]), ("a and b", [])]
+    assert faulty_hosts({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [("d", ["a", "b", "c"]), ("a and b", [])]
 
 
-def _links(hosts: str, slow_ones: str) -> dict[tuple[str, str], list[Link]]:
-    return {(a, b): [Link(10.0 if {a, b} & set(slow_ones) else 1.0, 10**9, 10.0, False)] * 2
+def _links(hosts: str, slow_hosts: str) -> dict[tuple[str, str], list[Link]]:
+    return {(a, b): [Link(10.0 if {a, b} & set(slow_hosts) else 1.0, 10**9, 10.0, False)] * 2
             for a, b in combinations(hosts, 2)}
 
 
 @pytest.mark.parametrize(("hosts", "bad"), [("abc", "b"), ("abcd", "d"), ("abcd", "cd"), ("abcdefgh", "ae")])
-def test_slow_hosts_are_told_from_their_partners(hosts: str, bad: str) -> None:
-    report = Report(ranks=len(hosts), hosts={host: {} for host in hosts})
-    judge_links(report, _links(hosts, bad), None, 0.0)
+def test_slow_hosts_are_distinguished_from_their_partners(hosts: str, bad: str) -> None:
+    report = ClusterReport(ranks=len(hosts), hosts={host: {} for host in hosts})
+    report_links(report, _links(hosts, bad), None, 0.0)
     assert {finding.where for finding in report.findings} == set(bad)
 
 
-def test_two_hosts_have_nothing_to_be_compared_with_but_a_floor() -> None:
-    report = Report(ranks=2, hosts={"a": {}, "b": {}})
-    judge_links(report, _links("ab", "b"), None, 0.0)
+def test_two_hosts_are_compared_only_with_the_required_minimum() -> None:
+    report = ClusterReport(ranks=2, hosts={"a": {}, "b": {}})
+    report_links(report, _links("ab", "b"), None, 0.0)
     assert report.findings == []
-    judge_links(report, _links("ab", "b"), None, 5.0)
+    report_links(report, _links("ab", "b"), None, 5.0)
     assert [str(each) for each in report.findings] == [
         "a and b: network of 1.6 Gbit/s with each other; expected at least 5 Gbit/s"]
 
 
 def test_wrong_products_and_slow_devices_are_named_with_their_rank() -> None:
-    report = Report(ranks=3, hosts={"a": {}, "b": {}})
+    report = ClusterReport(ranks=3, hosts={"a": {}, "b": {}})
     good = DeviceHealth(100.0, 2**33, 50.0, ())
-    judge_devices(report, {"a": [0, 1], "b": [2]}, None,
+    report_devices(report, {"a": [0, 1], "b": [2]}, None,
                   [good, DeviceHealth(60.0, 2**33, 50.0, ()), DeviceHealth(100.0, 2**33, 50.0, ("wrong product",))])
     assert [str(each) for each in report.findings] == [
         "b: rank 2: wrong product",
         "a: rank 1: matrix products of 60 TFLOP/s; the median is 100, expected at least 80% of it"]
 
 
-def test_one_wrong_number_in_one_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = torch.Tensor.__matmul__, []
+def test_one_wrong_element_of_one_matrix_product_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = torch.Tensor.__matmul__, []
 
-    def once_wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product = right(a, b)
+    def wrong_once(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = original(a, b)
         calls.append(product.shape)
         if product.shape == (96, 96) and calls.count(product.shape) == 3:
             product[17, 5] += 1
         return product
 
-    assert device_health(96, 2**20).complaints == ()
-    monkeypatch.setattr(torch.Tensor, "__matmul__", once_wrong)
-    assert device_health(96, 2**20).complaints == ("wrong matrix product in 1 of 6",)
+    assert device_health(96, 2**20).problems == ()
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong_once)
+    assert device_health(96, 2**20).problems == ("wrong result in 1 of 6 matrix products",)
 
 
-def test_a_clock_that_is_off_is_measured_and_named() -> None:
+def test_a_wrong_clock_is_measured_and_reported() -> None:
     server = ClockServer(lambda: time.time() + 5.0)
     try:
-        seen = reach(("127.0.0.1", server.port))
+        result = measure_connection(("127.0.0.1", server.port))
     finally:
         server.close()
-    assert seen.clock_offset_s == pytest.approx(5.0, abs=2.0)  # a busy machine stands between two looks at a clock
-    seen = replace(seen, clock_offset_s=5.0)
-    here = Reach(1e-4, 0.0)
-    report = Report(ranks=3)  # rank 0's clock is the one that is off
-    judge_reach(report, {"a": [0], "b": [1], "c": [2]}, 1.0,
-                [{"b": here, "c": here}, {"a": seen, "c": here}, {"a": seen, "b": here}])
+    assert result.clock_offset_s == pytest.approx(5.0, abs=2.0)  # a busy machine delays the reading of a clock
+    ahead = replace(result, clock_offset_s=5.0)
+    equal = ConnectionResult(1e-4, 0.0)
+    report = ClusterReport(ranks=3)  # the clock of rank 0's host is wrong
+    report_connections(report, {"a": [0], "b": [1], "c": [2]}, 1.0,
+                [{"b": equal, "c": equal}, {"a": ahead, "c": equal}, {"a": ahead, "b": equal}])
     (finding,) = report.findings
     assert finding.where == "a"
     assert "5 s ahead" in finding.text
-    assert reach(("127.0.0.1", server.port)).error
+    assert measure_connection(("127.0.0.1", server.port)).error  # the server is closed
 
 
-def test_hosts_of_one_name_are_kept_apart() -> None:
-    places = [Place("node", local, "", 0) for local in (0, 1, 0, 1)]
-    assert hosts_of(places) == {"node": [0, 1], "node#2": [2, 3]}
+def test_hosts_with_equal_names_stay_separate() -> None:
+    locations = [RankLocation("node", local, "", 0) for local in (0, 1, 0, 1)]
+    assert ranks_by_host(locations) == {"node": [0, 1], "node#2": [2, 3]}
 
 
-# the real thing
+# ---- real hosts
 
 
 class Switch:
-    """Hosts h0 to h3 at 10.0.0.1, .2, ...; each a network namespace, named after this process."""
+    """Hosts h0 to h3 with the addresses 10.0.0.1 to .4. Each is a network namespace, named after this process."""
 
     def __init__(self) -> None:
         self.prefix = f"hc{os.getpid()}"
         self.namespaces: list[str] = []
-        self.port = free_port()  # /dev/shm, where DeepSpeed names files by it, is not a namespace's own
+        self.port = free_port()  # unique per test: DeepSpeed names files in the shared /dev/shm after it
 
     def build(self) -> None:
         self._namespace("switch")
@@ -158,7 +159,7 @@ class Switch:
 
     def check(self, folder: Path, flags: list[str], setups: list[str], *, per_host: int = 1,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
-        """Start the tool on every rank, as a launcher would; `setups` run before it, one a host."""
+        """Start the tool on every rank, as a launcher would. `setups`: one shell command per host, run first."""
         host = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "eth0",
                 "LOCAL_SIZE": str(per_host), "LOCAL_WORLD_SIZE": str(per_host)}
         hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup,
@@ -170,7 +171,7 @@ class Switch:
         logs = folder.parent / f"{folder.name}-logs"
         logs.mkdir()
         done = run_ranks(command, ranks, cwd=logs, environ={"HOSTS": json.dumps(hosts), **(environ or {})})
-        for each in done:  # torch, imported before the tool could tell it to be quiet, finds no names for 10.0.0.x
+        for each in done:  # torch warns that 10.0.0.x has no host name, before the tool sets the log level
             each.stdout = "".join(line for line in each.stdout.splitlines(True) if "[c10d] The hostname" not in line)
         return done
 
@@ -185,8 +186,6 @@ def _run(*command: str) -> None:
 
 @pytest.fixture
 def switch() -> Iterator[Switch]:
-    if os.geteuid() != 0:
-        pytest.skip("hosts of their own need root, for network namespaces")
     if shutil.which("ip") is None and shutil.which("apt-get"):
         subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], capture_output=True)
     made = Switch()
@@ -194,16 +193,17 @@ def switch() -> Iterator[Switch]:
         made.build()
     except (OSError, subprocess.CalledProcessError) as error:
         made.close()
-        pytest.skip(f"this machine makes no network namespaces: {getattr(error, 'stderr', error)}")
+        pytest.skip(f"this machine cannot create network namespaces: {getattr(error, 'stderr', error)}")
     yield made
     made.close()
 
 
-def _bad(done: subprocess.CompletedProcess[str]) -> list[str]:
+def _findings(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line.removeprefix("BAD  ") for line in done.stdout.splitlines() if line.startswith("BAD")]
 
 
-def test_slow_link_full_disk_and_a_checkpoint_that_does_not_fit(switch: Switch, corpus: str, tmp_path: Path) -> None:
+@pytest.mark.root
+def test_slow_link_full_disk_and_too_small_disk_are_reported(switch: Switch, corpus: str, tmp_path: Path) -> None:
     run = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2_bf16.json"), "--model", "tiny", "--train_data",
            corpus, "--seq_length", "64", "--micro_batch_size", "1", "--gradient_accumulation_steps", "1",
            "--learning_rate", "1e-3", "--train_steps", "5", "--split", "80,20,0"]
@@ -213,10 +213,10 @@ def test_slow_link_full_disk_and_a_checkpoint_that_does_not_fit(switch: Switch, 
         "", f"mount -t tmpfs -o size=1m none {folder}", f"mount -t tmpfs -o size=8m none {folder}",
         "tc qdisc add dev eth0 root tbf rate 10mbit burst 64kb latency 500ms"])
     assert [each.returncode for each in done] == [1] * 4, done[0].stdout
-    bad = [line for line in _bad(done[0]) if "latency of" not in line]  # it depends on what else this machine does
+    bad = [line for line in _findings(done[0]) if "latency of" not in line]  # latency depends on this machine's load
     assert [line.split(":")[0] for line in bad] == ["h1", "h2", "h3"], done[0].stdout
     assert "No space left on device" in bad[0]
-    assert "GB are free; expected" in bad[1]
+    assert "GB are free; a checkpoint needs" in bad[1]
     assert "network of" in bad[2]
     assert "with h0, h1, h2" in bad[2]
     rows = {line.split()[0]: line for line in done[0].stdout.splitlines() if line[:1] == "h" and line[1:2].isdigit()}
@@ -225,7 +225,8 @@ def test_slow_link_full_disk_and_a_checkpoint_that_does_not_fit(switch: Switch, 
     assert list(folder.iterdir()) == []
 
 
-def test_a_sound_cluster_as_json(switch: Switch, tmp_path: Path) -> None:
+@pytest.mark.root
+def test_json_report_of_a_healthy_cluster(switch: Switch, tmp_path: Path) -> None:
     done = switch.check(tmp_path / "run", [*SMALL, "--min_ratio", "0.001", "--json"], ["", ""], per_host=2)
     assert [each.returncode for each in done] == [0] * 4, done[0].stdout
     report = json.loads(done[0].stdout)
@@ -239,26 +240,27 @@ def test_a_sound_cluster_as_json(switch: Switch, tmp_path: Path) -> None:
     assert report["collectives"].keys() == {"all-reduce", "all-gather"}
 
 
-def test_two_hosts_that_do_not_reach_each_other(switch: Switch, tmp_path: Path) -> None:
+@pytest.mark.root
+def test_hosts_that_cannot_connect_are_reported(switch: Switch, tmp_path: Path) -> None:
     done = switch.check(tmp_path / "run", [*SMALL, "--min_ratio", "0.001"], ["", "ip route add blackhole 10.0.0.3", ""])
     assert [each.returncode for each in done] == [1] * 3, done[0].stdout
-    (bad,) = _bad(done[0])
+    (bad,) = _findings(done[0])
     assert bad.startswith("h1 and h2: no TCP connection with each other")
     assert "no transfers were measured" in done[0].stdout
 
 
-def test_a_host_without_a_cable(switch: Switch, tmp_path: Path) -> None:
-    """Each side says what it knows, and ends."""
-    here = ["", "ip link set eth0 down"]
-    (first,) = switch.check(tmp_path / "first", ["--timeout", "1"], here, environ={"RANK": "0", "WORLD_SIZE": "2"})
-    (second,) = switch.check(tmp_path / "second", ["--timeout", "1"], here, environ={"RANK": "1", "WORLD_SIZE": "2"})
+@pytest.mark.root
+def test_without_a_network_both_hosts_report_and_exit(switch: Switch, tmp_path: Path) -> None:
+    setups = ["", "ip link set eth0 down"]
+    (first,) = switch.check(tmp_path / "first", ["--timeout", "1"], setups, environ={"RANK": "0", "WORLD_SIZE": "2"})
+    (second,) = switch.check(tmp_path / "second", ["--timeout", "1"], setups, environ={"RANK": "1", "WORLD_SIZE": "2"})
     assert (first.returncode, second.returncode) == (1, 1), (first, second)
-    assert _bad(first) == ["rank 1: rank 1 of 2 said nothing for 7 s (start); ranks came from h0"]
-    assert second.stdout.startswith(f"ds-pretrain: error: h1: no connection with rank 0 at 10.0.0.1:{switch.port}")
+    assert _findings(first) == ["rank 1: rank 1 of 2 did not answer for 7 s (start); other ranks started on h0"]
+    assert second.stdout.startswith(f"ds-pretrain: error: h1: no connection to rank 0 at 10.0.0.1:{switch.port}")
     assert len(second.stdout.splitlines()) == 1
 
 
-def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
+def test_a_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -272,7 +274,7 @@ def test_a_taken_port_is_named_with_its_remedy(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_bad_flags_are_refused() -> None:
+def test_bad_flags_are_rejected() -> None:
     tool = ROOT / "tools" / "check_cluster.py"
     parse = runpy.run_path(str(tool))["parse"]
     for words in (["--rounds", "-1"], ["--message_mib", "0"], ["--timeout", "nan"]):

@@ -1,4 +1,4 @@
-"""What can be judged before any host is asked: the hostfile, its filters, the command line, the ranks' environment."""
+"""Hostfile, host filters, command lines and the ranks' environment: everything that needs no other host."""
 
 import subprocess
 from pathlib import Path
@@ -6,34 +6,34 @@ from pathlib import Path
 import pytest
 
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.hosts.multihost_job import exit_code
-from pretrain.cluster.hosts.preflight import Facts
+from pretrain.cluster.hosts.multihost_job import combine_exit_codes
+from pretrain.cluster.hosts.preflight import HostFacts
 from pretrain.cluster.hosts.rank_environment import (
     interface_variables,
-    own_variables,
-    run_variables,
-    threads,
+    rank_variables,
+    threads_per_rank,
+    user_variables,
     write_environment,
 )
-from pretrain.cluster.launcher_flags import command_line
-from pretrain.cluster.multihost_launch import deepspeed_command, main, quoted_for_pdsh
+from pretrain.cluster.launcher_flags import launcher_parser
+from pretrain.cluster.multihost_launch import deepspeed_command, main, quote_for_pdsh
 from pretrain.errors import ConfigError
 
 
-def _facts(*, interface: str = "eth0", cores: int = 8, gpus: int = 0) -> Facts:
-    return Facts(host_name="", python="3", packages={}, folder=True, code="c", commit="c", files={}, run="",
-                 interface=[interface, "10.0.0.1"], cores=cores, gpus=gpus)
+def _facts(*, interface: str = "eth0", cores: int = 8, gpus: int = 0) -> HostFacts:
+    return HostFacts(host_name="", python="3", packages={}, has_folder=True, code_digest="c", commit="c", files={},
+                     run_problem="", interface=[interface, "10.0.0.1"], cores=cores, gpus=gpus)
 
 
-def test_hostfile_in_its_order(tmp_path: Path) -> None:
+def test_hosts_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two machines\n\nnode-b  slots=4\n10.0.0.7\tslots=2  # the old one\n")
     assert list(read_hostfile(str(path)).items()) == [("node-b", 4), ("10.0.0.7", 2)]
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("a slots=2\na slots=1\n", [":2", "a again", "line 1"]),
-    ("a\n", [":1", "'a'", "NAME slots=N", "a slots=1"]),
+    ("a slots=2\na slots=1\n", [":2", "host a", "already on line 1"]),
+    ("a\n", [":1", "'a'", "NAME slots=N", "`a slots=1`"]),
     ("a slots = 2\n", [":1", "'a slots = 2'", "no spaces around ="]),
     ("a slots=two\n", [":1", "'a slots=two'"]),
     ("a slots=2 max-slots=4\n", [":1", "max-slots"]),
@@ -41,9 +41,9 @@ def test_hostfile_in_its_order(tmp_path: Path) -> None:
     ("me@a slots=1\n", [":1", "'me@a'", ".ssh/config"]),
     ("a;reboot slots=1\n", [":1", "'a;reboot'"]),
     ("# nobody\n", ["no hosts"]),
-    ("\0\xff slots=1", [":1", "expected"]),
+    ("\0\xff slots=1", [":1", "expected a host name"]),
 ])
-def test_bad_hostfiles_are_refused(text: str, words: list[str], tmp_path: Path) -> None:
+def test_bad_hostfiles_are_rejected(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -52,35 +52,35 @@ def test_bad_hostfiles_are_refused(text: str, words: list[str], tmp_path: Path) 
     assert "\n" not in str(error.value)
 
 
-def test_missing_hostfile_and_wrong_flags_are_refused(tmp_path: Path) -> None:
-    for words, found in ((["--hostfile", str(tmp_path / "none"), "--"], "No such file"),
+def test_missing_hostfile_and_wrong_flags_are_rejected(tmp_path: Path) -> None:
+    for words, message in ((["--hostfile", str(tmp_path / "none"), "--"], "No such file"),
                          (["--hostfile", "x"], "No such file"), (["--hostfle", "x", "--"], "did you mean"),
-                         (["--"], "no --hostfile")):
-        with pytest.raises(ConfigError, match=found):
+                         (["--"], "--hostfile is missing")):
+        with pytest.raises(ConfigError, match=message):
             main(words)
 
 
-def test_filters_mean_what_deepspeed_means() -> None:
+def test_filters_choose_the_same_hosts_as_deepspeed() -> None:
     from deepspeed.launcher.runner import apply_num_nodes_and_gpus, parse_inclusion_exclusion
 
     hosts = {"a": 4, "b": 4, "c": 2}
     for include, exclude, nodes, slots in (("", "", -1, -1), ("b@a:2,0", "", -1, -1), ("", "a:1@c", -1, -1),
                                            ("", "c:0,1", -1, -1), ("", "", 2, 3), ("", "", -1, 1)):
-        theirs = apply_num_nodes_and_gpus(parse_inclusion_exclusion(hosts, include, exclude), nodes, slots)
+        deepspeeds = apply_num_nodes_and_gpus(parse_inclusion_exclusion(hosts, include, exclude), nodes, slots)
         ours = choose_hosts(hosts, include=include, exclude=exclude, num_nodes=nodes, num_slots=slots)
-        assert list(ours.items()) == list(theirs.items())
+        assert list(ours.items()) == list(deepspeeds.items())
 
 
 @pytest.mark.parametrize(("filters", "words"), [
-    ({"include": "a", "exclude": "b"}, ["more than one"]),
+    ({"include": "a", "exclude": "b"}, ["--include, --exclude", "cannot be combined"]),
     ({"include": "node-x"}, ["--include", "'node-x'", 'did you mean "node-a"?']),
     ({"exclude": "node-a:0-1"}, ["--exclude", "'0-1'", "no ranges"]),
     ({"include": "node-a:2"}, ["slot '2'", "from 0 to 1"]),
-    ({"exclude": "node-a@b"}, ["every slot"]),
-    ({"num_nodes": 3}, ["--num_nodes", "at most the hostfile's 2"]),
-    ({"num_slots": 2}, ["--num_gpus", "1 slots of b"]),
+    ({"exclude": "node-a@b"}, ["every slot is excluded"]),
+    ({"num_nodes": 3}, ["--num_nodes", "at most 2"]),
+    ({"num_slots": 2}, ["--num_gpus", "at most 1, the slots of b"]),
 ])
-def test_bad_filters_are_refused(filters: dict[str, str | int], words: list[str]) -> None:
+def test_bad_filters_are_rejected(filters: dict[str, str | int], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         choose_hosts({"node-a": 2, "b": 1}, **filters)  # type: ignore[arg-type]
     assert all(word in str(error.value) for word in words), error.value
@@ -90,37 +90,37 @@ def test_environment_of_the_ranks(tmp_path: Path) -> None:
     shell = {"NCCL_DEBUG": "INFO", "HF_HOME": "/data/hf", "HF_TOKEN": "secret", "HOME": "/root", "DS_ENV_FILE": "x",
              "TORCH_LOGS": 'a"b', "OMP_NUM_THREADS": "3"}
     (tmp_path / ".deepspeed_env").write_text("\n# mine\nNCCL_DEBUG=WARN\nexport MY_FLAG=a b\n\n")
-    own = own_variables(shell, [tmp_path, tmp_path / "none"])
-    assert own == {"NCCL_DEBUG": "WARN", "HF_HOME": "/data/hf", "OMP_NUM_THREADS": "3", "MY_FLAG": "a b"}
-    facts, slots = {"a": _facts(cores=8), "b": _facts(cores=4)}, {"a": 2, "b": 2}
-    assert threads(facts, slots) == 2
-    variables = run_variables(facts, slots, own, job="j")
+    user = user_variables(shell, [tmp_path, tmp_path / "none"])
+    assert user == {"NCCL_DEBUG": "WARN", "HF_HOME": "/data/hf", "OMP_NUM_THREADS": "3", "MY_FLAG": "a b"}
+    facts, ranks = {"a": _facts(cores=8), "b": _facts(cores=4)}, {"a": 2, "b": 2}
+    assert threads_per_rank(facts, ranks) == 2
+    variables = rank_variables(facts, ranks, user, job="j")
     path = write_environment(tmp_path / "run", variables)
     assert path.read_text().splitlines() == [
         "OMP_NUM_THREADS=3", "NCCL_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=WARN",
         "HF_HOME=/data/hf", "MY_FLAG=a b", "DS_PRETRAIN_JOB=j"]
     assert path.stat().st_mode & 0o077 == 0
     different = {"a": _facts(interface="eth0"), "b": _facts(interface="ens3")}
-    assert interface_variables(different) == {"NCCL_SOCKET_IFNAME": "eth0,ens3"}  # gloo: each rank chooses
+    assert interface_variables(different) == {"NCCL_SOCKET_IFNAME": "eth0,ens3"}  # gloo: each rank chooses its own
     (tmp_path / ".deepspeed_env").write_text("not a variable\n")
     with pytest.raises(ConfigError, match=r"deepspeed_env:1: found 'not a variable'"):
-        own_variables({}, [tmp_path])
+        user_variables({}, [tmp_path])
 
 
-def test_words_survive_deepspeed_pdsh_and_the_shell(tmp_path: Path) -> None:
+def test_quoted_words_survive_deepspeed_pdsh_and_the_shell(tmp_path: Path) -> None:
     from deepspeed.launcher.multinode_runner import PDSHRunner
     from deepspeed.launcher.runner import parse_args
 
     words = ["--a", "two words", 'quote " and $HOME `x` \\', "$HOME;ls", "it's", "100%n", "x=%h,y", "(a|b)*", "a b %n"]
-    args = parse_args(["train.py", *map(quoted_for_pdsh, words)])
-    line = " ".join(PDSHRunner(args, "").user_arguments).replace("%%", "%")  # what pdsh does
+    args = parse_args(["train.py", *map(quote_for_pdsh, words)])
+    line = " ".join(PDSHRunner(args, "").user_arguments).replace("%%", "%")  # as pdsh does
     shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == words
 
 
-def test_command_of_each_launcher() -> None:
+def test_deepspeed_command_for_each_launcher() -> None:
     def command(*words: str) -> str:
-        flags = command_line("").parse_args(["--hostfile", "hosts", *words])
+        flags = launcher_parser("").parse_args(["--hostfile", "hosts", *words])
         return " ".join(deepspeed_command(flags, ["--save", "r"], hostfile=Path("/hosts"), master_addr="10.0.0.1",
                                           interface="ib0"))
 
@@ -131,9 +131,9 @@ def test_command_of_each_launcher() -> None:
     assert command().endswith("pretrain/train.py --save r")
 
 
-def test_one_exit_code_for_all_hosts() -> None:
-    assert exit_code([0, 0]) == 0
-    assert exit_code([75, 75]) == 75
-    assert exit_code([75, 247]) == 247  # not all have saved
-    assert exit_code([247, 77]) == 77
-    assert exit_code([1, 2]) == 2
+def test_exit_codes_of_hosts_are_combined() -> None:
+    assert combine_exit_codes([0, 0]) == 0
+    assert combine_exit_codes([75, 75]) == 75
+    assert combine_exit_codes([75, 247]) == 247  # not all have saved
+    assert combine_exit_codes([247, 77]) == 77
+    assert combine_exit_codes([1, 2]) == 2

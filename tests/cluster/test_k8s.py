@@ -1,4 +1,4 @@
-"""The manifests of launch/k8s against the schemas of Kubernetes and Kubeflow's operator. No cluster runs them here."""
+"""Validate the manifests of launch/k8s with the schemas of Kubernetes and of Kubeflow's operator, without a cluster."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ def _documents(name: str) -> list[dict[str, Any]]:
 
 
 def _check(document: dict[str, Any]) -> None:
-    """Raises where a key is unknown, missing or of another type."""
+    """Raise ValidationError for a key that is unknown, missing or of the wrong type."""
     kubernetes_validate.validate(document, VERSION, strict=True)
 
 
 def _check_model(value: Any, kind: str) -> None:
-    """The same by the operator's own classes, whose leaves are Kubernetes's."""
+    """Validate with the operator's model classes, and pod templates with the schema of Kubernetes."""
     model = getattr(models, kind, None)
     if kind == "V1PodTemplateSpec":
         _check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": value})
@@ -65,7 +65,7 @@ def test_pytorchjob() -> None:
         _check_model({"nprocPerPod": "8"}, "KubeflowOrgV1PyTorchJobSpec")
 
 
-def test_the_programs_that_they_start_are_there() -> None:
+def test_manifests_start_an_existing_program() -> None:
     for path in sorted(FOLDER.iterdir()):
         assert "pretrain/train.py" in path.read_text()
         assert Path(ROOT / "pretrain/train.py").is_file()

@@ -1,4 +1,4 @@
-"""launch/mpi.sh with Open MPI and MPICH, and ranks and addresses as MPI tells them."""
+"""launch/mpi.sh with Open MPI and MPICH; ranks and addresses that come from MPI."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import losses, rows
 
 __all__ = ["mpi"]  # the fixture
-_TELL = """
+_PRINT_WORLD = """
 import os, sys
 from pretrain.distributed.world import running_environment
 world = running_environment()
 words = world.rank, world.size, world.local_rank, world.local_size, world.launcher, os.environ["MASTER_ADDR"]
-sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: mpirun mixes the ranks' output
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write: mpirun mixes the ranks' output
 """
 
 
@@ -30,7 +30,7 @@ def environ(mpi: None) -> dict[str, str]:
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
+def test_a_run_stopped_by_a_signal_under_open_mpi_resumes_under_mpich(
         environ: dict[str, str], corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["--", "--deepspeed_config", str(ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"), "--model", "tiny",
@@ -38,19 +38,19 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
              "--micro_batch_size", "2", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3", "--split",
              "80,20,0", "--eval_steps", "1", "--log_interval", "1", "--train_steps", "120", "--save", str(run)]
     script = str(ROOT / "launch" / "mpi.sh")
-    own = {name: value for name, value in environ.items() if not name.startswith("OMPI_ALLOW")}  # the script's part
+    without_root = {name: value for name, value in environ.items() if not name.startswith("OMPI_ALLOW")}
     first = subprocess.Popen([script, "-np", "2", "--oversubscribe", *flags], text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, env={**own, "MPIRUN": "mpirun.openmpi"})
+                             stderr=subprocess.STDOUT, env={**without_root, "MPIRUN": "mpirun.openmpi"})
     try:
         while not (run / "metrics.jsonl").exists() and first.poll() is None:
             time.sleep(0.1)
-        first.send_signal(signal.SIGUSR1)  # to mpirun, which hands it on
+        first.send_signal(signal.SIGUSR1)  # mpirun passes it on to the ranks
         output, _ = first.communicate(timeout=LIMIT_S)
     finally:
         first.kill()
     assert first.returncode == 75, output
-    assert ("running as root: Open MPI gets its --allow-run-as-root" in output) == (os.geteuid() == 0)
-    assert "\033" not in output  # Open MPI gives each rank a terminal, whatever becomes of the output
+    assert ("running as root: allowing Open MPI to run as root" in output) == (os.geteuid() == 0)
+    assert "\033" not in output  # no escape codes, although Open MPI gives each rank a terminal
 
     second = subprocess.run([script, "-n", "2", *flags, "--resume", "required"], text=True, capture_output=True,
                             env={**environ, "MPIRUN": "mpirun.mpich"}, timeout=LIMIT_S)
@@ -63,30 +63,31 @@ def test_a_run_that_open_mpi_started_and_a_signal_stopped_goes_on_under_mpich(
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [
-    # as of a launcher that sets PMIx's variables alone
+    # as with a launcher that sets only the variables of PMIx
     (["OMPI_COMM_WORLD_RANK"], ["0 2 0 2 mpi 127.0.0.1", "1 2 1 2 mpi 127.0.0.1"]),
-    # as on two hosts
+    # as on two hosts with one rank each
     (["OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
      ["0 2 0 1 openmpi ADDRESS", "1 2 0 1 openmpi ADDRESS"]),
 ])
-def test_what_the_launcher_does_not_say_comes_through_mpi(
+def test_missing_variables_are_replaced_by_values_from_mpi(
         environ: dict[str, str], hidden: list[str], expected: list[str]) -> None:
     done = subprocess.run(
         ["mpirun.openmpi", "-np", "2", "--oversubscribe", "env", *(word for name in hidden for word in ("-u", name)),
-         sys.executable, "-c", _TELL], env=environ, text=True, capture_output=True, timeout=LIMIT_S)
+         sys.executable, "-c", _PRINT_WORLD], env=environ, text=True, capture_output=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     address = subprocess.run(["hostname", "-I"], text=True, capture_output=True).stdout.split()[0]
     assert sorted(done.stdout.splitlines()) == [line.replace("ADDRESS", address) for line in expected]
 
 
-def test_a_wrong_run_is_refused_before_mpirun_starts(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_bad_run_is_rejected_before_mpirun_starts(environ: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run([ROOT / "launch" / "mpi.sh", "-np", "2", "--", "--save", str(tmp_path), "--seq_length", "0"],
                           env=environ, text=True, capture_output=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == "ds-pretrain: error: --seq_length: found 0; expected at least 1.\n"
 
 
-def test_a_command_line_without_flags_for_the_run_is_refused() -> None:
+def test_a_command_line_without_flags_for_the_run_is_rejected() -> None:
     done = subprocess.run([ROOT / "launch" / "mpi.sh", "-np", "2"], text=True, capture_output=True)
     assert done.returncode == 2
-    assert "expected launch/mpi.sh -np RANKS -- --config run.yaml" in done.stderr
+    assert "the flags of pretrain/train.py are missing" in done.stderr
+    assert "launch/mpi.sh -np RANKS -- --config run.yaml" in done.stderr

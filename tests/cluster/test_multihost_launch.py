@@ -1,4 +1,4 @@
-"""Two hosts over ssh: they train as one does, an unfit one is named before anything starts, nothing stays behind."""
+"""launch/cluster.sh with two hosts over ssh: training, rejected hosts, signals, and failures that end all hosts."""
 
 import contextlib
 import os
@@ -23,6 +23,7 @@ from tests.support.launch import LIMIT_S, ROOT, free_port
 from tests.test_train import _flags, launch, losses, rows
 
 __all__ = ["mpi"]  # the fixture
+pytestmark = pytest.mark.root
 ZERO2 = ROOT / "ds_configs" / "zero2_bf16.json"
 PIPELINE = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 TRAIN = str(ROOT / "pretrain" / "train.py")
@@ -35,7 +36,7 @@ def _command(hosts: Hosts, folder: Path, *words: str) -> list[str]:
 
 @contextlib.contextmanager
 def _started(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iterator["subprocess.Popen[str]"]:
-    """launch/cluster.sh, ended with its hosts' processes where a test fails."""
+    """launch/cluster.sh as a process. At the end, also of a failed test, all processes of its hosts are killed."""
     command = [*_command(hosts, folder, *words), "--", *flags]
     process = subprocess.Popen(command, env=hosts.environ, cwd=folder, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)
@@ -61,10 +62,10 @@ def _rank(host: Host) -> int:
     return pid
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_two_hosts_train_as_one(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """ZeRO-2 through launch/cluster.sh, a pipeline through plain `deepspeed`; nobody names an interface."""
-    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # two threads round otherwise
+@pytest.mark.slow
+def test_two_hosts_have_the_losses_of_one_host(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """ZeRO-2 by launch/cluster.sh, a pipeline by plain `deepspeed`. No flag or variable names a network interface."""
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # two threads round differently
     commands = {ZERO2: [*_command(hosts, tmp_path), "--"],
                 PIPELINE: ["deepspeed", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")),
                            "--master_port", str(free_port()), TRAIN]}
@@ -79,9 +80,9 @@ def test_two_hosts_train_as_one(hosts: Hosts, corpus: str, tmp_path: Path) -> No
         assert losses(run) == [pytest.approx(row, rel=1e-6) for row in losses(one)]
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
-    """`--launcher openmpi` and `mpich`: DeepSpeed hands over to their `mpirun`, which reaches the hosts by ssh."""
+@pytest.mark.slow
+def test_mpi_launchers(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
+    """`--launcher openmpi` and `mpich`: DeepSpeed calls their `mpirun`, which reaches the hosts by ssh."""
     found = {}
     for launcher in ("openmpi", "mpich"):
         folder, run = tmp_path / launcher, tmp_path / f"run-{launcher}"
@@ -90,9 +91,10 @@ def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: 
         (folder / "mpirun").chmod(0o755)
         environ = {**hosts.environ, "PATH": os.pathsep.join([str(folder), hosts.environ["PATH"]]),
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # MPICH's mpirun tells the hosts to call it back by this machine's name, which they do not know
-        own = ["--launcher_args=-localhost " + hosts.a.address.rpartition(".")[0] + ".254"] * (launcher == "mpich")
-        command = [*_command(hosts, tmp_path, "--launcher", launcher, *own), "--"]
+        # MPICH's mpirun makes the hosts connect back to this machine by its name, which they cannot resolve
+        network = hosts.a.address.rpartition(".")[0]
+        own_address = [f"--launcher_args=-localhost {network}.254"] if launcher == "mpich" else []
+        command = [*_command(hosts, tmp_path, "--launcher", launcher, *own_address), "--"]
         done = subprocess.run([*command, *_flags(corpus, run, "--train_steps", "3", config=ZERO2)], env=environ,
                               cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -103,7 +105,7 @@ def test_launchers_that_are_mpi(hosts: Hosts, mpi: None, corpus: str, tmp_path: 
     assert found["openmpi"] == found["mpich"]
 
 
-def _refused(hosts: Hosts, command: list[str], folder: Path) -> str:
+def _rejection(hosts: Hosts, command: list[str], folder: Path) -> str:
     done = subprocess.run(command, env=hosts.environ, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
@@ -112,13 +114,13 @@ def _refused(hosts: Hosts, command: list[str], folder: Path) -> str:
     return line
 
 
-def test_unfit_hosts_are_named(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     flags = ["--", *_flags(corpus, tmp_path / "runs" / "one", "--train_steps", "3", config=ZERO2)]
-    nowhere = hosts.b.address.replace(".2", ".77")
+    unreachable = hosts.b.address.replace(".2", ".77")
     hostfile = hosts.hostfile(tmp_path / "hosts3")
-    hostfile.write_text(hostfile.read_text() + f"{nowhere} slots=1\n")
-    line = _refused(hosts, [*_command(hosts, tmp_path), "--hostfile", str(hostfile), *flags], tmp_path)
-    assert f"found {nowhere}: no ssh to it" in line
+    hostfile.write_text(hostfile.read_text() + f"{unreachable} slots=1\n")
+    line = _rejection(hosts, [*_command(hosts, tmp_path), "--hostfile", str(hostfile), *flags], tmp_path)
+    assert f"hosts: {unreachable}: ssh failed" in line
     assert hosts.a.address not in line
 
     metadata = next(Path(str(file.locate())) for file in files("transformers") or () if file.name == "METADATA")
@@ -128,19 +130,19 @@ def test_unfit_hosts_are_named(hosts: Hosts, corpus: str, tmp_path: Path) -> Non
     empty.mkdir()
     (tmp_path / "runs").mkdir()
     with hosts.b.bind(other, metadata):
-        line = _refused(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
-        assert f"{hosts.b.address}: transformers 4.0.0 (here 5." in line
+        line = _rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+        assert f"{hosts.b.address}: transformers 4.0.0, but 5." in line
     with hosts.b.bind(empty, Path(corpus).parent), hosts.b.bind(empty, tmp_path / "runs"):
-        line = _refused(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
+        line = _rejection(hosts, [*_command(hosts, tmp_path), *flags], tmp_path)
     assert f"{hosts.b.address}: no {corpus}.bin; {hosts.b.address}: no {corpus}.idx" in line
-    assert f"{hosts.b.address}: --save is no such folder there" in line
+    assert f"{hosts.b.address}: --save does not exist on this host" in line
     assert hosts.a.address not in line
-    line = _refused(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
+    line = _rejection(hosts, [*_command(hosts, tmp_path), *flags, "--seq_length", "0"], tmp_path)
     assert line == "ds-pretrain: error: --seq_length: found 0; expected at least 1."  # before any rank starts
     assert not (tmp_path / "runs" / "one").exists()
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+@pytest.mark.slow
 def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
@@ -154,7 +156,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     assert found is not None
     with _started(hosts, tmp_path, flags, "--grace", "1") as process:
         _wait_for_rows(run, len(rows(run)) + 2, process)
-        os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice anything by itself
+        os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice the failure by itself
         os.kill(_rank(hosts.b), signal.SIGKILL)
         output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 256 - signal.SIGKILL, output
@@ -163,9 +165,9 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     assert f"resumed from {run / 'checkpoints' / found[0].name}" in output
 
 
-def _launchers_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
-                           *words: str) -> list["subprocess.Popen[str]"]:
-    """The same command on both hosts, with the number of each: as a scheduler would start it."""
+def _start_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
+                       *words: str) -> list["subprocess.Popen[str]"]:
+    """Start the same command with its --node_rank on both hosts, as a scheduler would."""
     port, hostfile = free_port(), hosts.hostfile(folder / "hosts")
     command = [str(ROOT / "launch" / "cluster.sh"), "--hostfile", str(hostfile), "--no_ssh", "--master_addr",
                hosts.a.address, "--master_port", str(port), *words]
@@ -176,19 +178,19 @@ def _launchers_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
                              stderr=subprocess.STDOUT) for host, line in zip((hosts.a, hosts.b), lines, strict=True)]
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_without_ssh_a_failed_host_ends_the_other(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
     empty = tmp_path / "empty"
     empty.mkdir()
     with hosts.b.bind(empty, Path(corpus).parent):
-        both = _launchers_without_ssh(hosts, tmp_path, flags)
+        both = _start_without_ssh(hosts, tmp_path, flags)
         output = [launcher.communicate(timeout=LIMIT_S)[0] for launcher in both]
     assert [launcher.returncode for launcher in both] == [2, 2], output
-    assert f"found {hosts.b.address}: no {corpus}.bin" in output[0]
-    assert f"no {corpus}.bin" in output[1]
-    both = _launchers_without_ssh(hosts, tmp_path, flags, "--grace", "1")
+    assert f"{hosts.b.address}: no {corpus}.bin" in output[0]
+    assert f"missing files of the run: {corpus}.bin" in output[1]
+    both = _start_without_ssh(hosts, tmp_path, flags, "--grace", "1")
     _wait_for_rows(run, 2, both[0])
     os.kill(_rank(hosts.a), signal.SIGSTOP)
     os.kill(_rank(hosts.b), signal.SIGKILL)
@@ -198,9 +200,9 @@ def test_launchers_without_ssh_share_their_fate(hosts: Hosts, corpus: str, tmp_p
     hosts.wait_until_empty()
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_a_cut_cable_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """Without help gloo waits for the process group's time-out on both sides; then each host ends by itself."""
+@pytest.mark.slow
+def test_a_cut_network_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """gloo waits for the process group's time-out on both hosts; then each host ends by itself."""
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
     with _started(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,
@@ -210,7 +212,7 @@ def test_a_cut_cable_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -
         try:
             output = process.communicate(timeout=LIMIT_S)[0]
             assert process.returncode == LOST, output
-            assert f"{hosts.b.address} (rank 1) was lost" in output
+            assert f"the connection to {hosts.b.address} (rank 1) was lost" in output
             hosts.wait_until_empty()
         finally:
             hosts.b.set_link("up")

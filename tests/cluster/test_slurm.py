@@ -1,16 +1,15 @@
-"""launch/slurm/pretrain.sbatch on a real cluster of two nodes."""
+"""launch/slurm/pretrain.sbatch on a SLURM cluster of two nodes on this machine; the checks before and after a job."""
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pretrain.cluster.slurm_job import RECORD, after, check_time_limit, seconds
-from pretrain.errors import ConfigError
+from pretrain.cluster.slurm_job import RECORD, after, check_time_limit, parse_slurm_time
+from pretrain.errors import NO_RESTART, ConfigError
 from tests.cluster.workers.slurm_cluster import SBATCH, SlurmCluster, slurm, wait_until
 from tests.support.launch import ROOT
 from tests.test_train import rows
@@ -21,7 +20,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def config(corpus: str, slurm: SlurmCluster) -> str:
-    """The run.yaml of all jobs here; each has its own --save."""
+    """run.yaml of all jobs here. Each job gets its own --save."""
     values: dict[str, Any] = {
         "deepspeed_config": str(ROOT / "ds_configs" / "zero2_bf16.json"), "model": "tiny",
         "model_overrides": "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "train_data": corpus,
@@ -33,33 +32,33 @@ def config(corpus: str, slurm: SlurmCluster) -> str:
 
 
 def submit(slurm: SlurmCluster, config: str, run: Path, *flags: str, minutes: int = 30, **environ: str) -> str:
-    """The job of `sbatch -N 2 launch/slurm/pretrain.sbatch run.yaml --save RUN`."""
+    """Submit `sbatch -N 2 launch/slurm/pretrain.sbatch run.yaml --save RUN`. Returns the job id."""
     return slurm.submit("--nodes=2", "--ntasks-per-node=1", f"--time={minutes}", str(SBATCH), config, "--save",
                         str(run), *flags, **environ)
 
 
 def losses(run: Path) -> dict[int, tuple[float, float]]:
-    """Of each step, as it was taken last."""
+    """Return step -> (loss, grad_norm), from the last time that the step was done."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row}
 
 
 def saves(run: Path) -> list[int]:
-    """The steps of the checkpoints that were committed."""
+    """Return the steps of the committed checkpoints."""
     return [row["step"] for row in rows(run, "events.jsonl") if row["event"] == "save"]
 
 
 def wait_for_step(slurm: SlurmCluster, job: str, run: Path, step: int) -> None:
     def reached() -> bool:
-        assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)  # the last: requeued
+        assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)  # COMPLETING: being requeued
         return (run / "metrics.jsonl").exists() and step <= max(losses(run), default=0)
 
     wait_until(reached, lambda: slurm.log(job))
 
 
 @pytest.fixture(scope="module")
-def whole(slurm: SlurmCluster, config: str) -> Path:
-    """The run that nothing interrupts, started by one DeepSpeed launcher a node."""
-    run = slurm.folder / "whole"
+def uninterrupted(slurm: SlurmCluster, config: str) -> Path:
+    """An uninterrupted run, with one DeepSpeed launcher per node."""
+    run = slurm.folder / "uninterrupted"
     job = submit(slurm, config, run, LAUNCHER="deepspeed")
     slurm.wait_for(job, "COMPLETED")
     assert "2 data-parallel" in slurm.log(job)
@@ -68,31 +67,32 @@ def whole(slurm: SlurmCluster, config: str) -> Path:
     return run
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+@pytest.mark.slow
+@pytest.mark.root
 def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
-        slurm: SlurmCluster, config: str, whole: Path) -> None:
+        slurm: SlurmCluster, config: str, uninterrupted: Path) -> None:
     run = slurm.folder / "interrupted"
     first = submit(slurm, config, run, "--save_interval", "0")
     wait_for_step(slurm, first, run, 2)
     slurm.run("scancel", "--signal=USR1", "--batch", first)  # as SLURM does before the time limit
-    wait_until(lambda: "back to the queue" in slurm.log(first), lambda: slurm.log(first))
+    wait_until(lambda: "goes back to the queue" in slurm.log(first), lambda: slurm.log(first))
     (signalled_at,) = saves(run)
 
-    wait_for_step(slurm, first, run, signalled_at + 2)  # it has begun again by itself
+    wait_for_step(slurm, first, run, signalled_at + 2)  # the job has been requeued and resumed
     slurm.run("scancel", first)
     slurm.wait_for(first, "CANCELLED")
     wait_until(lambda: len(saves(run)) == 2, lambda: slurm.log(first))
     cancelled_at = saves(run)[-1]
 
     second = submit(slurm, config, run, "--resume", "required")
-    wait_for_step(slurm, second, run, cancelled_at + 7)  # one more was saved
+    wait_for_step(slurm, second, run, cancelled_at + 7)  # after the next save
     slurm.end_node("n2")
     slurm.wait_for(second, "PENDING", "COMPLETING")
     slurm.start_node("n2")
     slurm.wait_for(second, "COMPLETED")
-    assert "node n2 of the start before was lost" in slurm.log(second)
+    assert "node n2 of the previous start was lost" in slurm.log(second)
 
-    assert losses(run) == losses(whole)
+    assert losses(run) == losses(uninterrupted)
     resumed = [row["step"] for row in rows(run, "events.jsonl") if row["event"] == "resume"]
     assert resumed[:2] == [signalled_at, cancelled_at]
     assert resumed[2] > cancelled_at
@@ -101,45 +101,48 @@ def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
     assert slurm.state(first) == "CANCELLED"
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+@pytest.mark.slow
+@pytest.mark.root
 def test_the_time_limit_sends_the_signal(slurm: SlurmCluster, config: str) -> None:
-    """SLURM's own timer, in a copy of the script that asks for it 30 s before the end of two minutes."""
+    """SLURM sends the signal 30 s before a time limit of two minutes, in a copy of the script that asks for that."""
     run, script = slurm.folder / "timed", slurm.folder / "timed.sbatch"
     script.write_text(SBATCH.read_text().replace("USR1@120", "USR1@30"))
     job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=2", str(script), config, "--save", str(run),
                        "--train_steps", "100000", "--save_interval", "0")
-    wait_until(lambda: "back to the queue" in slurm.log(job), lambda: slurm.log(job))
+    wait_until(lambda: "goes back to the queue" in slurm.log(job), lambda: slurm.log(job))
     assert rows(run, "events.jsonl")[-1]["reason"] == "SIGUSR1"
     assert "exit code 75" in slurm.log(job)
     slurm.run("scancel", job)
     slurm.wait_for(job, "CANCELLED")
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-@pytest.mark.parametrize("kind", ["srun --mpi=pmi2", "srun --mpi=pmix", "cluster.sh --launcher slurm"])
-def test_other_ways_to_start_ranks_in_a_job(slurm: SlurmCluster, config: str, kind: str) -> None:
-    run, script = slurm.folder / kind.replace(" ", "-"), slurm.folder / "other.sbatch"
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize("launcher", ["srun --mpi=pmi2", "srun --mpi=pmix", "cluster.sh --launcher slurm"])
+def test_other_ways_to_start_ranks_in_a_job(slurm: SlurmCluster, config: str, launcher: str) -> None:
+    run, script = slurm.folder / launcher.replace(" ", "-"), slurm.folder / "other.sbatch"
     train = f"--config {config} --train_steps 2 --save '{run}'"
-    if kind.startswith("srun"):
-        if kind.partition("=")[2] not in slurm.run("srun", "--mpi=list"):
-            pytest.skip(f"this SLURM has no {kind.partition('=')[2]}")
-        line = f"{kind} -N2 -n2 python -u '{ROOT}/pretrain/train.py' {train}"
+    if launcher.startswith("srun"):
+        if launcher.partition("=")[2] not in slurm.run("srun", "--mpi=list"):
+            pytest.skip(f"this SLURM has no {launcher.partition('=')[2]}")
+        line = f"{launcher} -N2 -n2 python -u '{ROOT}/pretrain/train.py' {train}"
     else:
         line = f"scontrol show hostnames | sed 's/$/ slots=1/' > hosts; " \
-               f"'{ROOT}/launch/{kind.split()[0]}' --hostfile hosts {kind.partition(' ')[2]} -- {train}"
+               f"'{ROOT}/launch/{launcher.split()[0]}' --hostfile hosts {launcher.partition(' ')[2]} -- {train}"
     script.write_text(f"#!/bin/bash\n#SBATCH --output=pretrain-%j.log\n{line}\n")
     job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=9", str(script))
     slurm.wait_for(job, "COMPLETED", "FAILED")
     if "can not load PMIx library" in slurm.log(job):
         pytest.skip("this SLURM's pmix needs libpmix.so: Debian has it in libpmix-dev")
     if "no network interface" in slurm.log(job):
-        pytest.skip("this machine has no network interface but the loopback one")
+        pytest.skip("this machine has no network interface except loopback")
     assert slurm.state(job) == "COMPLETED", slurm.log(job)
     assert "2 data-parallel" in slurm.log(job)
     assert len(losses(run)) == 2
 
 
-def test_a_time_limit_below_a_save_is_refused(slurm: SlurmCluster, config: str) -> None:
+@pytest.mark.root
+def test_a_time_limit_shorter_than_a_save_is_rejected(slurm: SlurmCluster, config: str) -> None:
     job = submit(slurm, config, slurm.folder / "short", minutes=1)
     slurm.wait_for(job, "FAILED")
     assert slurm.exit_code(job) == 2
@@ -149,7 +152,7 @@ def test_a_time_limit_below_a_save_is_refused(slurm: SlurmCluster, config: str) 
     assert not (slurm.folder / "short").exists()
 
 
-def test_the_signal_leaves_time_for_a_step_and_a_save() -> None:
+def test_the_signal_must_leave_time_for_a_step_and_a_save() -> None:
     check_time_limit(limit_s=math.inf, signal_s=120, save_s=100, step_s=20)
     with pytest.raises(ConfigError, match=r"USR1@120: found 120 s .* at least 130 s"):
         check_time_limit(limit_s=3600, signal_s=120, save_s=100, step_s=30)
@@ -157,14 +160,14 @@ def test_the_signal_leaves_time_for_a_step_and_a_save() -> None:
         check_time_limit(limit_s=200, signal_s=120, save_s=100, step_s=20)
 
 
-def test_times_as_squeue_writes_them() -> None:
-    assert [seconds(text) for text in ("59", "1:00", "2:00:01\n", "1-00:00:00", "UNLIMITED")] == [
+def test_parse_times_of_squeue() -> None:
+    assert [parse_slurm_time(text) for text in ("59", "1:00", "2:00:01\n", "1-00:00:00", "UNLIMITED")] == [
         59, 60, 7201, 86400, math.inf]
     with pytest.raises(ConfigError, match="squeue: found 'soon'"):
-        seconds("soon")
+        parse_slurm_time("soon")
 
 
-def test_a_refused_run_and_one_that_gets_nowhere_are_not_started_again(
+def test_rejected_runs_and_runs_without_progress_are_not_requeued(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = {"job": "7", "nodes": [], "step": 0, "time": 0.0}
     record, environ = tmp_path / RECORD, {"SLURM_JOB_ID": "7"}
@@ -174,6 +177,6 @@ def test_a_refused_run_and_one_that_gets_nowhere_are_not_started_again(
     record.write_text(record.read_text() + json.dumps(start) + "\n" + '{"job": "7", "no')
     assert after(tmp_path, environ, exit_code=75) == 1
     assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()] == [
-        "exit code 75, step 0: back to the queue",
-        "exit code 2, step 0: not started again, as the run was refused",
-        "exit code 75, step 0: not started again, as 3 starts in a row went no further than step 0"]
+        "exit code 75, step 0: the job goes back to the queue",
+        f"exit code 2, step 0: the job is not requeued, because {NO_RESTART[2]}",
+        "exit code 75, step 0: the job is not requeued, because 3 starts in a row made no progress beyond step 0"]

@@ -1,4 +1,4 @@
-"""launch/supervise.py and two hosts: ranks that it finds over ssh, and a host that is lost in the middle of a run."""
+"""launch/supervise.py with two hosts: finding ranks over ssh, and losing a host in the middle of a run."""
 
 import contextlib
 import json
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.cluster.supervise.host_checks import ranks_on, reach_hosts, unhealthy
-from pretrain.cluster.supervise.restart_log import read_ledger
+from pretrain.cluster.supervise.host_checks import default_transport, ranks_on, unhealthy_hosts
+from pretrain.cluster.supervise.restart_log import read_restart_log
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows, wait_until
+from tests.support.supervised import end_tree, ended, flag_pairs, rows, supervise, wait_for_rows, wait_until
 
+pytestmark = pytest.mark.root
 STEPS = 30
 JSON = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
@@ -34,43 +35,43 @@ def flags(corpus: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Hosts of this file's own: one of them is lost at its end."""
+    """Two hosts for this file only, because its last test loses one of them."""
     with two_hosts(tmp_path_factory.mktemp("supervised_hosts")) as hosts:
         yield hosts
 
 
 def lose(host: Host) -> None:
-    """Its sshd, connections and ranks end at once."""
+    """Kill the host's sshd, connections and ranks."""
     host.sshd.kill()
     for word in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(word), signal.SIGKILL)
 
 
-def test_ranks_on_a_host_are_found_and_asked_and_ended(pair: Hosts, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_another_host_are_listed_signalled_and_ended(pair: Hosts, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", pair.environ["PATH"])
     (tmp_path / "train.py").write_text("import signal, time, pathlib\n"
                                        "signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path('saved').touch())\n"
                                        "pathlib.Path('began').touch()\nwhile True: time.sleep(1)\n")
     monkeypatch.chdir(tmp_path)
-    words, address, reach = ["--save", "a run", "--lr", "1%"], pair.b.address, reach_hosts()
+    words, address, transport = ["--save", "a run", "--lr", "1%"], pair.b.address, default_transport()
     script = f"cd {tmp_path}; RANK=1 exec {sys.executable} train.py --local_rank=0 --save 'a run' --lr 1%"
     with subprocess.Popen(["ssh", address, script], env=pair.environ) as rank:
         wait_until(lambda: (tmp_path / "began").exists())
-        (pid,) = ranks_on([address], "list", words, reach)[address]
-        assert ranks_on([address], "list", [*words, "--other"], reach) == {}
-        assert ranks_on([address], "save", words, reach) == {address: [pid]}
+        (pid,) = ranks_on([address], "list", words, transport)[address]
+        assert ranks_on([address], "list", [*words, "--other"], transport) == {}
+        assert ranks_on([address], "save", words, transport) == {address: [pid]}
         wait_until(lambda: (tmp_path / "saved").exists())
-        assert ranks_on([address], "end", words, reach) == {address: [pid]}
+        assert ranks_on([address], "end", words, transport) == {address: [pid]}
         assert rank.wait(LIMIT_S) != 0
-    assert ranks_on([address], "list", words, reach) == {}
+    assert ranks_on([address], "list", words, transport) == {}
     command = "ip addr | grep -q netb || { echo no netb >&2; false; }"
-    assert unhealthy([pair.a.address, address], command, reach, LIMIT_S) == {pair.a.address: "no netb"}
+    assert unhealthy_hosts([pair.a.address, address], command, transport, LIMIT_S) == {pair.a.address: "no netb"}
 
 
 def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
-    """The supervised run on both hosts; its output goes to FOLDER/log."""
+    """Start a supervised run on both hosts. Its output goes to FOLDER/log."""
     (folder / "zero2.json").write_text(json.dumps(JSON))
     hostfile = pair.hostfile(folder / "hosts")
     with open(folder / "log", "w", encoding="utf-8") as log:
@@ -81,23 +82,23 @@ def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subproce
 
 
 def check_losses(corpus: str, folder: Path) -> None:
-    """Those of the run are those of two ranks on one host that nobody disturbed."""
+    """Compare the losses of the run with those of an undisturbed run with two ranks on one host."""
     (folder / "alone").mkdir()
     words = [*flags(corpus, folder)[:-1], str(folder / "alone" / "run")]
     case = {"name": "reference", "kind": "run", "run": words[-1],
-            "flags": [f"{name}={value}" for name, value in batched(words)]}
+            "flags": [f"{name}={value}" for name, value in flag_pairs(words)]}
     assert run_forked([case], folder)["reference"]["status"] == [0, 0]
     expected = {row["step"]: row["loss"] for row in rows(folder / "alone" / "run")}
     assert {row["step"]: row["loss"] for row in rows(folder / "run")} == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_it_waits_for_a_host_whose_network_is_cut(corpus: str, tmp_path: Path, pair: Hosts) -> None:
+@pytest.mark.slow
+def test_the_supervisor_waits_for_a_host_without_network(corpus: str, tmp_path: Path, pair: Hosts) -> None:
     supervisor = launch(["--max_restarts", "100", "--backoff_max_s", "2"], corpus, tmp_path, pair)
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
         pair.b.set_link("down")
-        wait_until(lambda: len(read_ledger(tmp_path / "run")[0]) >= 2)
+        wait_until(lambda: len(read_restart_log(tmp_path / "run")[0]) >= 2)
         pair.b.set_link("up")
         code, _ = ended(supervisor)
     finally:
@@ -106,7 +107,7 @@ def test_it_waits_for_a_host_whose_network_is_cut(corpus: str, tmp_path: Path, p
         print((tmp_path / "log").read_text()[-8000:])
     assert code == 0
     pair.wait_until_empty()
-    starts, _ = read_ledger(tmp_path / "run")
+    starts, _ = read_restart_log(tmp_path / "run")
     print(*starts, sep="\n")
     assert starts[0]["exit_code"] not in (0, 2)
     assert starts[1]["exit_code"] is None
@@ -116,8 +117,8 @@ def test_it_waits_for_a_host_whose_network_is_cut(corpus: str, tmp_path: Path, p
     check_losses(corpus, tmp_path)
 
 
-@pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"), reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
-def test_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> None:
+@pytest.mark.slow
+def test_with_min_hosts_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> None:
     supervisor = launch(["--min_hosts", "1", "--max_restarts", "2"], corpus, tmp_path, pair)
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
@@ -128,7 +129,7 @@ def test_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> No
         print((tmp_path / "log").read_text()[-8000:])
     assert code == 0
     pair.a.wait_until_empty()
-    starts, (summary,) = read_ledger(tmp_path / "run")
+    starts, (summary,) = read_restart_log(tmp_path / "run")
     print(*starts, summary, sep="\n")
     assert [row["hosts"] for row in starts] == [[pair.a.address, pair.b.address], [pair.a.address]]
     assert starts[0]["exit_code"] not in (0, 2)

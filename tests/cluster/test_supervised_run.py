@@ -1,6 +1,5 @@
-"""A real run under launch/supervise.py: its ranks are killed, it is stopped by a signal, and it finishes."""
+"""A training run under launch/supervise.py: random ranks are killed, a signal stops the run, and it finishes."""
 
-import os
 import random
 import signal
 import subprocess
@@ -12,12 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from pretrain.cluster.supervise.restart_log import read_ledger
+from pretrain.cluster.supervise.restart_log import read_restart_log
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.support.supervised import batched, end_tree, ended, rows, supervise, wait_for_rows
+from tests.support.supervised import end_tree, ended, flag_pairs, rows, supervise, wait_for_rows
 
-pytestmark = pytest.mark.skipif(not os.environ.get("DS_PRETRAIN_ALL_CLUSTERS"),
-                                reason="minutes: DS_PRETRAIN_ALL_CLUSTERS=1")
+pytestmark = pytest.mark.slow
 STEPS = 60
 KILLS = 5
 
@@ -41,15 +39,15 @@ def ranks(supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
         try:
             if any(word.startswith("--local_rank=") for word in process.cmdline()):
                 found.append(process)
-        except psutil.Error:  # it has ended meanwhile
+        except psutil.Error:  # the process has ended in the meantime
             continue
     pids = {process.pid for process in found}
-    return [process for process in found if process.ppid() not in pids]  # a rank's own children look like it
+    return [process for process in found if process.ppid() not in pids]  # children of a rank have the same command line
 
 
 @pytest.fixture(scope="module")
 def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run that lost a random rank KILLS times, was then stopped by SIGUSR1 to its supervisor, and finished."""
+    """A run with KILLS kills of a random rank, then stopped by SIGUSR1 to its supervisor, restarted, and finished."""
     folder, chance, codes, walls = tmp_path_factory.mktemp("supervised"), random.Random(3), [], []
     run, victims = folder / "run", []
     for kills in (KILLS, 0):
@@ -74,18 +72,18 @@ def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return {"run": run, "codes": codes, "walls": walls, "victims": victims, "folder": folder}
 
 
-def test_a_signal_saves_and_ends_the_run_and_the_next_supervisor_finishes_it(killed: dict[str, Any]) -> None:
+def test_a_signal_stops_the_run_and_the_next_supervisor_finishes_it(killed: dict[str, Any]) -> None:
     assert killed["codes"] == [75, 0]
-    starts, summaries = read_ledger(killed["run"])
+    starts, summaries = read_restart_log(killed["run"])
     assert starts[KILLS]["reason"] == "saved on SIGUSR1"
     assert starts[KILLS]["exit_code"] == 75
     assert [row["summary"] for row in summaries] == ["SIGUSR1: saved on SIGUSR1", "finished"]
 
 
-def test_the_losses_are_those_of_an_undisturbed_run(killed: dict[str, Any], corpus: str) -> None:
+def test_losses_equal_those_of_an_undisturbed_run(killed: dict[str, Any], corpus: str) -> None:
     reference = killed["folder"] / "reference"
     case = {"name": "reference", "kind": "run", "run": str(reference),
-            "flags": [f"{name}={value}" for name, value in batched(flags(corpus, reference))]}
+            "flags": [f"{name}={value}" for name, value in flag_pairs(flags(corpus, reference))]}
     assert run_forked([case], killed["folder"])["reference"]["status"] == [0, 0]
     expected = [(row["step"], row["loss"], row["grad_norm"]) for row in rows(reference)]
     assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
@@ -93,8 +91,8 @@ def test_the_losses_are_those_of_an_undisturbed_run(killed: dict[str, Any], corp
     assert [found[step] for step in sorted(found)] == expected
 
 
-def test_the_ledger_tells_what_happened(killed: dict[str, Any]) -> None:
-    starts, summaries = read_ledger(killed["run"])
+def test_the_restart_log_records_every_start(killed: dict[str, Any]) -> None:
+    starts, summaries = read_restart_log(killed["run"])
     print(killed["victims"], *starts, *summaries, sep="\n")
     assert [row["start"] for row in starts] == [*range(1, KILLS + 2), 1]
     assert all(row["reason"].startswith("crash: ") for row in starts[:KILLS])
@@ -103,7 +101,8 @@ def test_the_ledger_tells_what_happened(killed: dict[str, Any]) -> None:
     for before, after in pairwise(starts):
         assert after["first_step"] == before["kept_step"] <= before["last_step"]
     assert starts[-1]["kept_step"] == STEPS
-    times = {row["step"]: row["step_time_ms"] / 1e3 for row in rows(killed["run"])}  # the last time of each step
+    # a repeated step has several rows: its last time counts
+    times = {row["step"]: row["step_time_ms"] / 1e3 for row in rows(killed["run"])}
     split = starts[-1]["first_step"]
     halves = (starts[:-1], range(1, split + 1)), (starts[-1:], range(split + 1, STEPS + 1))
     for row, wall, (own_starts, steps) in zip(summaries, killed["walls"], halves, strict=True):

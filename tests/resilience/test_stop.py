@@ -1,5 +1,7 @@
-"""SIGTERM to a rank whose sibling has crashed ends it; with all siblings alive it is a request. See test_saver.py for
-signals to a real run."""
+"""SIGTERM ends a rank at once if another rank has crashed; otherwise it is a request to save and stop.
+
+Signals to a real run are tested in test_saver.py.
+"""
 
 import os
 import signal
@@ -8,14 +10,15 @@ import sys
 
 from tests.support.launch import ROOT
 
-# as DeepSpeed's launcher does: start the ranks, and send SIGTERM to those beside one that ended
+# Starts two ranks and sends SIGTERM to one while the other is alive, then after the other was killed, as DeepSpeed's
+# launcher does after a crash.
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 RANK = '''
 import signal, time
-from pretrain.resilience.stop import _end_with_siblings
-signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
-kept = _end_with_siblings()
+from pretrain.resilience.stop import _exit_on_sigterm_after_crash
+signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
+kept = _exit_on_sigterm_after_crash()
 print("ready", flush=True)
 deadline = time.monotonic() + 600
 while time.monotonic() < deadline:
@@ -23,24 +26,24 @@ while time.monotonic() < deadline:
 '''
 ranks = [subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True) for _ in range(2)]
 try:
-    said = [rank.stdout.readline().strip() for rank in ranks]
-    # a rank that was ready before the other one started does not watch: ask the last one
+    ready = [rank.stdout.readline().strip() for rank in ranks]
+    # The first rank may have been ready before the second one started, and then it does not watch: test the second.
     last = ranks[1]
     last.send_signal(signal.SIGTERM)
-    heard = last.stdout.readline().strip()
+    request = last.stdout.readline().strip()
     alive = last.poll() is None
     ranks[0].kill()
     ranks[0].wait()
     last.send_signal(signal.SIGTERM)
-    print(said, heard, alive, last.wait(timeout=900))
+    print(ready, request, alive, last.wait(timeout=900))
 finally:
     for rank in ranks:
         rank.kill()
 """
 
 
-def test_sigterm_after_a_crash_is_no_request() -> None:
+def test_sigterm_ends_a_rank_only_after_a_crash() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=900,
                           env={**os.environ, "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu",
                                "PYTHONPATH": str(ROOT)})
-    assert done.stdout.strip() == f"['ready', 'ready'] heard True {128 + signal.SIGTERM}", done.stderr[-2000:]
+    assert done.stdout.strip() == f"['ready', 'ready'] SIGTERM True {128 + signal.SIGTERM}", done.stderr[-2000:]

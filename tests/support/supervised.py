@@ -1,4 +1,4 @@
-"""launch/supervise.py as a process, and waiting for what it does."""
+"""Start launch/supervise.py as a process, and wait for its progress."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.launch import LIMIT_S, ROOT
 
 
 def supervise(words: list[str], *, environ: dict[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
-    """`launch/supervise.py WORDS` with pauses that a test can wait for."""
+    """Start `launch/supervise.py WORDS` with short pauses between restarts."""
     scripts = str(Path(sys.executable).parent)
     environ = environ or {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
                "DS_ACCELERATOR": "cpu"}
@@ -24,13 +24,13 @@ def supervise(words: list[str], *, environ: dict[str, str] | None = None, **sett
 
 
 def ended(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
-    """(exit code, what it said); it is killed where it does not end."""
+    """Wait for the end of the supervisor. Returns (exit code, stderr). Kills it after the time-out."""
     try:
-        said = process.communicate(timeout=timeout)[1]
+        stderr = process.communicate(timeout=timeout)[1]
     except subprocess.TimeoutExpired:
         end_tree(process)
         raise
-    return process.returncode, said or ""
+    return process.returncode, stderr or ""
 
 
 def end_tree(process: subprocess.Popen[str]) -> None:
@@ -47,11 +47,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def batched(words: list[str]) -> list[tuple[str, str]]:
+def flag_pairs(words: list[str]) -> list[tuple[str, str]]:
+    """Return (flag, value) pairs of a command line in which every flag has a value."""
     return list(zip(words[::2], words[1::2], strict=True))
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
+    """Return the training rows of metrics.jsonl. Ignores a last line that is only partly written."""
     path, found = run / "metrics.jsonl", []
     for line in path.read_text().splitlines() if path.is_file() else []:
         if line.endswith("}"):

@@ -1,1 +1,4 @@
-"""tools/check_cluster.py: every host measures itself and its links; one verdict names those that stand out."""
+"""Cluster health check (tools/check_cluster.py): every rank measures its host; rank 0 reports faults and outliers.
+
+Imports cluster/hosts and the layers below cluster/; never supervise/ or the launch modules.
+"""

@@ -1,7 +1,7 @@
-"""Is this cluster fit for a long job? Every rank measures its device, disk, clock and links; rank 0 judges.
+"""Run the cluster health check: every rank measures its device, disk, clock and links; rank 0 evaluates the results.
 
-A measurement stands out where it is below a share of the median of its kind (`verdict.py`); what is simply wrong (a
-matrix product, a changed byte, a full disk, a clock, a rank that says nothing) is a finding by itself.
+A measurement is an outlier if it is below a fraction of the median (`measures.py`). Faults (a wrong matrix product, a
+corrupted byte, a full disk, a wrong clock, a silent rank) are findings of their own.
 """
 
 import os
@@ -16,22 +16,41 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.resume import checkpoints_folder
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
-from pretrain.cluster.health.connections import ClockServer, Reach, host_name, own_address, reach_all
+from pretrain.cluster.health.connections import (
+    ClockServer,
+    ConnectionResult,
+    host_name,
+    measure_connections,
+    own_address,
+)
 from pretrain.cluster.health.devices import DiskHealth, device_health, disk_health
-from pretrain.cluster.health.findings import judge_collectives, judge_devices, judge_disks, judge_links, judge_reach
-from pretrain.cluster.health.key_value_store import START_SHARE, Board, SilentRanksError, bounded, first_line, join
+from pretrain.cluster.health.findings import (
+    report_collectives,
+    report_connections,
+    report_devices,
+    report_disks,
+    report_links,
+)
+from pretrain.cluster.health.key_value_store import (
+    START_TIMEOUT_FACTOR,
+    RankStore,
+    SilentRanksError,
+    connect_store,
+    first_line,
+    run_with_timeout,
+)
 from pretrain.cluster.health.links import (
     Collective,
     Link,
     all_gather,
     all_reduce,
+    choose_evenly,
     measure_link,
     partner_of,
-    rounds,
-    spread,
+    round_robin,
 )
-from pretrain.cluster.health.report import Report
-from pretrain.cluster.health.settings import Settings
+from pretrain.cluster.health.report import ClusterReport
+from pretrain.cluster.health.settings import ClusterCheckSettings
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process_group import init_process_group
@@ -43,200 +62,209 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is, as it tells the others."""
+class RankLocation:
+    """Where a rank runs, and how other hosts reach its clock server."""
 
     host: str
     local_rank: int
-    address: str  # to be reached at
+    address: str
     port: int
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
-    """Of one rank's measurement."""
+class RankResult(Generic[T]):
+    """Result of one rank's measurement. If `error` is set, `value` is meaningless."""
 
     value: T
-    error: Exception | None = None  # then the value means nothing
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
-class Crew:
-    """All ranks, and what rank 0 has found so far."""
+class CheckContext:
+    """All ranks and their hosts, and the report of rank 0."""
 
-    board: Board
+    store: RankStore
     world: World
-    settings: Settings
-    hosts: dict[str, list[int]]  # ranks of each
-    report: Report
+    settings: ClusterCheckSettings
+    hosts: dict[str, list[int]]  # host -> its ranks
+    report: ClusterReport
 
-    def together(self, phase: str, action: Callable[[], T], judge: Callable[[list[T]], None],
-                 where: Callable[[int], str] | None = None) -> bool:
-        """Every rank acts, within the time-out; rank 0 judges what came out. Whether no rank failed, on every rank.
+    def run_phase(self, phase: str, measure: Callable[[], T], evaluate: Callable[[list[T]], None],
+                  name_of: Callable[[int], str] | None = None) -> bool:
+        """Run `measure` on every rank, then `evaluate` on rank 0. Returns whether all ranks succeeded in time.
 
-        Raises ConfigError on every rank where one of them did, and SilentRanksError.
+        `name_of` names a rank's host or hosts in findings. Raises SilentRanksError; raises ConfigError on every rank if
+        it was raised on one.
         """
         start = time.monotonic()
-        outcome = _outcome(partial(self._on_device, action), self.settings.timeout_s)
+        result = _run(partial(self._on_device, measure), self.settings.timeout_s)
 
-        def digest(outcomes: list[Outcome[T]]) -> bool | ConfigError:
-            errors = {rank: each.error for rank, each in enumerate(outcomes) if each.error is not None}
+        def digest(results: list[RankResult[T]]) -> bool | ConfigError:
+            errors = {rank: each.error for rank, each in enumerate(results) if each.error is not None}
             for rank, error in errors.items():
                 if isinstance(error, ConfigError):
                     return ConfigError.from_line(f"{self.host_of(rank)}: {error}")
-                self.report.add((where or self.host_of)(rank), f"{phase}: {error}")
+                self.report.add((name_of or self.host_of)(rank), f"{phase}: {error}")
             if not errors:
-                judge([each.value for each in outcomes])
+                evaluate([each.value for each in results])
             return not errors
 
-        left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)  # all began at the same time
-        answer = self.board.exchange(phase, outcome, digest, wait_s=left_s)
+        left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)  # all ranks began at the same time
+        answer = self.store.exchange(phase, result, digest, wait_s=left_s)
         if isinstance(answer, ConfigError):
             raise answer
         return answer
 
-    def _on_device(self, action: Callable[[], T]) -> T:
-        get_accelerator().set_device(self.world.local_rank)  # each thread has its own
-        return action()
+    def _on_device(self, measure: Callable[[], T]) -> T:
+        get_accelerator().set_device(self.world.local_rank)  # the current device is a setting of each thread
+        return measure()
 
     def host_of(self, rank: int) -> str:
-        """The host's name."""
-        return self._by_rank[rank]
+        """Return the name of the rank's host."""
+        return self._host_by_rank[rank]
 
     @cached_property
-    def _by_rank(self) -> dict[int, str]:
+    def _host_by_rank(self) -> dict[int, str]:
         return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
 
 
-def _outcome(action: Callable[[], T], timeout_s: float) -> Outcome[T]:
+def _run(measure: Callable[[], T], timeout_s: float) -> RankResult[T]:
     try:
-        return Outcome(bounded(action, timeout_s))
+        return RankResult(run_with_timeout(measure, timeout_s))
     except ConfigError as error:
-        return Outcome(cast(T, None), error)
-    except Exception as error:  # whatever it is, it is a fact about this host
-        return Outcome(cast(T, None), RuntimeError(first_line(error)))
+        return RankResult(cast(T, None), error)
+    except Exception as error:  # any failure of a measurement is a finding about this host
+        return RankResult(cast(T, None), RuntimeError(first_line(error)))
 
 
-def check_cluster(settings: Settings, world: World) -> Report:
-    """Measure and judge; all ranks call this. Rank 0 gets the whole report, the others its findings.
+def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport:
+    """Measure and evaluate; all ranks call this. Rank 0 returns the full report, the other ranks only its findings.
 
     Raises ConfigError (bad input, on every rank) and ConnectionError (rank 0 cannot be reached).
     """
-    board = join(world, settings.timeout_s)
-    report, server = Report(ranks=world.size), ClockServer()
+    store = connect_store(world, settings.timeout_s)
+    report, server = ClusterReport(ranks=world.size), ClockServer()
     hosts: dict[str, list[int]] = {}
     silent: list[int] = []
     try:
-        place = Place(host_name(), world.local_rank, own_address(os.environ["MASTER_ADDR"]), server.port)
-        places = board.exchange("start", place, list, wait_s=START_SHARE * settings.timeout_s)
-        hosts = hosts_of(places)
-        crew = Crew(board, world, settings, hosts, report)
+        location = RankLocation(host_name(), world.local_rank, own_address(os.environ["MASTER_ADDR"]), server.port)
+        locations = store.exchange("start", location, list, wait_s=START_TIMEOUT_FACTOR * settings.timeout_s)
+        hosts = ranks_by_host(locations)
+        context = CheckContext(store, world, settings, hosts, report)
         report.hosts = {host: {} for host in hosts}
-        _measure(crew, {host: (places[ranks[0]].address, places[ranks[0]].port) for host, ranks in hosts.items()})
-        report.findings = board.exchange("verdict", None, lambda _: report.findings)
+        _measure(context, {host: (locations[ranks[0]].address, locations[ranks[0]].port)
+                           for host, ranks in hosts.items()})
+        report.findings = store.exchange("findings", None, lambda _: report.findings)
     except SilentRanksError as error:
         silent = error.ranks
-        _report_silence(report, error, hosts)
+        _report_silent_ranks(report, error, hosts)
     finally:
-        board.leave(silent)
+        store.leave(silent)
         server.close()
     return report
 
 
-def _report_silence(report: Report, silent: SilentRanksError, hosts: dict[str, list[int]]) -> None:
-    """Name the hosts of those that said nothing; of a rank that never came only its number is known."""
-    came = sorted({place.host for place in silent.came.values() if isinstance(place, Place)})
-    for rank in silent.ranks:
+def _report_silent_ranks(report: ClusterReport, error: SilentRanksError, hosts: dict[str, list[int]]) -> None:
+    """Report silent ranks with their hosts. The host of a rank that never started is unknown."""
+    known = sorted({location.host for location in error.received.values() if isinstance(location, RankLocation)})
+    for rank in error.ranks:
         host = next((host for host, ranks in hosts.items() if rank in ranks), f"rank {rank}")
-        there = "" if hosts else f"; ranks came from {', '.join(came)}"
-        report.add(host, f"rank {rank} of {report.ranks} said nothing for {silent.waited_s:.0f} s "
-                         f"({silent.phase}){there}")
+        others = "" if hosts else f"; other ranks started on {', '.join(known)}"
+        report.add(host, f"rank {rank} of {report.ranks} did not answer for {error.waited_s:.0f} s "
+                         f"({error.phase}){others}")
 
 
-def hosts_of(places: list[Place]) -> dict[str, list[int]]:
-    """Ranks by host, in the order of their first ranks. Two hosts of one name become `name` and `name#2`."""
+def ranks_by_host(locations: list[RankLocation]) -> dict[str, list[int]]:
+    """Return host -> its ranks, in rank order. Hosts with equal names become `name`, `name#2`, ..."""
     hosts: dict[str, list[int]] = {}
-    seen: dict[tuple[str, int], int] = {}
-    for rank, place in enumerate(places):
-        times = seen[place.host, place.local_rank] = seen.get((place.host, place.local_rank), 0) + 1
-        hosts.setdefault(place.host if times == 1 else f"{place.host}#{times}", []).append(rank)
+    counts: dict[tuple[str, int], int] = {}
+    for rank, location in enumerate(locations):
+        key = location.host, location.local_rank  # unique on one host: a repetition means another host of that name
+        counts[key] = counts.get(key, 0) + 1
+        name = location.host if counts[key] == 1 else f"{location.host}#{counts[key]}"
+        hosts.setdefault(name, []).append(rank)
     return hosts
 
 
-def _measure(crew: Crew, addresses: dict[str, tuple[str, int]]) -> None:
-    """One thing after another; what cannot be measured any more after a failure is left out."""
-    settings, report = crew.settings, crew.report
-    mine = crew.host_of(crew.world.rank)
-    first = crew.hosts[mine][0] == crew.world.rank
-    others = {host: address for host, address in addresses.items() if host != mine}
+def _measure(context: CheckContext, addresses: dict[str, tuple[str, int]]) -> None:
+    """Run all phases. After a failure, phases that depend on it are skipped."""
+    settings, report = context.settings, context.report
+    own_host = context.host_of(context.world.rank)
+    is_first = context.hosts[own_host][0] == context.world.rank  # first rank of its host
+    others = {host: address for host, address in addresses.items() if host != own_host}
 
-    def reached() -> dict[str, Reach]:
-        return reach_all(others) if first else {}
+    def connections() -> dict[str, ConnectionResult]:
+        return measure_connections(others) if is_first else {}
 
-    crew.together("connections", reached, partial(judge_reach, report, crew.hosts, settings.max_clock_skew_s))
-    crew.together("disk", lambda: _disk(crew) if first else None,
-                  partial(judge_disks, report, crew.hosts, settings.min_ratio))
+    context.run_phase("connections", connections,
+                      partial(report_connections, report, context.hosts, settings.max_clock_skew_s))
+    context.run_phase("disk", lambda: _disk(context) if is_first else None,
+                      partial(report_disks, report, context.hosts, settings.min_ratio))
     on_cpu = get_accelerator().device_name() == "cpu"
     size = settings.product_size or (1024 if on_cpu else 8192)
-    sound = crew.together("device", lambda: device_health(size, settings.memory_bytes),
-                          partial(judge_devices, report, crew.hosts, settings.min_ratio))
-    connected = crew.board.exchange("connected", None, lambda _: not report.unreachable)
-    if not (sound and connected):
-        report.skipped = "no transfers were measured: not every device works, or not every host reaches the others"
+    devices_work = context.run_phase("device", lambda: device_health(size, settings.memory_bytes),
+                                     partial(report_devices, report, context.hosts, settings.min_ratio))
+    connected = context.store.exchange("connected", None, lambda _: not report.unreachable)
+    if not (devices_work and connected):
+        report.skipped = "no transfers were measured: some device failed, or some hosts cannot connect to each other"
         return
-    _measure_links(crew, settings.message_bytes or (2**24 if on_cpu else 2**28))
+    _measure_links(context, settings.message_bytes or (2**24 if on_cpu else 2**28))
 
 
-def _disk(crew: Crew) -> DiskHealth:
-    """Raises ConfigError for a run that this host would refuse."""
-    needed, run = 0, crew.settings.run
+def _disk(context: CheckContext) -> DiskHealth:
+    """Measure the disk. Raises ConfigError if the run is invalid on this host."""
+    needed, run = 0, context.settings.run
     if run is not None:
-        plan = check_run(run, world_size=crew.world.size, device=detect_device())
+        plan = check_run(run, world_size=context.world.size, device=detect_device())
         needed = next_checkpoint_bytes(plan, checkpoints_folder(plan))
-    return disk_health(crew.settings.folder, crew.settings.disk_bytes, needed)
+    return disk_health(context.settings.folder, context.settings.disk_bytes, needed)
 
 
-def _measure_links(crew: Crew, message_bytes: int) -> None:
-    """The process group, collectives, and the pairs of hosts round by round."""
-    report, settings = crew.report, crew.settings
-    if crew.world.size == 1:
+def _measure_links(context: CheckContext, message_bytes: int) -> None:
+    """Measure the process group, the collectives, and the pairs of hosts round by round."""
+    report, settings = context.report, context.settings
+    if context.world.size == 1:
         return
     with deepspeed_output("error"):
-        formed = crew.together("process group", lambda: init_process_group(crew.world), lambda _: None)
-    if not formed:
+        initialized = context.run_phase("process group", lambda: init_process_group(context.world), lambda _: None)
+    if not initialized:
         return
-    if not crew.together("collectives", lambda: _collectives(message_bytes, list(crew.hosts.values())),
-                         partial(judge_collectives, report, crew.hosts, settings.min_ratio)):
+    if not context.run_phase("collectives", lambda: _collectives(message_bytes, list(context.hosts.values())),
+                             partial(report_collectives, report, context.hosts, settings.min_ratio)):
         return
-    every = rounds(len(crew.hosts))
-    chosen = spread(every, settings.rounds)
-    report.rounds = (len(chosen), len(every))
-    found: dict[tuple[str, str], list[Link]] = {}
-    for turn, pairs in enumerate(chosen):
-        if not _play(crew, f"transfers, round {turn + 1}", pairs, message_bytes, found):
+    all_rounds = round_robin(len(context.hosts))
+    chosen = choose_evenly(all_rounds, settings.rounds)
+    report.rounds = (len(chosen), len(all_rounds))
+    links: dict[tuple[str, str], list[Link]] = {}
+    for number, pairs in enumerate(chosen, 1):
+        if not _measure_round(context, f"transfers, round {number}", pairs, message_bytes, links):
             return
-    crew.board.exchange("links", None, lambda _: judge_links(report, found, settings.min_ratio,
-                                                             settings.min_gbit_per_s))
+    context.store.exchange("links", None, lambda _: report_links(report, links, settings.min_ratio,
+                                                                 settings.min_gbit_per_s))
 
 
-def _play(crew: Crew, phase: str, pairs: list[tuple[int, int]], message_bytes: int,
-          found: dict[tuple[str, str], list[Link]]) -> bool:
-    """One round: these pairs of hosts at the same time. Whether all transfers came to an end."""
-    names, rank = list(crew.hosts), crew.world.rank
-    pair_of = {names[place]: (names[a], names[b]) for a, b in pairs for place in (a, b)}
-    partner = partner_of(rank, pairs, list(crew.hosts.values()))
+def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int]], message_bytes: int,
+                   links: dict[tuple[str, str], list[Link]]) -> bool:
+    """Measure these pairs of hosts at the same time and add the results to `links`. Returns whether all succeeded."""
+    names, rank = list(context.hosts), context.world.rank
+    pair_of = {names[host]: (names[a], names[b]) for a, b in pairs for host in (a, b)}
+    partner = partner_of(rank, pairs, list(context.hosts.values()))
 
-    def keep(links: list[Link | None]) -> None:
-        for other, link in enumerate(links):
+    def add_links(results: list[Link | None]) -> None:
+        for other, link in enumerate(results):
             if link is not None:
-                found.setdefault(pair_of[crew.host_of(other)], []).append(link)
+                links.setdefault(pair_of[context.host_of(other)], []).append(link)
 
-    return crew.together(phase, lambda: None if partner is None else measure_link(rank, partner, message_bytes), keep,
-                         lambda other: " and ".join(pair_of.get(crew.host_of(other), (crew.host_of(other),))))
+    def name_of(other: int) -> str:
+        host = context.host_of(other)
+        return " and ".join(pair_of.get(host, (host,)))
+
+    return context.run_phase(
+        phase, lambda: None if partner is None else measure_link(rank, partner, message_bytes), add_links, name_of)
 
 
 def _collectives(message_bytes: int, hosts: list[list[int]]) -> dict[str, Collective]:
-    """By name; `inside` only where some host has several ranks."""
+    """Measure collectives, by name. `inside` (within each host) is measured only if some host has several ranks."""
     found = {"all-reduce": all_reduce(message_bytes), "all-gather": all_gather(message_bytes)}
     if len(hosts) > 1 and max(map(len, hosts)) > 1:
         group, _ = dist.new_subgroups_by_enumeration(hosts)

@@ -1,4 +1,4 @@
-"""Which hosts can open a TCP connection to which, how long that takes, and what their clocks say."""
+"""TCP connections between all hosts: which hosts can connect, the round-trip time, and the clock difference."""
 
 import contextlib
 import os
@@ -11,21 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 CONNECT_TIMEOUT_S = 5.0
-_ATTEMPTS = 3  # the fastest one tells the clock best
+_ATTEMPTS = 3  # the fastest attempt gives the most accurate clock difference
 _THREADS = 16
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What one host found at another one's address."""
+class ConnectionResult:
+    """Connection attempt from one host to another."""
 
-    round_trip_s: float = 0.0  # to open a connection and get 8 bytes
-    clock_offset_s: float = 0.0  # the other clock less this one
-    error: str = ""  # why there was no connection
+    round_trip_s: float = 0.0  # to open a connection and receive 8 bytes
+    clock_offset_s: float = 0.0  # the other host's clock minus this host's
+    error: str = ""  # why the connection failed
 
 
 class ClockServer:
-    """Sends this host's time to whoever connects, from a thread, until it is closed."""
+    """Sends this host's time to every client, from a thread, until it is closed."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         dual = socket.has_dualstack_ipv6()
@@ -40,7 +40,7 @@ class ClockServer:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return  # closed
+                return  # the server was closed
             with connection:
                 try:
                     connection.sendall(struct.pack("!d", self._clock()))
@@ -48,46 +48,46 @@ class ClockServer:
                     continue
 
     def close(self) -> None:
-        """Connections are refused from now on."""
+        """Stop accepting connections."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
 
 def own_address(master: str) -> str:
-    """The address of this host on the way to rank 0's; rank 0's own name may mean its loopback, then as others say it.
+    """Return this host's address on the network to rank 0's host `master`. Raises OSError.
 
-    Raises OSError.
+    On rank 0's host, `master` may resolve to the loopback address. Then return `master`, which other hosts can resolve.
     """
     family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)  # a datagram socket: this sends nothing
         found = str(probe.getsockname()[0])
     return master if found.startswith("127.") or found == "::1" else found
 
 
-def reach(address: tuple[str, int]) -> Reach:
-    """Connect to a ClockServer some times; the fastest attempt, or the first error."""
-    found: list[Reach] = []
+def measure_connection(address: tuple[str, int]) -> ConnectionResult:
+    """Connect several times to a ClockServer. Returns the fastest attempt, or the first error."""
+    found: list[ConnectionResult] = []
     for _ in range(_ATTEMPTS):
         try:
             start, tick = time.time(), time.perf_counter()
             with socket.create_connection(address, timeout=CONNECT_TIMEOUT_S) as connection:
                 answer = connection.recv(8, socket.MSG_WAITALL)
             round_trip = time.perf_counter() - tick
-            (theirs,) = struct.unpack("!d", answer)
+            (their_time,) = struct.unpack("!d", answer)
         except (OSError, struct.error) as error:
-            return Reach(error=f"{address[0]}: {error}")
-        found.append(Reach(round_trip, theirs - (start + round_trip / 2)))
-    return min(found, key=lambda each: each.round_trip_s)
+            return ConnectionResult(error=f"{address[0]}: {error}")
+        found.append(ConnectionResult(round_trip, their_time - (start + round_trip / 2)))
+    return min(found, key=lambda result: result.round_trip_s)
 
 
-def reach_all(addresses: dict[str, tuple[str, int]]) -> dict[str, Reach]:
-    """`reach` for each host's address, several at a time."""
+def measure_connections(addresses: dict[str, tuple[str, int]]) -> dict[str, ConnectionResult]:
+    """Call `measure_connection` for each host's address, several hosts in parallel."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(addresses, pool.map(reach, addresses.values()), strict=True))
+        return dict(zip(addresses, pool.map(measure_connection, addresses.values()), strict=True))
 
 
 def host_name() -> str:
-    """As the scheduler calls this host, or as it calls itself."""
+    """Return the scheduler's name of this host, or its own host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,12 +1,12 @@
-"""Turns measurements of all ranks into a report's numbers and findings. Runs on rank 0."""
+"""Turn the measurements of all ranks into the report's values and findings. Runs on rank 0."""
 
 from collections.abc import Sequence
 from statistics import median
 
-from pretrain.cluster.health.connections import Reach
+from pretrain.cluster.health.connections import ConnectionResult
 from pretrain.cluster.health.devices import DeviceHealth, DiskHealth
 from pretrain.cluster.health.links import Collective, Link
-from pretrain.cluster.health.outliers import (
+from pretrain.cluster.health.measures import (
     DISK,
     FREE_MEMORY,
     INSIDE,
@@ -16,138 +16,148 @@ from pretrain.cluster.health.outliers import (
     NETWORK,
     PRODUCTS,
     Measure,
-    culprits,
-    number,
-    reference,
-    skews,
-    slow,
-    usual_latency,
-    usual_link,
+    format_number,
 )
-from pretrain.cluster.health.report import LinkRow, Report
+from pretrain.cluster.health.outliers import (
+    clock_skews,
+    faulty_hosts,
+    reference,
+    slow,
+    typical_latency,
+    typical_rate,
+)
+from pretrain.cluster.health.report import ClusterReport, LinkRow
 
-Hosts = dict[str, list[int]]  # ranks of each
-Pair = tuple[str, str]
+HostRanks = dict[str, list[int]]  # host -> its ranks
+HostPair = tuple[str, str]
 
 
-def judge_reach(report: Report, hosts: Hosts, max_skew_s: float, found: Sequence[dict[str, Reach]]) -> None:
-    """Hosts that others cannot connect to, and clocks that differ."""
-    firsts = {host: found[ranks[0]] for host, ranks in hosts.items()}
-    errors = {(host, other): seen.error for host, row in firsts.items() for other, seen in row.items() if seen.error}
-    for host, partners in culprits({(min(pair), max(pair)) for pair in errors}):
-        sides = host.split(" and ") if not partners else [host, partners[0]]
-        why = errors.get((sides[1], sides[0])) or errors[sides[0], sides[1]]
-        report.add(host, f"no TCP connection with {', '.join(partners) or 'each other'} ({why}); expected one from "
-                         "every host to every other on any port")
+def report_connections(report: ClusterReport, hosts: HostRanks, max_skew_s: float,
+                       results: Sequence[dict[str, ConnectionResult]]) -> None:
+    """Report hosts that cannot connect, and clocks that differ. `results`: rank -> other host -> result."""
+    by_host = {host: results[ranks[0]] for host, ranks in hosts.items()}
+    errors = {(host, other): result.error for host, row in by_host.items() for other, result in row.items()
+              if result.error}
+    for host, partners in faulty_hosts({(min(pair), max(pair)) for pair in errors}):
+        a, b = host.split(" and ") if not partners else (host, partners[0])
+        reason = errors.get((b, a)) or errors[a, b]
+        report.add(host, f"no TCP connection with {', '.join(partners) or 'each other'} ({reason}); every host must be "
+                         "able to connect to every other host on any port")
     report.unreachable = bool(errors)
     master = next(iter(hosts))
-    offsets = {host: -row[master].clock_offset_s if host != master else 0.0 for host, row in firsts.items()
+    offsets = {host: -row[master].clock_offset_s if host != master else 0.0 for host, row in by_host.items()
                if host == master or not row[master].error}
-    for host, skew in zip(offsets, skews(list(offsets.values())), strict=True):
+    for host, skew in zip(offsets, clock_skews(list(offsets.values())), strict=True):
         report.clocks_ms[host] = skew * 1e3
         if abs(skew) > max_skew_s:
             report.outliers.add((host, "clock"))
-            report.add(host, f"its clock is {number(abs(skew))} s {'ahead of' if skew > 0 else 'behind'} the others'; "
-                             f"expected at most {max_skew_s:g} s")
+            direction = "ahead of" if skew > 0 else "behind"
+            report.add(host, f"its clock is {format_number(abs(skew))} s {direction} the other hosts; at most "
+                             f"{max_skew_s:g} s are allowed")
 
 
-def judge_devices(report: Report, hosts: Hosts, min_ratio: float | None, found: Sequence[DeviceHealth]) -> None:
-    """Wrong results, and devices that are slower or fuller than the others."""
-    by_rank = {rank: host for host, ranks in hosts.items() for rank in ranks}
-    for rank, health in enumerate(found):
-        for complaint in health.complaints:
-            report.add(by_rank[rank], f"rank {rank}: {complaint}")
-    for measure, values in ((PRODUCTS, [health.product_tflops for health in found]),
-                            (MEMORY, [health.memory_gb_per_s for health in found]),
-                            (FREE_MEMORY, [health.free_memory_bytes / 2**30 for health in found])):
-        _compare(report, measure, min_ratio, [(by_rank[rank], f"rank {rank}: ", value)
+def report_devices(report: ClusterReport, hosts: HostRanks, min_ratio: float | None,
+                   results: Sequence[DeviceHealth]) -> None:
+    """Report wrong results, and devices that are slower or have less free memory than the others."""
+    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+    for rank, health in enumerate(results):
+        for problem in health.problems:
+            report.add(host_of[rank], f"rank {rank}: {problem}")
+    for measure, values in ((PRODUCTS, [health.product_tflops for health in results]),
+                            (MEMORY, [health.memory_gb_per_s for health in results]),
+                            (FREE_MEMORY, [health.free_memory_bytes / 2**30 for health in results])):
+        _compare(report, measure, min_ratio, [(host_of[rank], f"rank {rank}: ", value)
                                               for rank, value in enumerate(values)])
 
 
-def judge_disks(report: Report, hosts: Hosts, min_ratio: float | None, found: Sequence[DiskHealth | None]) -> None:
-    """Disks that fail, are full, or slower than the others."""
-    disks = {host: health for host, ranks in hosts.items() if (health := found[ranks[0]]) is not None}
+def report_disks(report: ClusterReport, hosts: HostRanks, min_ratio: float | None,
+                 results: Sequence[DiskHealth | None]) -> None:
+    """Report disks that fail, are full, or are slower than the others."""
+    disks = {host: health for host, ranks in hosts.items() if (health := results[ranks[0]]) is not None}
     for host, health in disks.items():
         report.free_disk_gb[host] = health.free_bytes / 1e9
-        for complaint in health.complaints:
+        for problem in health.problems:
             report.outliers.add((host, "free disk" if health.write_mb_per_s else DISK.name))
-            report.add(host, complaint)
+            report.add(host, problem)
     _compare(report, DISK, min_ratio, [(host, "", health.write_mb_per_s) for host, health in disks.items()
                                        if health.write_mb_per_s])
 
 
-def judge_collectives(report: Report, hosts: Hosts, min_ratio: float | None,
-                      found: Sequence[dict[str, Collective]]) -> None:
-    """Wrong sums, and hosts whose own ranks are slow among themselves."""
+def report_collectives(report: ClusterReport, hosts: HostRanks, min_ratio: float | None,
+                       results: Sequence[dict[str, Collective]]) -> None:
+    """Report wrong results, and hosts on which the all-reduce among their own ranks is slow."""
     for host, ranks in hosts.items():
         for rank in ranks:
-            for name, each in found[rank].items():
+            for name, each in results[rank].items():
                 if each.wrong:
                     report.add(host, f"rank {rank}: wrong result of {name}")
-    for name, each in found[0].items():
+    for name, each in results[0].items():
         if name != "inside":
             report.collectives[name] = {"gb_per_s": each.gb_per_s, "latency_us": each.latency_us}
-    inside = [(host, "", min(found[rank]["inside"].gb_per_s for rank in ranks)) for host, ranks in hosts.items()
-              if len(ranks) > 1 and "inside" in found[ranks[0]]]
+    inside = [(host, "", min(results[rank]["inside"].gb_per_s for rank in ranks)) for host, ranks in hosts.items()
+              if len(ranks) > 1 and "inside" in results[ranks[0]]]
     _compare(report, INSIDE, min_ratio, inside)
 
 
-def judge_links(report: Report, found: dict[Pair, list[Link]], min_ratio: float | None, min_gbit_per_s: float) -> None:
-    """Pairs of hosts that are slower than others, or than they must be; the host that they have in common."""
-    if not found:
+def report_links(report: ClusterReport, results: dict[HostPair, list[Link]], min_ratio: float | None,
+                 min_gbit_per_s: float) -> None:
+    """Report pairs of hosts that are slower than the others or than required, by the host that they have in common."""
+    if not results:
         return
-    for pair, links in found.items():
-        if any(link.changed for link in links):
-            report.add(" and ".join(pair), "bytes changed on the way between them")
-    rates = {pair: _gbit_per_s(links) for pair, links in found.items()}
-    latencies = {pair: max(link.latency_us for link in links) for pair, links in found.items()}
-    least = max((min_ratio or NETWORK.min_ratio) * usual_link(rates), min_gbit_per_s)
-    slow_pairs = {pair for pair, rate in rates.items() if rate < least}
-    usual = usual_latency(latencies)
-    most = max(usual / (min_ratio or LATENCY.min_ratio), usual + LATENCY_NOISE_US)
-    late_pairs = {pair for pair, latency in latencies.items() if latency > most}
-    _blame(report, NETWORK, rates, slow_pairs, f"expected at least {number(least)} Gbit/s")
-    _blame(report, LATENCY, latencies, late_pairs, f"expected at most {number(most)} us")
-    report.links = [LinkRow(pair, rates[pair], latencies[pair], pair in slow_pairs | late_pairs) for pair in found]
+    for pair, links in results.items():
+        if any(link.corrupted for link in links):
+            report.add(" and ".join(pair), "data was corrupted in transfers between these hosts")
+    rates = {pair: _gbit_per_s(links) for pair, links in results.items()}
+    latencies = {pair: max(link.latency_us for link in links) for pair, links in results.items()}
+    min_rate = max((min_ratio or NETWORK.min_ratio) * typical_rate(rates), min_gbit_per_s)
+    slow_pairs = {pair for pair, rate in rates.items() if rate < min_rate}
+    typical = typical_latency(latencies)
+    max_latency = max(typical / (min_ratio or LATENCY.min_ratio), typical + LATENCY_NOISE_US)
+    late_pairs = {pair for pair, latency in latencies.items() if latency > max_latency}
+    _report_pairs(report, NETWORK, rates, slow_pairs, f"expected at least {format_number(min_rate)} Gbit/s")
+    _report_pairs(report, LATENCY, latencies, late_pairs, f"expected at most {format_number(max_latency)} us")
+    report.links = [LinkRow(pair, rates[pair], latencies[pair], pair in slow_pairs | late_pairs) for pair in results]
 
 
-def _blame(report: Report, measure: Measure, values: dict[Pair, float], bad: set[Pair], expected: str) -> None:
-    """Each host's number is the median of its links."""
+def _report_pairs(report: ClusterReport, measure: Measure, values: dict[HostPair, float], bad: set[HostPair],
+                  expected: str) -> None:
+    """Set each host's value to the median of its links, and report the bad pairs."""
     for host in report.hosts:
-        mine = [value for pair, value in values.items() if host in pair]
-        if mine:
-            report.hosts[host][measure.name] = median(mine)
-    for host, partners in culprits(bad):
-        pairs = [pair for pair in bad if host in pair] if partners else [_pair_of(host, bad)]
-        seen = number(median(values[pair] for pair in pairs))
-        text = f"{measure.name} of {seen} {measure.unit} with {', '.join(partners) or 'each other'}; {expected}"
+        of_host = [value for pair, value in values.items() if host in pair]
+        if of_host:
+            report.hosts[host][measure.name] = median(of_host)
+    for host, partners in faulty_hosts(bad):
+        pairs = [pair for pair in bad if host in pair] if partners else [_pair_named(host, bad)]
+        value = format_number(median(values[pair] for pair in pairs))
+        text = f"{measure.name} of {value} {measure.unit} with {', '.join(partners) or 'each other'}; {expected}"
         if partners:
-            report.outlier(host, measure, text)
+            report.add_outlier(host, measure, text)
         else:
             report.add(host, text)
 
 
-def _pair_of(told: str, pairs: set[Pair]) -> Pair:
-    return next(pair for pair in pairs if " and ".join(sorted(pair)) == told)
+def _pair_named(name: str, pairs: set[HostPair]) -> HostPair:
+    return next(pair for pair in pairs if " and ".join(sorted(pair)) == name)
 
 
 def _gbit_per_s(links: list[Link]) -> float:
-    """Of all ranks of both hosts together; the slowest one decides when they are done.
+    """Return the rate of all ranks of both hosts together. The slowest rank determines the time.
 
-    Both ends report each transfer, and it goes there and back: the two factors of 2 cancel out.
+    Both ends report each transfer, and the data goes in both directions: the two factors of 2 cancel out.
     """
     return sum(link.num_bytes for link in links) * 8 / max(link.seconds for link in links) / 1e9
 
 
-def _compare(report: Report, measure: Measure, min_ratio: float | None,
+def _compare(report: ClusterReport, measure: Measure, min_ratio: float | None,
              values: list[tuple[str, str, float]]) -> None:
-    """(host, which of its devices, value): keep each host's worst, and tell those that stand out."""
+    """Set each host's value to its worst one, and report outliers. `values`: (host, prefix of the finding, value)."""
     ratio = min_ratio or measure.min_ratio
     numbers = [value for *_, value in values]
     for host, _, value in values:
         row = report.hosts[host]
         row[measure.name] = min(value, row.get(measure.name, value))
     for i in slow(numbers, ratio):
-        host, which, value = values[i]
-        report.outlier(host, measure, f"{which}{measure.name} of {number(value)} {measure.unit}; the median is "
-                       f"{number(reference(numbers))}, expected at least {ratio:.0%} of it")
+        host, prefix, value = values[i]
+        text = f"{prefix}{measure.name} of {format_number(value)} {measure.unit}; the median is " \
+               f"{format_number(reference(numbers))}, expected at least {ratio:.0%} of it"
+        report.add_outlier(host, measure, text)

@@ -1,6 +1,7 @@
-"""What ranks tell one another beside the process group: values in the key-value store of rank 0's host.
+"""Exchange values between ranks through a key-value store on rank 0's host, without the process group.
 
-A rank that hangs or never came would hang all others in a collective; here the others miss it, by its number.
+A rank that hangs or never starts would block all others in a collective. Here the other ranks notice which rank is
+missing.
 """
 
 import contextlib
@@ -14,48 +15,48 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from pretrain.cluster.hosts.wait_for_port import listens
+from pretrain.cluster.hosts.wait_for_port import wait_for_port
 from pretrain.distributed.process import port_is_free
 from pretrain.distributed.process_group import taken_port
 from pretrain.distributed.world import World
 
 T = TypeVar("T")
 D = TypeVar("D")
-START_SHARE = 2.0  # of the time-out, until all have come: a cold shared disk takes long to import torch from
-_GRACE_S = 5.0  # between two ranks whose actions were both given as long
+START_TIMEOUT_FACTOR = 2.0  # times the time-out, until all ranks have started: importing torch from a cold disk is slow
+_GRACE_S = 5.0  # ranks with the same time-out finish at most this far apart
 
 
 class SilentRanksError(Exception):
-    """Some ranks did not say anything in time."""
+    """Some ranks posted no value in time."""
 
-    def __init__(self, phase: str, ranks: list[int], waited_s: float, came: dict[int, Any]) -> None:
-        super().__init__(phase, ranks, waited_s, came)
+    def __init__(self, phase: str, ranks: list[int], waited_s: float, received: dict[int, Any]) -> None:
+        super().__init__(phase, ranks, waited_s, received)
         self.phase = phase
         self.ranks = ranks
         self.waited_s = waited_s
-        self.came = came  # what the others posted
+        self.received = received  # rank -> value that another rank posted
 
 
 @dataclass(frozen=True)
-class Board:
-    """Rank `rank`'s access to what all `size` ranks post."""
+class RankStore:
+    """One rank's access to the values that all ranks post."""
 
     store: Store
     rank: int
-    size: int
+    size: int  # number of ranks
     timeout_s: float  # of one phase
 
     def exchange(self, phase: str, value: T, digest: Callable[[list[T]], D], *, wait_s: float | None = None) -> D:
-        """Every rank posts `value`; rank 0 makes one answer of them, which all ranks get. Phases differ in their names.
+        """Post `value`. Rank 0 computes `digest` of all ranks' values, and every rank returns the result.
 
-        Raises SilentRanksError, on every rank, where some post nothing for `wait_s` (`timeout_s`) and 5 s;
-        ConnectionError where rank 0 says nothing.
+        Each exchange needs a `phase` name of its own. Raises SilentRanksError on every rank if some ranks post nothing
+        within `wait_s` (default `timeout_s`) plus 5 s, and ConnectionError if rank 0 does not answer.
         """
         wait_s = self.timeout_s if wait_s is None else wait_s
-        try:  # where no packet gets through, the store's own time-outs do not act
-            answer = bounded(lambda: self._exchange(phase, value, digest, wait_s), wait_s + 3 * _GRACE_S)
+        try:  # the store's own time-outs have no effect when the network drops all packets
+            answer = run_with_timeout(lambda: self._exchange(phase, value, digest, wait_s), wait_s + 3 * _GRACE_S)
         except (DistError, RuntimeError, TimeoutError) as error:
-            raise ConnectionError(f"rank 0 says nothing ({phase}): {first_line(error)}") from None
+            raise ConnectionError(f"rank 0 does not answer ({phase}): {first_line(error)}") from None
         if isinstance(answer, SilentRanksError):
             raise answer
         return answer
@@ -76,17 +77,18 @@ class Board:
         except DistError:
             silent = [rank for rank, name in enumerate(names) if not self.store.check([name])]
             if silent:
-                came = {rank: pickle.loads(self.store.get(name)) for rank, name in enumerate(names)
-                        if rank not in silent}
-                return SilentRanksError(phase, silent, max(wait_s, self.timeout_s + _GRACE_S), came)
+                received = {rank: pickle.loads(self.store.get(name)) for rank, name in enumerate(names)
+                            if rank not in silent}
+                return SilentRanksError(phase, silent, max(wait_s, self.timeout_s + _GRACE_S), received)
         return digest([pickle.loads(text) for text in self.store.multi_get(names)])
 
     def leave(self, silent: list[int]) -> None:
-        """To be called by every rank at its end, however it ended: rank 0, which holds the store, goes last. It waits
-        for none of the `silent`.
+        """Leave the store; every rank calls this at its end. Rank 0, which runs the store, leaves last.
+
+        Rank 0 waits for all ranks except `silent`.
         """
-        with contextlib.suppress(DistError, RuntimeError, TimeoutError):  # those that are missing have been named
-            bounded(lambda: self._leave(silent), 2 * _GRACE_S)
+        with contextlib.suppress(DistError, RuntimeError, TimeoutError):  # missing ranks have been reported already
+            run_with_timeout(lambda: self._leave(silent), 2 * _GRACE_S)
 
     def _leave(self, silent: list[int]) -> None:
         self.store.set(f"leave/{self.rank}", "")
@@ -95,42 +97,42 @@ class Board:
             self.store.wait(others, timedelta(seconds=_GRACE_S))
 
 
-def join(world: World, timeout_s: float) -> Board:
-    """The store at MASTER_ADDR:MASTER_PORT, which the process group will use too.
+def connect_store(world: World, timeout_s: float) -> RankStore:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, which the process group will use too.
 
-    Raises ConnectionError, and ConfigError for a port that another program listens on.
+    Raises ConnectionError, and ConfigError if another program listens on the port.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    start_s = START_SHARE * timeout_s
-    holds_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has its own
-    if holds_store and not port_is_free(port):
+    start_s = START_TIMEOUT_FACTOR * timeout_s
+    runs_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun runs its own
+    if runs_store and not port_is_free(port):
         raise taken_port(world)
     try:
-        if not holds_store and not listens(address, port, start_s):
-            raise OSError("nobody listens")
-        store = TCPStore(address, port, world.size, holds_store, timeout=timedelta(seconds=start_s),
+        if not runs_store and not wait_for_port(address, port, start_s):
+            raise OSError("no program listens there")
+        store = TCPStore(address, port, world.size, runs_store, timeout=timedelta(seconds=start_s),
                          wait_for_workers=False, multi_tenant=True)
     except (DistError, RuntimeError, OSError) as error:
-        raise ConnectionError(f"no connection with rank 0 at {address}:{port} ({first_line(error)}); is it started, "
-                              "and is this its address?") from None
-    return Board(PrefixStore("check_cluster", store), world.rank, world.size, timeout_s)
+        raise ConnectionError(f"no connection to rank 0 at {address}:{port} ({first_line(error)}). Check that rank 0 "
+                              "has started and that this is its address") from None
+    return RankStore(PrefixStore("check_cluster", store), world.rank, world.size, timeout_s)
 
 
-def bounded(action: Callable[[], T], timeout_s: float) -> T:
-    """What `action` returns or raises; TimeoutError where it takes longer, and then it goes on in its thread."""
+def run_with_timeout(action: Callable[[], T], timeout_s: float) -> T:
+    """Return or raise what `action` does. Raises TimeoutError after `timeout_s`; `action` then keeps running."""
     outcome: list[Any] = []
 
     def run() -> None:
         try:
             outcome.append((action(), None))
-        except Exception as error:  # handed to the caller
+        except Exception as error:  # passed on to the caller
             outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise TimeoutError(f"no end after {timeout_s:g} s")
+        raise TimeoutError(f"did not finish within {timeout_s:g} s")
     value, error = outcome[0]
     if error is not None:
         raise error
@@ -138,5 +140,5 @@ def bounded(action: Callable[[], T], timeout_s: float) -> T:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's class and the first line of its text: what follows is C++ frames."""
+    """Return an error's class and the first line of its text. The other lines are C++ stack frames."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

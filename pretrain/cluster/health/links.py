@@ -1,4 +1,4 @@
-"""Transfers between ranks: collectives, and point to point between every pair of hosts."""
+"""Measure transfers between ranks: collectives, and point-to-point transfers between pairs of hosts."""
 
 import time
 from collections.abc import Callable
@@ -15,61 +15,61 @@ _PINGS = 20
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank measured with its partner on another host, both directions together."""
+    """One rank's measurement with its partner on another host, both directions together."""
 
-    seconds: float  # for `num_bytes` there and as many back
+    seconds: float  # to send `num_bytes` and receive as many
     num_bytes: int
-    latency_us: float  # one way
-    changed: bool  # the bytes that came back are not those that went
+    latency_us: float  # in one direction
+    corrupted: bool  # the received bytes differ from the sent ones
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective."""
+    """One rank's measurement of a collective."""
 
-    gb_per_s: float  # bus bandwidth: what each rank's link carries, whatever the number of ranks
-    latency_us: float  # of a single number
-    wrong: bool  # this rank got another result than it must
+    gb_per_s: float  # bus bandwidth: comparable across numbers of ranks
+    latency_us: float  # of a collective with a single element
+    wrong: bool  # this rank got a wrong result
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `count` players once, in rounds in which nobody plays twice: a round-robin tournament."""
-    players: list[int | None] = list(range(count))
+def round_robin(count: int) -> list[list[tuple[int, int]]]:
+    """Return every pair of `count` hosts once, in rounds in which no host occurs twice (a round-robin schedule)."""
+    hosts: list[int | None] = list(range(count))
     if count % 2:
-        players.append(None)  # whoever meets it rests
-    size, found = len(players), []
+        hosts.append(None)  # the host paired with None pauses
+    size, rounds = len(hosts), []
     for _ in range(size - 1):
-        meetings = zip(players[:size // 2], reversed(players[size // 2:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in meetings if a is not None and b is not None])
-        players = [players[0], players[-1], *players[1:-1]]
-    return [each for each in found if each]
+        pairs = zip(hosts[:size // 2], reversed(hosts[size // 2:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        hosts = [hosts[0], hosts[-1], *hosts[1:-1]]
+    return [pairs for pairs in rounds if pairs]
 
 
-def spread(items: list[list[tuple[int, int]]], limit: int) -> list[list[tuple[int, int]]]:
-    """`limit` of the rounds, evenly chosen; all of them for 0 or where there are not as many."""
-    if limit == 0 or limit >= len(items):
-        return items
-    return [items[i * len(items) // limit] for i in range(limit)]
+def choose_evenly(rounds: list[list[tuple[int, int]]], limit: int) -> list[list[tuple[int, int]]]:
+    """Return `limit` evenly spaced rounds, or all rounds if `limit` is 0 or not below their number."""
+    if limit == 0 or limit >= len(rounds):
+        return rounds
+    return [rounds[i * len(rounds) // limit] for i in range(limit)]
 
 
 def partner_of(rank: int, pairs: list[tuple[int, int]], hosts: list[list[int]]) -> int | None:
-    """The rank to measure with: the nth rank of one host with the nth of the other; None: this rank rests."""
-    (mine,) = (i for i, ranks in enumerate(hosts) if rank in ranks)
+    """Return the rank to measure with, or None. The nth rank of a host is paired with the nth rank of the other."""
+    (own_host,) = (i for i, ranks in enumerate(hosts) if rank in ranks)
     for pair in pairs:
-        if mine in pair:
-            other = hosts[pair[0] if pair[1] == mine else pair[1]]
-            place = hosts[mine].index(rank)
-            return other[place] if place < len(other) else None
+        if own_host in pair:
+            other_ranks = hosts[pair[0] if pair[1] == own_host else pair[1]]
+            index = hosts[own_host].index(rank)
+            return other_ranks[index] if index < len(other_ranks) else None
     return None
 
 
 def measure_link(rank: int, partner: int, num_bytes: int) -> Link:
-    """Send there and back; both ranks call this, and both get what the lower one measured or close to it."""
+    """Send data to the partner and back. Both ranks call this and measure nearly the same."""
     device = get_accelerator().current_device_name()
     sent = torch.arange(251, dtype=torch.uint8, device=device).repeat(num_bytes // 251 + 1)[:num_bytes]
     received = torch.zeros_like(sent)
     small = torch.zeros(1, device=device)
-    _there_and_back(rank, partner, sent, received)  # the first one opens the connection
+    _there_and_back(rank, partner, sent, received)  # the first transfer opens the connection
     times = [_timed(lambda: _there_and_back(rank, partner, sent, received)) for _ in range(_REPETITIONS)]
     pings = [_timed(lambda: _there_and_back(rank, partner, small, small)) for _ in range(_PINGS)]
     return Link(median(times), num_bytes, median(pings) / 2 * 1e6, not torch.equal(sent, received))
@@ -92,7 +92,7 @@ def _timed(action: Callable[[], None]) -> float:
 
 
 def all_reduce(num_bytes: int, group: dist.ProcessGroup | None = None) -> Collective:
-    """Of all ranks, or of those in `group`; all ranks call this at once."""
+    """Measure the all-reduce of all ranks, or of the ranks in `group`. All ranks call this at the same time."""
     device, size = get_accelerator().current_device_name(), dist.get_world_size(group)
     large, small = (torch.zeros(max(count, 1), device=device) for count in (num_bytes // 4, 1))
     latency = _median_time(lambda: dist.all_reduce(small, group=group), _PINGS)
@@ -104,14 +104,14 @@ def all_reduce(num_bytes: int, group: dist.ProcessGroup | None = None) -> Collec
 
 
 def all_gather(num_bytes: int) -> Collective:
-    """Of all ranks, to `num_bytes` together."""
+    """Measure the all-gather of all ranks, with a result of `num_bytes`."""
     device, rank, size = get_accelerator().current_device_name(), dist.get_rank(), dist.get_world_size()
     count = max(num_bytes // 4 // size, 1)
 
     def timed(length: int, repetitions: int) -> tuple[float, list[torch.Tensor]]:
-        mine = torch.full((length,), float(rank), device=device)
-        parts = [torch.full_like(mine, -1.0) for _ in range(size)]
-        return _median_time(lambda: dist.all_gather(parts, mine), repetitions), parts
+        own = torch.full((length,), float(rank), device=device)
+        parts = [torch.full_like(own, -1.0) for _ in range(size)]
+        return _median_time(lambda: dist.all_gather(parts, own), repetitions), parts
 
     latency, _ = timed(1, _PINGS)
     seconds, parts = timed(count, _REPETITIONS)
@@ -120,10 +120,10 @@ def all_gather(num_bytes: int) -> Collective:
 
 
 def _median_time(action: Callable[[], object], repetitions: int) -> float:
-    """Seconds, from a common start, until the device is done."""
+    """Return the median seconds from a common start until the device has finished."""
     times, token = [], torch.zeros(1, device=get_accelerator().current_device_name())
     for _ in range(repetitions + 1):
-        dist.all_reduce(token)  # NCCL's barrier would guess the device
+        dist.all_reduce(token)  # aligns the ranks; NCCL's barrier() would guess the device
         get_accelerator().synchronize()
         start = time.perf_counter()
         action()

@@ -1,4 +1,4 @@
-"""What a check of the cluster found: numbers by host, findings, and how both are shown."""
+"""Report of the cluster health check: measurements by host, findings, and their output as a table or JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -6,12 +6,23 @@ from typing import Any
 
 from rich.table import Table
 
-from pretrain.cluster.health.outliers import LATENCY, MEASURES, Finding, Measure, number
+from pretrain.cluster.health.measures import LATENCY, MEASURES, Measure, format_number
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of a host, or of the link between two hosts."""
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """Between two hosts, all their ranks at once."""
+    """Link between two hosts, measured with all their ranks at once."""
 
     hosts: tuple[str, str]
     gbit_per_s: float
@@ -20,67 +31,68 @@ class LinkRow:
 
 
 @dataclass
-class Report:
-    """Filled by rank 0 while the check runs."""
+class ClusterReport:
+    """Results of the check. Rank 0 fills it while the check runs."""
 
     ranks: int
-    hosts: dict[str, dict[str, float]] = field(default_factory=dict)  # numbers of each host, by the measure's name
-    outliers: set[tuple[str, str]] = field(default_factory=set)  # (host, measure's name)
-    clocks_ms: dict[str, float] = field(default_factory=dict)  # ahead of the others
+    hosts: dict[str, dict[str, float]] = field(default_factory=dict)  # host -> name of the measure -> value
+    outliers: set[tuple[str, str]] = field(default_factory=set)  # (host, name of the measure)
+    clocks_ms: dict[str, float] = field(default_factory=dict)  # host -> how far its clock is ahead of the others
     free_disk_gb: dict[str, float] = field(default_factory=dict)
-    collectives: dict[str, dict[str, float]] = field(default_factory=dict)  # gb_per_s (bus bandwidth), latency_us
+    collectives: dict[str, dict[str, float]] = field(default_factory=dict)  # name -> gb_per_s (bus), latency_us
     links: list[LinkRow] = field(default_factory=list)
-    rounds: tuple[int, int] = (0, 0)  # of pairs: measured, in all
+    rounds: tuple[int, int] = (0, 0)  # rounds of host pairs: measured, total
     findings: list[Finding] = field(default_factory=list)
-    unreachable: bool = False  # some host from some other
+    unreachable: bool = False  # some host cannot connect to another host
     skipped: str = ""  # what was not measured, and why
 
     def add(self, where: str, text: str) -> None:
-        """A finding, once."""
+        """Add a finding, unless it is there already."""
         if Finding(where, text) not in self.findings:
             self.findings.append(Finding(where, text))
 
-    def outlier(self, host: str, measure: Measure, text: str) -> None:
-        """A finding about a number of the table, which is marked there."""
+    def add_outlier(self, host: str, measure: Measure, text: str) -> None:
+        """Add a finding about a value of the table, and mark the value there."""
         self.outliers.add((host, measure.name))
         self.add(host, text)
 
     def to_json(self) -> str:
-        """An object with everything; numbers in the units that their names or MEASURES give."""
+        """Return the report as a JSON object. Units are in the names of its keys or in MEASURES."""
         record: dict[str, Any] = {"ok": not self.findings, **asdict(self)}
         record["outliers"] = sorted(self.outliers)
         record["findings"] = [asdict(finding) for finding in self.findings]
         return json.dumps(record, indent=1)
 
 
-def table(report: Report) -> Table:
-    """A row a host, its outliers marked with `<<`."""
-    there = [each for each in MEASURES if any(each.name in numbers for numbers in report.hosts.values())]
-    titles = [f"{each.name.removesuffix(' inside the host')} {each.unit}" for each in there]
-    shown = Table("host", *titles, "clock ms", "free disk GB", box=None, pad_edge=False, header_style="")
-    for host, numbers in report.hosts.items():
-        cells = [_cell(numbers.get(each.name), (host, each.name) in report.outliers) for each in there]
-        others = [_cell(values.get(host), (host, name) in report.outliers)
-                  for name, values in (("clock", report.clocks_ms), ("free disk", report.free_disk_gb))]
-        shown.add_row(host, *cells, *others)
-    return shown
+def report_table(report: ClusterReport) -> Table:
+    """Return a table with one row per host. Outliers are marked with `<<`."""
+    measured = [each for each in MEASURES if any(each.name in values for values in report.hosts.values())]
+    titles = [f"{each.name.removesuffix(' inside the host')} {each.unit}" for each in measured]
+    table = Table("host", *titles, "clock ms", "free disk GB", box=None, pad_edge=False, header_style="")
+    for host, values in report.hosts.items():
+        cells = [_cell(values.get(each.name), (host, each.name) in report.outliers) for each in measured]
+        others = [_cell(column.get(host), (host, name) in report.outliers)
+                  for name, column in (("clock", report.clocks_ms), ("free disk", report.free_disk_gb))]
+        table.add_row(host, *cells, *others)
+    return table
 
 
-def lines(report: Report) -> list[str]:
-    """What stands below the table: collectives, bad links, findings."""
-    found = [f"{name} of all {report.ranks} ranks: {number(each['gb_per_s'])} GB/s bus bandwidth, "
-             f"{number(each['latency_us'])} {LATENCY.unit} latency" for name, each in report.collectives.items()]
+def report_lines(report: ClusterReport) -> list[str]:
+    """Return the lines below the table: collectives, bad links, notes and findings."""
+    found = [f"{name} of all {report.ranks} ranks: {format_number(each['gb_per_s'])} GB/s bus bandwidth, "
+             f"{format_number(each['latency_us'])} {LATENCY.unit} latency"
+             for name, each in report.collectives.items()]
     if report.links:
         rates = sorted(link.gbit_per_s for link in report.links)
-        found.append(f"{len(rates)} pairs of hosts: {number(rates[0])} to {number(rates[-1])} Gbit/s")
-    found += [f"{' - '.join(link.hosts)}: {number(link.gbit_per_s)} Gbit/s, {number(link.latency_us)} us <<"
-              for link in report.links if link.bad]
+        found.append(f"{len(rates)} pairs of hosts: {format_number(rates[0])} to {format_number(rates[-1])} Gbit/s")
+    found += [f"{' - '.join(link.hosts)}: {format_number(link.gbit_per_s)} Gbit/s, "
+              f"{format_number(link.latency_us)} us <<" for link in report.links if link.bad]
     if report.rounds[0] < report.rounds[1]:
-        found.append(f"note: each host was measured with {report.rounds[0]} of {report.rounds[1]} others; "
-                     "--rounds 0 takes all")
+        found.append(f"note: each host was measured with {report.rounds[0]} of {report.rounds[1]} other hosts; "
+                     "--rounds 0 measures all")
     found += [f"note: {report.skipped}"] if report.skipped else []
     return found + [f"BAD  {finding}" for finding in report.findings]
 
 
-def _cell(value: float | None, marked: bool) -> str:
-    return ("-" if value is None else number(value)) + (" <<" if marked else "")
+def _cell(value: float | None, is_outlier: bool) -> str:
+    return ("-" if value is None else format_number(value)) + (" <<" if is_outlier else "")

@@ -1,4 +1,4 @@
-"""What is measured, and how much of it."""
+"""Settings of the cluster health check."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,17 +7,17 @@ from pretrain.config.arguments import RunArguments
 
 
 @dataclass(frozen=True)
-class Settings:
-    """None: as suits the device."""
+class ClusterCheckSettings:
+    """What is measured, and how much of it. None: the default of the device."""
 
-    folder: Path = Path(".")  # whose disk is measured
-    run: RunArguments | None = None  # whose checkpoint must fit there
-    product_size: int | None = None  # rows of the matrices
+    folder: Path = Path(".")  # folder whose disk is measured
+    run: RunArguments | None = None  # run to validate; its checkpoint must fit on the disk
+    product_size: int | None = None  # rows and columns of the multiplied matrices
     memory_bytes: int | None = None  # filled on each device
-    message_bytes: int | None = None  # of a transfer
+    message_bytes: int | None = None  # size of a transfer
     disk_bytes: int = 2**28  # written on each host
-    rounds: int = 32  # of pairs of hosts; 0: as many as there are
-    timeout_s: float = 60.0  # of each measurement; twice that until all have come
-    min_ratio: float | None = None  # in place of each measure's own
-    min_gbit_per_s: float = 0.0  # each link must have; 0: nothing but the comparison
+    rounds: int = 32  # rounds of host pairs; 0: every pair
+    timeout_s: float = 60.0  # of each measurement; the ranks may join within twice that
+    min_ratio: float | None = None  # replaces the min_ratio of every measure
+    min_gbit_per_s: float = 0.0  # required of each link; 0: no requirement
     max_clock_skew_s: float = 1.0

@@ -1,1 +1,4 @@
-"""pretrain/cluster/hosts"""
+"""Hosts of a run: hostfile, preflight checks, remote commands, rank environment, and shutdown of all hosts together.
+
+Imports cluster/launcher_flags and the layers below cluster/; never supervise/ or health/.
+"""

@@ -1,26 +1,28 @@
-"""Which hosts take part: DeepSpeed's hostfile (`NAME slots=N` a line) and its filters, judged before any is asked."""
+"""Hosts of a run: DeepSpeed's hostfile (a line `NAME slots=N` for each host), and filters such as --include."""
 
+import argparse
 import re
 from pathlib import Path
 
 from pretrain.errors import ConfigError
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name, user@name or address that no shell takes apart
-EXPECTED = "NAME slots=N"
-_MOST_SLOTS = 100_000
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # without characters that a shell interprets
+_FORMAT = "NAME slots=N"
+_MAX_SLOTS = 100_000
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> slots (ranks), in the file's order, which is the order of the ranks.
+    """Return host -> slots (ranks), in the file's order, which is the rank order.
 
-    Raises ConfigError with the line: no such file, another grammar, a host twice, no slots, no hosts.
+    Raises ConfigError with the line number: unreadable file, wrong format, a host twice, no slots, no hosts.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}", found=getattr(error, "strerror", None) or "bytes that are no text",
-                          expected=f"a file with a line `{EXPECTED}` for each host") from None
+        reason = getattr(error, "strerror", None) or "it is not a text file"
+        raise ConfigError(f"--hostfile {path}", problem=f"the hostfile cannot be read: {reason}",
+                          remedy=f"give a file with a line `{_FORMAT}` for each host") from None
     hosts: dict[str, int] = {}
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -29,44 +31,48 @@ def read_hostfile(path: str) -> dict[str, int]:
             continue
         host, slots = _parse_line(f"{path}:{number}", text)
         if host in hosts:
-            raise ConfigError(f"{path}:{number}", found=f"{host} again", expected="each host on one line",
-                              remedy=f"it stands on line {first_line[host]} already: give that line all its slots")
+            raise ConfigError(f"{path}:{number}", problem=f"host {host} is already on line {first_line[host]}",
+                              remedy="give that line all slots of the host, and delete this line")
         hosts[host], first_line[host] = slots, number
     if not hosts:
-        raise ConfigError(f"--hostfile {path}", found="no hosts", expected=f"a line `{EXPECTED}` for each host")
+        raise ConfigError(f"--hostfile {path}", problem="the file has no hosts",
+                          remedy=f"write a line `{_FORMAT}` for each host")
     return hosts
 
 
 def _parse_line(where: str, text: str) -> tuple[str, int]:
     match = _LINE.fullmatch(text)
     if match is None:
-        remedy = f"{text.split()[0]} slots=1 for one rank on it" if len(text.split()) == 1 else \
-            "no spaces around ="
-        raise ConfigError(where, found=repr(text), expected=f"`{EXPECTED}`, N the ranks of this host", remedy=remedy)
+        remedy = f"write `{text.split()[0]} slots=1` for one rank on this host" if len(text.split()) == 1 else \
+            "write no spaces around ="
+        raise ConfigError(where, found=repr(text), expected=f"`{_FORMAT}`, where N is the number of ranks on this host",
+                          remedy=remedy)
     if not _NAME.fullmatch(match["host"]):
         remedy = "put `User` into ~/.ssh/config" if "@" in match["host"] else ""
         raise ConfigError(where, found=repr(match["host"]), expected="a host name or IPv4 address", remedy=remedy)
     if int(match["slots"]) == 0:
         raise ConfigError(where, found="slots=0", expected="at least 1",
                           remedy="start the line with # to leave the host out")
-    if int(match["slots"]) > _MOST_SLOTS:
-        raise ConfigError(where, found=f"slots={match['slots']}", expected=f"at most {_MOST_SLOTS}")
+    if int(match["slots"]) > _MAX_SLOTS:
+        raise ConfigError(where, found=f"slots={match['slots']}", expected=f"at most {_MAX_SLOTS}")
     return match["host"], int(match["slots"])
 
 
 def choose_hosts(hosts: dict[str, int], *, include: str = "", exclude: str = "", num_nodes: int = -1,
                  num_slots: int = -1) -> dict[str, list[int]]:
-    """Host -> the slots that take part, as `deepspeed` resolves the same flags. Raises ConfigError.
+    """Return host -> slot numbers of the run, as `deepspeed` resolves the same flags. Raises ConfigError.
 
     Args:
-        hosts: of `read_hostfile`.
-        include: `HOST[:SLOT,SLOT][@HOST...]`, and nothing else; `exclude` likewise: all but these.
-        num_nodes: the first so many hosts; -1: all.
-        num_slots: the first so many slots of each host; -1: all.
+        hosts: host -> slots, from `read_hostfile`.
+        include: use only these, `HOST[:SLOT,SLOT][@HOST...]`.
+        exclude: use all but these, in the same format.
+        num_nodes: use only the first N hosts; -1: all.
+        num_slots: use only the first N slots of each host; -1: all.
     """
     if (include and exclude) or ((include or exclude) and (num_nodes > 0 or num_slots > 0)):
-        raise ConfigError("command line", found="more than one of --include, --exclude, --num_nodes/--num_gpus",
-                          expected="one way to choose hosts")
+        raise ConfigError("command line",
+                          problem="--include, --exclude and --num_nodes/--num_gpus cannot be combined",
+                          remedy="choose the hosts in one of these ways")
     chosen = {host: list(range(slots)) for host, slots in hosts.items()}
     named = _parse_filter("--include" if include else "--exclude", include or exclude, chosen)
     if include:
@@ -75,29 +81,36 @@ def choose_hosts(hosts: dict[str, int], *, include: str = "", exclude: str = "",
         chosen = {host: [slot for slot in slots if slot not in named.get(host, [])] for host, slots in chosen.items()}
         chosen = {host: slots for host, slots in chosen.items() if slots}
         if not chosen:
-            raise ConfigError("--exclude", found="every slot", expected="at least one that remains")
+            raise ConfigError("--exclude", problem="every slot is excluded; at least one must remain")
     if num_nodes > len(chosen):
-        raise ConfigError("--num_nodes", found=num_nodes, expected=f"at most the hostfile's {len(chosen)}")
+        raise ConfigError("--num_nodes", found=num_nodes, expected=f"at most {len(chosen)}, the hosts of the hostfile")
     if num_nodes > 0:
         chosen = dict(list(chosen.items())[:num_nodes])
-    few = [host for host, slots in chosen.items() if num_slots > len(slots)]
-    if few:
+    too_small = next((host for host, slots in chosen.items() if num_slots > len(slots)), None)
+    if too_small is not None:
         raise ConfigError("--num_gpus", found=num_slots,
-                          expected=f"at most the {len(chosen[few[0]])} slots of {few[0]}")
+                          expected=f"at most {len(chosen[too_small])}, the slots of {too_small}")
     return {host: slots[:num_slots] if num_slots > 0 else slots for host, slots in chosen.items()}
 
 
-def _parse_filter(flag: str, text: str, there: dict[str, list[int]]) -> dict[str, list[int]]:
+def hosts_from_flags(flags: argparse.Namespace) -> dict[str, list[int]]:
+    """Return host -> slot numbers of the run, from the launcher's flags. Raises ConfigError."""
+    return choose_hosts(read_hostfile(flags.hostfile), include=flags.include, exclude=flags.exclude,
+                        num_nodes=flags.num_nodes, num_slots=flags.num_gpus)
+
+
+def _parse_filter(flag: str, text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return host -> slot numbers that an --include or --exclude names. Raises ConfigError."""
     named: dict[str, list[int]] = {}
     for part in text.split("@") if text else []:
         host, colon, slots = part.partition(":")
-        if host not in there:
+        if host not in hosts:
             raise ConfigError(flag, found=repr(host), expected="a host of the hostfile",
-                              remedy=f"it has {', '.join(list(there)[:8])}", word=host, known=there)
-        words = slots.split(",") if colon else [str(slot) for slot in there[host]]
-        wrong = [word for word in words if not word.isdecimal() or int(word) not in there[host]]
+                              remedy=f"the hostfile has {', '.join(list(hosts)[:8])}", word=host, known=hosts)
+        words = slots.split(",") if colon else [str(slot) for slot in hosts[host]]
+        wrong = [word for word in words if not word.isdecimal() or int(word) not in hosts[host]]
         if wrong:
             raise ConfigError(f"{flag} {part}", found=f"slot {wrong[0]!r}",
-                              expected=f"numbers from 0 to {len(there[host]) - 1} with commas between (no ranges)")
+                              expected=f"numbers from 0 to {len(hosts[host]) - 1}, separated by commas (no ranges)")
         named[host] = sorted({*named.get(host, []), *map(int, words)})
     return named

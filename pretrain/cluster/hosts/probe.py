@@ -19,22 +19,22 @@ from typing import Any
 
 from pretrain.distributed.host import RANK_VARIABLES, interface_towards
 
-JOB_VARIABLE = "DS_PRETRAIN_JOB"  # its value marks every process of one start
-_HASHED_BYTES = 2**20  # at either end of a file
+JOB_VARIABLE = "DS_PRETRAIN_JOB"  # marks every process of one start: its value is the job's name
+_HASHED_BYTES = 2**20  # bytes hashed at each end of a file
 
 
-def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """This host's facts: versions, code, files, run folder, interface towards `request["peer"]`, devices."""
+def host_facts(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what `preflight.HostFacts` holds. `request`: see `preflight.PreflightRequest.to_json`."""
     root = Path(request["root"])
     return {
         "host_name": socket.gethostname(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in request["packages"]},
-        "folder": os.path.isdir(request["folder"]),
-        "code": _code_digest(root),
+        "has_folder": os.path.isdir(request["folder"]),
+        "code_digest": _code_digest(root),
         "commit": _commit(root),
         "files": {name: _fingerprint(Path(name)) for name in request["files"]},
-        "run": _examine_run(Path(request["run"]), request["token"]),
+        "run_problem": _run_folder_problem(Path(request["run"]), request["token"]),
         "interface": interface_towards(request["peer"]) if request["peer"] else None,
         "cores": len(os.sched_getaffinity(0)),
         "gpus": len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()]),
@@ -49,7 +49,7 @@ def _version(package: str) -> str:
 
 
 def _code_digest(root: Path) -> str | None:
-    """Of every Python file of the package: two checkouts of one commit may differ by what is not committed."""
+    """Hash every Python file of the package: checkouts of the same commit may have different uncommitted changes."""
     digest = hashlib.sha256()
     files = sorted((root / "pretrain").rglob("*.py"))
     for path in files:
@@ -66,7 +66,7 @@ def _commit(root: Path) -> str | None:
 
 
 def _fingerprint(path: Path) -> list[Any] | None:
-    """[bytes, hash of both ends], or None for what is not there. A folder: of its files' names."""
+    """Return [size in bytes, hash of both ends] of a file, [0, hash of the file names] of a folder, or None."""
     try:
         if path.is_dir():
             return [0, hashlib.sha256("\0".join(sorted(os.listdir(path))).encode()).hexdigest()[:12]]
@@ -80,26 +80,26 @@ def _fingerprint(path: Path) -> list[Any] | None:
         return None
 
 
-def _examine_run(run: Path, token: str) -> str:
-    """"" where `run` is the folder in which the launching host wrote `token`, and writable; else what is wrong."""
+def _run_folder_problem(run: Path, token: str) -> str:
+    """Return "" if `run` contains the launching host's file `token` and is writable, otherwise what is wrong."""
     if not (run / token).is_file():
-        return "another folder" if run.is_dir() else "no such folder"
-    own = run / f"{token}-{os.getpid()}"
+        return "is a different folder on this host" if run.is_dir() else "does not exist on this host"
+    own_file = run / f"{token}-{os.getpid()}"
     try:
-        own.write_text(socket.gethostname())
-        own.unlink()
+        own_file.write_text(socket.gethostname())
+        own_file.unlink()
     except OSError as error:
-        return f"a folder that cannot be written ({error.strerror})"
+        return f"cannot be written on this host ({error.strerror})"
     return ""
 
 
-def processes_of(job: str) -> dict[int, dict[str, str]]:
-    """Process id -> environment of every process of this host that belongs to `job`, this one aside."""
+def processes_of_job(job: str) -> dict[int, dict[str, str]]:
+    """Return process id -> environment of every process of `job` on this host, except this process."""
     mark, found = f"{JOB_VARIABLE}={job}", {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended, or is not ours
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if mark in words and int(folder.name) != os.getpid():
             found[int(folder.name)] = dict(word.partition("=")[::2] for word in words)
@@ -107,27 +107,27 @@ def processes_of(job: str) -> dict[int, dict[str, str]]:
 
 
 def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]:
-    """End what belongs to `job` on this host: after `patience_s` by SIGTERM, `kill_after_s` later by SIGKILL.
+    """End all processes of `job` on this host: SIGTERM after `patience_s`, SIGKILL `kill_after_s` later.
 
-    Returns the processes that did not end by themselves.
+    Returns the ids of the processes that had not ended within `patience_s`.
     """
-    _wait_until_none(job, patience_s)
-    left = sorted(processes_of(job))
+    _wait_until_job_ended(job, patience_s)
+    remaining = sorted(processes_of_job(job))
     for number, wait_s in ((signal.SIGTERM, kill_after_s), (signal.SIGKILL, 5.0)):
-        for process in processes_of(job):
-            _signal(process, number)
-        _wait_until_none(job, wait_s)
-    return left
+        for process in processes_of_job(job):
+            _send_signal(process, number)
+        _wait_until_job_ended(job, wait_s)
+    return remaining
 
 
 def signal_ranks(job: str, number: int) -> list[int]:
-    """Send a signal to the ranks of `job` on this host (not to what they started). Returns their process ids."""
-    ranks = {process for process, environ in processes_of(job).items()
-             if any(name in environ for name in RANK_VARIABLES)}
-    first = sorted(process for process in ranks if _parent(process) not in ranks)
-    for process in first:
-        _signal(process, number)
-    return first
+    """Send a signal to the ranks of `job` on this host, but not to their children. Returns the ranks' process ids."""
+    candidates = {process for process, environ in processes_of_job(job).items()
+                  if any(name in environ for name in RANK_VARIABLES)}  # ranks, and children that inherit the variables
+    ranks = sorted(process for process in candidates if _parent(process) not in candidates)
+    for process in ranks:
+        _send_signal(process, number)
+    return ranks
 
 
 def _parent(process: int) -> int:
@@ -137,18 +137,18 @@ def _parent(process: int) -> int:
         return 0
 
 
-def _signal(process: int, number: int) -> None:
+def _send_signal(process: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process, number)
 
 
-def _wait_until_none(job: str, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and processes_of(job):
+def _wait_until_job_ended(job: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and processes_of_job(job):
         time.sleep(0.2)
 
 
-def answer(question: str, *words: Any) -> None:
-    """Print the JSON of `examine`, `end_job` or `signal_ranks`: what `remote.ask` reads."""
-    functions: dict[str, Any] = {"examine": examine, "end_job": end_job, "signal_ranks": signal_ranks}
-    print(json.dumps(functions[question](*words)), flush=True)
+def call(function: str, *args: Any) -> None:
+    """Call the named function and print its result as one line of JSON, which `remote.call_probe` reads."""
+    functions: dict[str, Any] = {"host_facts": host_facts, "end_job": end_job, "signal_ranks": signal_ranks}
+    print(json.dumps(functions[function](*args)), flush=True)

@@ -1,4 +1,4 @@
-"""What ranks on other hosts need in their environment: `deepspeed` forwards little beyond its `.deepspeed_env` file."""
+"""Environment variables of ranks on other hosts. `deepspeed` forwards few of them besides its `.deepspeed_env` file."""
 
 import os
 import re
@@ -6,24 +6,24 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.cluster.hosts.preflight import Facts
+from pretrain.cluster.hosts.preflight import HostFacts
 from pretrain.cluster.hosts.probe import JOB_VARIABLE
 from pretrain.errors import ConfigError
 
 FILE = ".deepspeed_env"
-FORWARDED = ("GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
-             "OMP_", "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_",
-             "LD_LIBRARY_PATH")
-_SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")  # a command line on each host would show them
+_FORWARDED_PREFIXES = (
+    "GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_",
+    "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_", "LD_LIBRARY_PATH")
+_SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")  # not forwarded: command lines on the hosts would show them
 _SAFE_VALUE = re.compile(r"[\w@%+=:,./ -]*")  # survives the quoting of each of DeepSpeed's launchers
 
 
-def own_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str, str]:
-    """The user's: those of the shell that a training run may read, then the `.deepspeed_env` files of `folders`.
+def user_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str, str]:
+    """Return the user's variables: those of the shell that affect training, then `.deepspeed_env` of each folder.
 
-    Raises ConfigError for a line that is no NAME=VALUE; blank lines and comments, which DeepSpeed trips over, are fine.
+    Raises ConfigError for a line that is not NAME=VALUE. Accepts blank lines and comments, on which DeepSpeed fails.
     """
-    found = {name: value for name, value in environ.items() if name.startswith(FORWARDED)
+    found = {name: value for name, value in environ.items() if name.startswith(_FORWARDED_PREFIXES)
              and not _SECRETS.search(name) and _SAFE_VALUE.fullmatch(value) and name != "DS_ENV_FILE"}
     for path in (folder / FILE for folder in folders):
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
@@ -36,10 +36,10 @@ def own_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str, 
     return found
 
 
-def interface_variables(facts: Mapping[str, Facts]) -> dict[str, str]:
-    """GLOO_ and NCCL_SOCKET_IFNAME, from the interfaces over which the hosts reach one another.
+def interface_variables(facts: Mapping[str, HostFacts]) -> dict[str, str]:
+    """Return NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME for the interfaces that connect the hosts.
 
-    gloo wants one name that each host has: where the names differ each rank chooses its own when it starts.
+    gloo accepts a single name, which each host must have. If the names differ, each rank chooses its own at its start.
     """
     names = list(dict.fromkeys(found.interface[0] for found in facts.values() if found.interface))
     if not names:
@@ -47,25 +47,26 @@ def interface_variables(facts: Mapping[str, Facts]) -> dict[str, str]:
     return {"NCCL_SOCKET_IFNAME": ",".join(names)} | ({"GLOO_SOCKET_IFNAME": names[0]} if len(names) == 1 else {})
 
 
-def threads(facts: Mapping[str, Facts], slots: Mapping[str, int]) -> int:
-    """OMP_NUM_THREADS: the cores of a rank, on the host that has the fewest."""
-    return max(1, min(found.cores // slots[host] for host, found in facts.items()))
+def threads_per_rank(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> int:
+    """Return OMP_NUM_THREADS: cores per rank, on the host that has the fewest."""
+    return max(1, min(found.cores // ranks[host] for host, found in facts.items()))
 
 
-def run_variables(facts: Mapping[str, Facts], slots: Mapping[str, int], own: Mapping[str, str],
-                  job: str) -> dict[str, str]:
-    """All variables of the ranks, the user's own winning over what was found out."""
-    return {"OMP_NUM_THREADS": str(threads(facts, slots)), **interface_variables(facts), **own, JOB_VARIABLE: job}
+def rank_variables(facts: Mapping[str, HostFacts], ranks: Mapping[str, int], user: Mapping[str, str],
+                   job: str) -> dict[str, str]:
+    """Return all variables for the ranks. The user's variables override the computed ones."""
+    return {"OMP_NUM_THREADS": str(threads_per_rank(facts, ranks)), **interface_variables(facts), **user,
+            JOB_VARIABLE: job}
 
 
 def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's, for a `deepspeed` that it starts: with `variables`, and with its own scripts found first."""
+    """Return this process's environment plus `variables`, with the scripts of this Python environment first in PATH."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     return {**os.environ, **variables, "PATH": path}
 
 
 def write_environment(run: Path, variables: Mapping[str, str]) -> Path:
-    """Write RUN/.deepspeed_env, for `DS_ENV_FILE`, readable by its owner alone. Returns its absolute path."""
+    """Write RUN/.deepspeed_env, readable only by its owner. Returns its absolute path, for `DS_ENV_FILE`."""
     run.mkdir(parents=True, exist_ok=True)
     path = (run / FILE).absolute()
     path.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""Ask every host the same question at the same time: ssh (or srun), that host's Python, and the text of probe.py."""
+"""Call a function of probe.py on every host at the same time.
+
+The text of probe.py is sent to each host's Python over ssh or srun, so the host does not need this checkout.
+"""
 
 import inspect
 import json
@@ -14,8 +17,8 @@ from pretrain.cluster.hosts import probe
 from pretrain.distributed import host as host_facts
 
 CONNECT_TIMEOUT_S = 8
-Answer = TypeVar("Answer")
-Reach = Callable[[str, str], list[str]]  # (host, shell command) -> the words that run it there
+T = TypeVar("T")
+Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
 # Creates the modules from their texts, because the host may lack this checkout or have another version of it.
 _PROGRAM = """
@@ -23,43 +26,43 @@ import json, sys, types
 for name, source in {sources!r}.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(source, module.__dict__)
-sys.modules[{probe!r}].answer({question!r}, *json.loads({words!r}))
+sys.modules[{probe!r}].call({function!r}, *json.loads({args!r}))
 """
 
 
 class HostError(Exception):
-    """A host gave no answer; the text says why, in a few words."""
+    """A host could not be reached, or a command failed there. The text is the short reason."""
 
 
 def ssh_options() -> list[str]:
-    """No questions at the terminal, and a host that has gone is noticed: within 8 s at first, 30 s later."""
+    """Return ssh options: no prompts; time-outs of 8 s for the connection and of 30 s for a host that disappears."""
     return ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=10",
             "-o", "ServerAliveCountMax=3"]
 
 
-def by_ssh(port: int | str | None = None) -> Reach:
-    """Hosts that are reached as DeepSpeed's pdsh reaches them: PDSH_SSH_ARGS_APPEND names a key, a user, a port."""
-    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    options = [*ssh_options(), *own, *(["-p", str(port)] if port else [])]
+def ssh_transport(port: int | str | None = None) -> Transport:
+    """Reach hosts by ssh with the options that DeepSpeed's pdsh gets from PDSH_SSH_ARGS_APPEND (key, user, port)."""
+    user_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    options = [*ssh_options(), *user_options, *(["-p", str(port)] if port else [])]
     return lambda host, command: ["ssh", *options, host, command]
 
 
-def here(host: str, command: str) -> list[str]:
-    """The one host that this process runs on."""
+def local_transport(host: str, command: str) -> list[str]:
+    """Run the command on this host, whatever `host` says."""
     return ["sh", "-c", command]
 
 
-def by_srun(host: str, command: str) -> list[str]:
-    """Hosts of the SLURM job that this process belongs to; they need not allow ssh."""
+def srun_transport(host: str, command: str) -> list[str]:
+    """Reach hosts of the current SLURM job by srun, which needs no ssh."""
     return ["srun", "--overlap", "-N1", "-n1", "-w", host, "sh", "-c", command]
 
 
-def run(reach: Reach, host: str, command: str, *, text: str = "",
-        timeout_s: float = 15) -> "subprocess.CompletedProcess[str]":
-    """Run a shell command on `host` to its end, with `text` as its standard input. Raises HostError for no answer."""
-    words = reach(host, command)
+def run_on_host(transport: Transport, host: str, command: str, *, stdin: str = "",
+                timeout_s: float = 15) -> "subprocess.CompletedProcess[str]":
+    """Run a shell command on `host` and wait for its end. Raises HostError if it cannot run or takes too long."""
+    words = transport(host, command)
     try:
-        return subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s,
+        return subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout_s,
                               start_new_session=True)
     except subprocess.TimeoutExpired:
         raise HostError(f"no answer within {timeout_s:g} s") from None
@@ -67,38 +70,40 @@ def run(reach: Reach, host: str, command: str, *, text: str = "",
         raise HostError(f"{words[0]}: {error.strerror}") from None
 
 
-def last_words(done: "subprocess.CompletedProcess[str]") -> str:
-    """Why a command failed, as far as it said."""
+def failure_reason(done: "subprocess.CompletedProcess[str]") -> str:
+    """Return the last line of a failed command's stderr, or its exit code if stderr is empty."""
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
-def ask(reach: Reach, host: str, question: str, *words: Any, timeout_s: float = 15) -> Any:
-    """What probe.py's function `question` returns on `host`. Raises HostError."""
+def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15) -> Any:
+    """Return what probe.py's `function` returns on `host`. Raises HostError."""
     sources = {module.__name__: inspect.getsource(module) for module in (host_facts, probe)}
-    program = _PROGRAM.format(sources=sources, probe=probe.__name__, question=question, words=json.dumps(words))
-    done = run(reach, host, f"{shlex.quote(sys.executable)} -", text=program, timeout_s=timeout_s)
+    program = _PROGRAM.format(sources=sources, probe=probe.__name__, function=function, args=json.dumps(args))
+    done = run_on_host(transport, host, f"{shlex.quote(sys.executable)} -", stdin=program, timeout_s=timeout_s)
     try:
-        return json.loads(done.stdout.splitlines()[-1])  # a login script may print before
+        return json.loads(done.stdout.splitlines()[-1])  # the last line: a login script may print before it
     except (ValueError, IndexError):
         if done.returncode in (126, 127):
-            raise HostError(f"no Python at {sys.executable}") from None
-        raise HostError(f"no ssh to it ({last_words(done)})" if done.returncode == 255 else last_words(done)) from None
+            raise HostError(f"there is no Python at {sys.executable}") from None
+        reason = failure_reason(done)
+        raise HostError(f"ssh failed ({reason})" if done.returncode == 255 else reason) from None
 
 
-def on_all(hosts: Iterable[str], call: Callable[[str], Answer]) -> dict[str, Answer | HostError]:
-    """Host -> what `call` returns for it, or the HostError that it raises; all at the same time."""
+def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str, T | HostError]:
+    """Call `function(host)` for all hosts in parallel. Return host -> its result, or the HostError that it raised."""
     names = list(hosts)
 
-    def one(host: str) -> Answer | HostError:
+    def call(host: str) -> T | HostError:
         try:
-            return call(host)
+            return function(host)
         except HostError as error:
             return error
 
     with ThreadPoolExecutor(max(len(names), 1)) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(call, names), strict=True))
 
 
-def ask_all(reach: Reach, questions: Mapping[str, Sequence[Any]], timeout_s: float = 15) -> dict[str, Any]:
-    """Host -> its answer, or the HostError; all are asked at once. `questions`: host -> (question, words...)."""
-    return on_all(questions, lambda host: ask(reach, host, *questions[host], timeout_s=timeout_s))
+def call_probe_on_all(transport: Transport, calls: Mapping[str, Sequence[Any]],
+                      timeout_s: float = 15) -> dict[str, Any]:
+    """Run `call_probe` on all hosts in parallel. `calls`: host -> (function, args...). Returns host -> result."""
+    return call_on_all(calls, lambda host: call_probe(transport, host, *calls[host], timeout_s=timeout_s))

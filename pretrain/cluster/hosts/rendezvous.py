@@ -1,6 +1,7 @@
-"""Hosts without ssh between them: one launcher on each, and a TCPStore on the first host through which they speak.
+"""Rendezvous of launchers on hosts without ssh: one launcher per host, and a TCPStore on the first host.
 
-They compare their facts before anything starts; later a host whose ranks fail says so, and the others end theirs.
+The launchers compare the facts of their hosts before the start. Later each launcher publishes its exit code; when the
+ranks of one host fail, the other launchers end theirs.
 """
 
 import json
@@ -12,98 +13,107 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pretrain.cluster.hosts import probe
-from pretrain.cluster.hosts.multihost_job import LOST, Watch
-from pretrain.cluster.hosts.preflight import Facts, Question, check_here, compare, token_in
-from pretrain.cluster.hosts.wait_for_port import listens
+from pretrain.cluster.hosts.multihost_job import LOST, JobState
+from pretrain.cluster.hosts.preflight import HostFacts, PreflightRequest, check_equal, check_local_files, token_file
+from pretrain.cluster.hosts.wait_for_port import wait_for_port
 from pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-PORT_OFFSET = 1  # beyond --master_port, which is the ranks'
+PORT_OFFSET = 1  # added to --master_port, which the ranks use
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """This host's place in it: `hosts` in the order of the hostfile, `number` its index."""
+class Rendezvous:
+    """This launcher's connection to the launchers of the other hosts."""
 
     store: "TCPStore"
-    hosts: tuple[str, ...]
-    number: int
-    wait_s: float  # for the other launchers
+    hosts: tuple[str, ...]  # in the order of the hostfile
+    index: int  # this host's index in `hosts`
+    timeout_s: float  # time to wait for the other launchers
 
-    def _arrived(self, key: str) -> list[str]:
-        """The hosts that have set `key/NUMBER`."""
-        return [host for number, host in enumerate(self.hosts) if self.store.check([f"{key}/{number}"])]
+    def _hosts_with(self, key: str) -> list[str]:
+        """Return the hosts that have set `key/INDEX`."""
+        return [host for index, host in enumerate(self.hosts) if self.store.check([f"{key}/{index}"])]
 
     def _wait_for_all(self, key: str) -> None:
-        end = time.monotonic() + self.wait_s
-        while time.monotonic() < end and len(self._arrived(key)) < len(self.hosts):
+        deadline = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline and len(self._hosts_with(key)) < len(self.hosts):
             time.sleep(_POLL_S)
 
-    def compare(self, slots: Mapping[str, int], question: Question) -> tuple[dict[str, Facts], str]:
-        """(Host -> facts, compared; a name for the job). Raises ConfigError on every host, for the same reasons."""
-        with _shared_token(self, question) as token:
-            peer = self.hosts[0] if self.number else "".join(self.hosts[1:2])
-            own = Facts(**probe.examine(question.request(token, peer)))
-            self.store.set(f"facts/{self.number}", json.dumps(asdict(own)))
+    def check_hosts(self, ranks: Mapping[str, int], request: PreflightRequest) -> tuple[dict[str, HostFacts], str]:
+        """Compare the facts of all hosts. Returns (host -> facts, name for the job).
+
+        Raises ConfigError on every host, for the same reasons.
+        """
+        with _shared_token(self, request) as token:
+            peer = self.hosts[0] if self.index else "".join(self.hosts[1:2])
+            local_facts = HostFacts(**probe.host_facts(request.to_json(token, peer)))
+            self.store.set(f"facts/{self.index}", json.dumps(asdict(local_facts)))
             self._wait_for_all("facts")
-        there = self._arrived("facts")
-        if len(there) < len(self.hosts):
-            raise ConfigError("hosts", found="no launcher on " + ", ".join(set(self.hosts) - set(there)),
-                              expected=f"launch/cluster.sh --no_ssh on each host within {self.wait_s:g} s")
-        facts = {host: Facts(**json.loads(self.store.get(f"facts/{number}"))) for number, host in enumerate(self.hosts)}
-        check_here(own)
-        compare(facts[self.hosts[0]], facts, dict(slots))
+        arrived = self._hosts_with("facts")
+        if len(arrived) < len(self.hosts):
+            missing = [host for host in self.hosts if host not in arrived]
+            raise ConfigError("hosts", problem="no launcher started within "
+                                               f"{self.timeout_s:g} s on {', '.join(missing)}",
+                              remedy="start launch/cluster.sh --no_ssh on each host")
+        facts = {host: HostFacts(**json.loads(self.store.get(f"facts/{index}")))
+                 for index, host in enumerate(self.hosts)}
+        check_local_files(local_facts)
+        first = self.hosts[0]
+        check_equal(first, facts[first], facts, dict(ranks))
         return facts, token.removeprefix(".cluster-")
 
-    def listen(self, watch: Watch) -> None:
-        """Note the failures of other hosts, until the first host's launcher has gone: that is one itself."""
+    def listen(self, state: JobState) -> None:
+        """Record the exits of other hosts, until the store is gone: then the first host has failed."""
         try:
             while True:
-                for number, host in enumerate(self.hosts):
-                    if number != self.number and self.store.check([f"code/{number}"]):
-                        watch.failed(host, int(self.store.get(f"code/{number}")))
+                for index, host in enumerate(self.hosts):
+                    if index != self.index and self.store.check([f"code/{index}"]):
+                        state.record_exit(host, int(self.store.get(f"code/{index}")))
                 time.sleep(_POLL_S)
         except RuntimeError:
-            watch.failed(self.hosts[0], LOST)
+            state.record_exit(self.hosts[0], LOST)
 
     def leave(self, code: int, grace_s: float) -> None:
-        """Tell the others how this host's ranks ended. The first host stays until all have left, or `grace_s`."""
+        """Publish this host's exit code. The first host then waits up to `grace_s` for all others to leave."""
         with suppress(RuntimeError):
-            self.store.set(f"code/{self.number}", str(code))
-            end = time.monotonic() + grace_s
-            while self.number == 0 and time.monotonic() < end and len(self._arrived("code")) < len(self.hosts):
+            self.store.set(f"code/{self.index}", str(code))
+            deadline = time.monotonic() + grace_s
+            while self.index == 0 and time.monotonic() < deadline and len(self._hosts_with("code")) < len(self.hosts):
                 time.sleep(_POLL_S)
-        time.sleep(_POLL_S if self.number == 0 else 0)  # for the last one's answer
+        time.sleep(_POLL_S if self.index == 0 else 0)  # let the last host get the store's answer
 
 
 @contextmanager
-def _shared_token(meeting: Meeting, question: Question) -> Iterator[str]:
-    """The first host's token, on every host; it stays until all have looked for it."""
-    if meeting.number != 0:
-        meeting.store.wait(["token"])
-        yield meeting.store.get("token").decode()
+def _shared_token(rendezvous: Rendezvous, request: PreflightRequest) -> Iterator[str]:
+    """Yield the first host's token on every host. The first host keeps the file until all hosts have checked it."""
+    if rendezvous.index != 0:
+        rendezvous.store.wait(["token"])
+        yield rendezvous.store.get("token").decode()
         return
-    with token_in(question.run) as token:
-        meeting.store.set("token", token)
+    with token_file(request.run) as token:
+        rendezvous.store.set("token", token)
         yield token
 
 
-def join(hosts: tuple[str, ...], number: int, address: str, port: int, wait_s: float) -> Meeting:
-    """Meet the launchers of the other hosts at `address`, the first one's. Raises ConfigError."""
+def join_rendezvous(hosts: tuple[str, ...], index: int, address: str, port: int, timeout_s: float) -> Rendezvous:
+    """Connect to the launchers of the other hosts, at `address` of the first host. Raises ConfigError."""
     from torch.distributed import TCPStore
 
-    if not 0 <= number < len(hosts):
-        raise ConfigError("--node_rank", found=number, expected=f"0 to {len(hosts) - 1}, this host's place in the file")
+    if not 0 <= index < len(hosts):
+        raise ConfigError("--node_rank", found=index,
+                          expected=f"0 to {len(hosts) - 1}, the index of this host in the hostfile")
     where = f"--master_addr {address}, port {port}"
-    if number != 0 and not listens(address, port, wait_s):
-        raise ConfigError(where, found="no answer", expected=f"the launcher of {hosts[0]}, the first host, within "
-                          f"{wait_s:g} s", remedy="start launch/cluster.sh on it too, with --node_rank 0")
+    if index != 0 and not wait_for_port(address, port, timeout_s):
+        raise ConfigError(where, problem=f"the launcher of {hosts[0]}, the first host, did not answer within "
+                                         f"{timeout_s:g} s",
+                          remedy="start launch/cluster.sh on that host too, with --node_rank 0")
     try:
-        store = TCPStore(address, port, None, number == 0, timedelta(seconds=wait_s), wait_for_workers=False)
+        store = TCPStore(address, port, None, index == 0, timedelta(seconds=timeout_s), wait_for_workers=False)
     except RuntimeError as error:
-        raise ConfigError(where, found=str(error).splitlines()[0], expected="a free port, between launchers alone",
-                          remedy="--master_port N takes others") from None
-    return Meeting(store, hosts, number, wait_s)
+        raise ConfigError(where, problem=f"the launchers cannot use this port ({str(error).splitlines()[0]})",
+                          remedy="choose other ports with --master_port N") from None
+    return Rendezvous(store, hosts, index, timeout_s)

@@ -1,4 +1,4 @@
-"""Wait until somebody listens: a TCPStore that tries by itself prints a stack for each attempt."""
+"""Wait for a TCP port before a TCPStore connects to it: a TCPStore prints a stack trace for each failed attempt."""
 
 import socket
 import time
@@ -6,12 +6,12 @@ import time
 _POLL_S = 0.5
 
 
-def listens(address: str, port: int, wait_s: float) -> bool:
-    """Whether anybody does, within `wait_s`."""
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end:
+def wait_for_port(address: str, port: int, timeout_s: float) -> bool:
+    """Return whether a program listens on the port within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         try:
-            socket.create_connection((address, port), timeout=max(min(2.0, wait_s), 0.1)).close()
+            socket.create_connection((address, port), timeout=max(min(2.0, timeout_s), 0.1)).close()
             return True
         except OSError:
             time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The hosts of a run: are they well, and do ranks of the run still live there."""
+"""Check that the hosts of a run are healthy, and find or end the run's ranks on them."""
 
 import os
 import shlex
@@ -7,45 +7,55 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pretrain.cluster.hosts.remote import HostError, Reach, by_ssh, here, last_words, on_all, run
+from pretrain.cluster.hosts.remote import (
+    HostError,
+    Transport,
+    call_on_all,
+    failure_reason,
+    local_transport,
+    run_on_host,
+    ssh_transport,
+)
 
 LOCAL = "localhost"
 _ROOT = Path(__file__).resolve().parents[3]
 _TIMEOUT_S = 60.0  # for the connection and the command together
-# each GPU computes something; without one the import alone says that the environment is whole
+# Each GPU computes something. On a host without GPUs, the import alone proves that the Python environment works.
 _DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
 DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
 
 
-def reach_hosts(port: int | str | None = None) -> Reach:
-    """Others by ssh; this host itself needs no sshd."""
-    over_ssh, own_names = by_ssh(port), (LOCAL, socket.gethostname())
-    return lambda host, command: (here if host in own_names else over_ssh)(host, command)
+def default_transport(port: int | str | None = None) -> Transport:
+    """Run commands for this host directly, without sshd, and commands for other hosts by ssh."""
+    ssh, local_names = ssh_transport(port), (LOCAL, socket.gethostname())
+    return lambda host, command: (local_transport if host in local_names else ssh)(host, command)
 
 
-def _run_on(host: str, command: str, reach: Reach, timeout_s: float) -> str:
-    """Standard output of a shell command, in this process's folder on `host`. Raises HostError where it fails."""
-    done = run(reach, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
-    if done.returncode != 0:
-        raise HostError(last_words(done))
-    return done.stdout
-
-
-def unhealthy(hosts: Iterable[str], command: str, reach: Reach, timeout_s: float) -> dict[str, str]:
-    """What is wrong with each host that cannot be reached, or where the health command fails."""
-    answers = on_all(hosts, lambda host: _run_on(host, command, reach, timeout_s))
+def unhealthy_hosts(hosts: Iterable[str], command: str, transport: Transport, timeout_s: float) -> dict[str, str]:
+    """Return host -> what is wrong, for each host that cannot be reached or on which the health command fails."""
+    answers = call_on_all(hosts, lambda host: _run_in_this_folder(host, command, transport, timeout_s))
     return {host: str(answer) for host, answer in answers.items() if isinstance(answer, HostError)}
 
 
-def ranks_on(hosts: Iterable[str], action: str, identity: Sequence[str], reach: Reach) -> dict[str, list[int]]:
-    """"list", ask to "save", or "end" the run's ranks on each host: their process ids, where there are any.
+def ranks_on(hosts: Iterable[str], action: str, identity: Sequence[str],
+             transport: Transport) -> dict[str, list[int]]:
+    """"list", "save" (ask to save) or "end" the run's ranks. Returns host -> process ids, for hosts that have ranks.
 
-    A host that does not answer is left out: the ranks there end by their own time-outs.
+    `identity`: see `launch_command.identity`. Hosts that do not answer are omitted: their ranks end when their
+    collectives time out.
     """
     if not identity:
         return {}
     words = [sys.executable, "-m", "pretrain.cluster.supervise.processes", action, os.getcwd(), *identity]
     command = f"PYTHONPATH={shlex.quote(str(_ROOT))} {shlex.join(words)}"
-    answers = on_all(hosts, lambda host: _run_on(host, command, reach, _TIMEOUT_S))
+    answers = call_on_all(hosts, lambda host: _run_in_this_folder(host, command, transport, _TIMEOUT_S))
     return {host: [int(pid) for pid in answer.split()] for host, answer in answers.items()
             if isinstance(answer, str) and answer.split()}
+
+
+def _run_in_this_folder(host: str, command: str, transport: Transport, timeout_s: float) -> str:
+    """Run a shell command on `host`, in this process's folder. Returns its stdout. Raises HostError if it fails."""
+    done = run_on_host(transport, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
+    if done.returncode != 0:
+        raise HostError(failure_reason(done))
+    return done.stdout

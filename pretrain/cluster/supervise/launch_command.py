@@ -1,6 +1,6 @@
-"""What a launch command says about its run: flags, run folder, hostfile; and the same command for other hosts.
+"""Read a launch command (flags, run folder, hostfile), and rewrite it for other hosts.
 
-A launch command is any that starts pretrain/train.py: `deepspeed [launcher flags] pretrain/train.py FLAGS`,
+A launch command is any command that starts pretrain/train.py: `deepspeed [launcher flags] pretrain/train.py FLAGS`,
 `ds-pretrain [launcher flags] FLAGS`, `launch/cluster.sh [launcher flags] -- FLAGS`, `srun ... python pretrain/train.py
 FLAGS`.
 """
@@ -11,43 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
-from pretrain.cluster.launcher_flags import split_words
+from pretrain.cluster.launcher_flags import split_command_line
 from pretrain.config.arguments import read_yaml
 from pretrain.errors import ConfigError
 
-_OWN = ("ds-pretrain", "cluster.sh")  # need no separator between the launcher's flags and those of train.py
-_TAKE_HOSTFILE = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")
-_FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
+_OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # need no separator between their flags and those of train.py
+_HOSTFILE_LAUNCHERS = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")  # accept --hostfile
+_HOST_FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
-    """The same command, with `--` before the flags of train.py where it may be left out."""
-    launcher = command[:_split(command)] or command  # behind it such a word is a flag's value
-    at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN), None)
+    """Return the command with `--` before the flags of train.py, if its launcher allows to leave it out."""
+    launcher = command[:_train_flags_index(command)] or command
+    at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN_LAUNCHERS), None)
     if at is None:
         return list(command)
-    flags, train = split_words(command[at + 1:])
+    flags, train = split_command_line(command[at + 1:])
     return [*command[:at + 1], *flags, "--", *train]
 
 
-def _split(command: Sequence[str]) -> int:
-    """Where the flags of train.py begin: behind its name, or behind `--`; at 0 where there is neither."""
+def _train_flags_index(command: Sequence[str]) -> int:
+    """Return the index of the first flag of train.py: after its name or after `--`. 0 if the command has neither."""
     names = [Path(word).name for word in command]
     end = next((name for name in ("train.py", "--") if name in names), None)
     return 0 if end is None else names.index(end) + 1
 
 
-def train_words(command: Sequence[str]) -> list[str]:
-    """The flags of train.py in the command."""
-    return list(command[_split(command):])
+def train_flags(command: Sequence[str]) -> list[str]:
+    """Return the flags of train.py in the command."""
+    return list(command[_train_flags_index(command):])
 
 
 def _launcher_words(command: Sequence[str]) -> list[str]:
-    return list(command[:_split(command)])
+    return list(command[:_train_flags_index(command)])
 
 
 def flag_value(words: Sequence[str], name: str) -> str | None:
-    """The last value of `--name VALUE` or `--name=VALUE`, with - for _ too; None where the flag is missing."""
+    """Return the last value of `--name VALUE` or `--name=VALUE`, or None. In the flag, - may stand for _."""
     value = None
     for at, word in enumerate(words):
         flag, equals, text = word.partition("=")
@@ -57,32 +57,32 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
 
 
 def run_setting(command: Sequence[str], name: str) -> str | None:
-    """A flag of train.py, or that key of its --config YAML; None where neither has it. Raises ConfigError."""
-    words = train_words(command)
+    """Return the value of a train.py flag, from the command or its --config YAML, or None. Raises ConfigError."""
+    words = train_flags(command)
     value, path = flag_value(words, name), flag_value(words, "config")
     if value is not None or path is None:
         return value
     return read_yaml(path).get(name, (0, None))[1]
 
 
-def run_folder(command: Sequence[str], own: str | None) -> Path:
-    """`own`, or what --save names in the command or its YAML. Raises ConfigError."""
-    found = own or run_setting(command, "save")
+def run_folder(command: Sequence[str], override: str | None) -> Path:
+    """Return `override`, or the value of --save in the command or its YAML. Raises ConfigError if there is none."""
+    found = override or run_setting(command, "save")
     if not found:
-        raise ConfigError("--save", found="nothing", expected="the run folder, to read the run's progress from",
+        raise ConfigError("--save", problem="the supervisor needs the run folder, to read the run's progress",
                           remedy="give --save to train.py, or to supervise.py before the --")
     return Path(str(found)).absolute()
 
 
-def hostfile_of(command: Sequence[str], own: str | None) -> Path | None:
-    """`own`, or what --hostfile (-H) names among the launcher's flags; None: the hosts are the launcher's business."""
+def hostfile_of(command: Sequence[str], override: str | None) -> Path | None:
+    """Return `override`, or the value of --hostfile (-H) among the launcher's flags, or None."""
     words = _launcher_words(command)
-    found = own or flag_value(words, "hostfile") or flag_value(words, "H")
+    found = override or flag_value(words, "hostfile") or flag_value(words, "H")
     return Path(found) if found else None
 
 
 def hosts_of(command: Sequence[str], hostfile: Path) -> dict[str, int]:
-    """Host -> slots that take part, by the hostfile and the launcher's own filters. Raises ConfigError."""
+    """Return host -> number of slots, after the launcher's filters such as --include. Raises ConfigError."""
     words = _launcher_words(command)
 
     def value(*names: str) -> str:
@@ -97,77 +97,79 @@ def hosts_of(command: Sequence[str], hostfile: Path) -> dict[str, int]:
 
 
 def ssh_port(command: Sequence[str]) -> str | None:
-    """DeepSpeed's --ssh_port."""
+    """Return the value of DeepSpeed's --ssh_port."""
     return flag_value(_launcher_words(command), "ssh_port")
 
 
 def with_hostfile(command: Sequence[str], hostfile: Path) -> list[str]:
-    """The command with this hostfile instead of its own. Raises ConfigError where it takes none."""
+    """Return the command with this hostfile instead of its own. Raises ConfigError if it accepts no hostfile."""
     words = list(command)
-    for at, word in enumerate(words[:_split(words)]):
+    for at, word in enumerate(words[:_train_flags_index(words)]):
         flag, equals, _ = word.partition("=")
         if flag in ("--hostfile", "-H"):
             words[at:at + (1 if equals else 2)] = [flag, str(hostfile)]
             return words
-    for at, word in enumerate(words[:_split(words)]):
-        if Path(word).name in _TAKE_HOSTFILE:
+    for at, word in enumerate(words[:_train_flags_index(words)]):
+        if Path(word).name in _HOSTFILE_LAUNCHERS:
             return [*words[:at + 1], "--hostfile", str(hostfile), *words[at + 1:]]
-    raise ConfigError("--hostfile", found=f"{words[0]}, which takes no hostfile",
-                      expected=f"a command of {', '.join(_TAKE_HOSTFILE)}")
+    raise ConfigError("--hostfile", problem=f"the command {words[0]} accepts no hostfile",
+                      remedy=f"use a command of {', '.join(_HOSTFILE_LAUNCHERS)}")
 
 
 def check_can_lose_hosts(command: Sequence[str]) -> None:
-    """For --min_hosts: the hostfile alone must say which hosts take part. Raises ConfigError."""
+    """Raise ConfigError unless the hostfile alone chooses the hosts, as --min_hosts requires."""
     with_hostfile(command, Path("hosts"))
-    for name in _FILTERS:
+    for name in _HOST_FILTERS:
         if flag_value(_launcher_words(command), name) is not None:
             flag = f"--{name}" if len(name) > 1 else f"-{name}"
-            raise ConfigError(flag, found="beside --min_hosts", expected="a hostfile that says it all",
-                              remedy="leave out of the hostfile what is not to be used")
+            raise ConfigError(flag, problem="this flag cannot be combined with --min_hosts",
+                              remedy="list in the hostfile exactly the hosts and slots to use")
 
 
 def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: Sequence[str], hostfile: Path,
-                    start: Mapping[str, Any]) -> list[str]:
-    """The command on `hosts` (name -> slots) alone, at the global batch that `start`, a record of run.json, had.
+                    previous: Mapping[str, Any]) -> list[str]:
+    """Return the command for `hosts` (host -> slots) only, with the global batch size of `previous`, a row of run.json.
 
-    Writes `hostfile`. Raises ConfigError where that batch cannot be divided among them.
+    Writes `hostfile`. Raises ConfigError if that batch cannot be divided among the ranks.
     """
-    accumulation = accumulation_for(sum(hosts.values()), start)
+    accumulation = accumulation_steps(sum(hosts.values()), previous)
     hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
     words = _with_master(with_hostfile(command, hostfile), dropped, next(iter(hosts)))
     if len(hosts) == 1:
-        words = _on_that_host(words)
+        words = _with_force_multi(words)
     return [*words, f"--gradient_accumulation_steps={accumulation}",
-            f"--global_batch_size={start['batch']['global_batch_size']}"]
+            f"--global_batch_size={previous['batch']['global_batch_size']}"]
 
 
-def accumulation_for(ranks: int, start: Mapping[str, Any]) -> int:
-    """Gradient accumulation steps that give `ranks` the global batch of `start`. Raises ConfigError."""
-    layout, sizes = start["layout"], start["batch"]
-    parts = layout["world_size"] // layout["data_parallel_size"]  # ranks that hold one model together
-    share = sizes["micro_batch_size"] * (ranks // parts)  # samples of one accumulation step
-    if ranks < parts or ranks % parts or sizes["global_batch_size"] % share:
-        raise ConfigError("--min_hosts", found=f"{ranks} ranks left, with {parts} to a model, micro batches of "
-                          f"{sizes['micro_batch_size']} and a global batch of {sizes['global_batch_size']}",
-                          expected="ranks that divide that batch",
-                          remedy="choose slots and a global batch that close for fewer hosts, or leave --min_hosts out")
-    return int(sizes["global_batch_size"] // share)
+def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
+    """Return the gradient accumulation steps that give `ranks` the global batch of `previous`. Raises ConfigError."""
+    layout, batch = previous["layout"], previous["batch"]
+    micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
+    ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
+    samples_per_accumulation_step = micro_batch * (ranks // ranks_per_model)
+    if ranks < ranks_per_model or ranks % ranks_per_model or global_batch % samples_per_accumulation_step:
+        raise ConfigError(
+            "--min_hosts", problem=f"the {ranks} ranks left cannot divide the global batch of {global_batch}, with "
+            f"{ranks_per_model} ranks per model and a micro batch of {micro_batch}",
+            remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
+    return int(global_batch // samples_per_accumulation_step)
 
 
 def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list[str]:
-    """--master_addr of a dropped host becomes the first one that is left."""
+    """Replace a --master_addr that names a dropped host by the first remaining host."""
     master = flag_value(_launcher_words(command), "master_addr")
     if master is None or _address(master) not in {_address(host) for host in dropped}:
         return command
-    end = _split(command)
+    end = _train_flags_index(command)
     head = [word.replace(master, first) if word == master or word.endswith(f"={master}") else word
             for word in command[:end]]
     return head + command[end:]
 
 
-def _on_that_host(command: list[str]) -> list[str]:
-    """`deepspeed` would start the ranks of a single host here, whichever host that is."""
-    at = next((at for at, word in enumerate(command[:_split(command)]) if Path(word).name == "deepspeed"), None)
+def _with_force_multi(command: list[str]) -> list[str]:
+    """Add --force_multi: with a single host, `deepspeed` would start the ranks here, even if it is another host."""
+    launcher = command[:_train_flags_index(command)]
+    at = next((at for at, word in enumerate(launcher) if Path(word).name == "deepspeed"), None)
     return command if at is None else [*command[:at + 1], "--force_multi", *command[at + 1:]]
 
 
@@ -179,7 +181,7 @@ def _address(host: str) -> str:
 
 
 def identity(command: Sequence[str]) -> list[str]:
-    """Words by which a rank of this run is known: the flags of train.py; [] where they do not name the run."""
-    words = train_words(command)
+    """Return the words that identify a rank of this run: the flags of train.py, or [] if they do not name the run."""
+    words = train_flags(command)
     named = any(flag_value(words, name) is not None for name in ("save", "config"))
     return words if named else []

@@ -1,6 +1,7 @@
-"""Run `PROGRAM ARGUMENTS` as rank RANK on a host of its own: HOSTS (JSON) gives each rank's host.
+"""Run `PROGRAM ARGUMENTS` as rank RANK on a simulated host. HOSTS is a JSON list with the host of each rank.
 
-{"namespace" (of the network), "name", "setup" (a shell command in the host's own mounts and network), "environ"}
+Keys of a host: "namespace" (network namespace), "name", "setup" (shell command to run in the host's network and mount
+namespaces first), "environ".
 """
 
 import ctypes

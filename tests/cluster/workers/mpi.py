@@ -1,4 +1,4 @@
-"""A machine with both kinds of mpirun."""
+"""Fixture that installs Open MPI and MPICH."""
 
 import os
 import shutil
@@ -15,10 +15,10 @@ def _missing() -> list[str]:
 
 @pytest.fixture(scope="module")
 def mpi() -> None:
-    """Open MPI and MPICH are installed, or the test is skipped."""
+    """Install Open MPI and MPICH, or skip the test."""
     if _missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], env=quiet, capture_output=True)
         subprocess.run(["apt-get", "install", "-y", "-qq", *_missing()], env=quiet, capture_output=True)
     if _missing():
-        pytest.skip(f"MPI needs the packages {', '.join(_missing())}")
+        pytest.skip(f"MPI tests need the packages {', '.join(_missing())}")

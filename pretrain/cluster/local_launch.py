@@ -1,0 +1,164 @@
+"""Launch a run on this host: choose devices and a port, start DeepSpeed's launcher, and handle signals."""
+
+import argparse
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.cli import say
+from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
+from pretrain.cluster.hosts.rank_environment import launcher_environment
+from pretrain.cluster.supervise.processes import ask_to_save, descendants, end_descendants
+from pretrain.config.arguments import parse_arguments
+from pretrain.config.validate import check_run
+from pretrain.distributed.device import Device, detect_device, nvidia_smi
+from pretrain.distributed.process import ROOT, free_port, port_is_free
+from pretrain.errors import ConfigError
+
+LOCAL = "localhost"
+_POLL_S, _TERM_S = 0.5, 5.0
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
+    """Validate the run, then run it on this host. Returns its exit code. Raises ConfigError."""
+    device = detect_device()
+    slots = next(iter(hosts_from_flags(flags).values())) if flags.hostfile else local_slots(flags, device)
+    args = parse_arguments(list(train))
+    choose_resume(check_run(args, world_size=len(slots), device=device))
+    port = _master_port(flags.master_port)
+    if flags.check_only:
+        return 0
+    say(f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host, port {port}; starting DeepSpeed's launcher")
+    threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+    variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    return run_launcher(_launcher_command(flags, slots, port, train), launcher_environment(variables))
+
+
+def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
+    """Return the devices of the ranks, in the notation of CUDA_VISIBLE_DEVICES. On CPUs: numbers from 0.
+
+    Raises ConfigError.
+    """
+    if flags.num_nodes > 1:
+        raise ConfigError("--num_nodes", problem=f"{flags.num_nodes} hosts need a --hostfile",
+                          remedy="give --hostfile HOSTS, a file with a line `NAME slots=RANKS` for each host")
+    if flags.num_gpus == 0 or flags.num_gpus < -1:
+        raise ConfigError("--num_gpus", found=flags.num_gpus, expected="at least 1")
+    visible = [int(word) if word.isdecimal() else word
+               for word in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if word]
+    if device.kind != "cuda":
+        slots: list[int | str] = list(range(max(flags.num_gpus, _num_numa_nodes())))
+    elif visible and not (flags.include or flags.exclude):
+        slots = visible
+    else:
+        slots = list(range(_num_gpus() or max(flags.num_gpus, 1)))
+    if flags.num_gpus > len(slots):
+        where = " in CUDA_VISIBLE_DEVICES" if slots is visible else ""
+        raise ConfigError("--num_gpus", found=flags.num_gpus,
+                          expected=f"at most {len(slots)}, the GPUs of this host{where}")
+    chosen = choose_hosts({LOCAL: len(slots)}, include=flags.include, exclude=flags.exclude, num_slots=flags.num_gpus)
+    return [slots[number] for number in chosen[LOCAL]]
+
+
+def _num_gpus() -> int:
+    """Return the number of NVIDIA devices of this host, or 0 if it is unknown."""
+    return len(nvidia_smi("index")) or len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
+
+
+def _num_numa_nodes() -> int:
+    """Return the number of NUMA nodes with cores. Without a flag, DeepSpeed starts one rank on each."""
+    files = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return max(1, sum(bool(file.read_text().strip()) for file in files))
+
+
+def _master_port(flag: int | None) -> int:
+    """Return --master_port, the variable MASTER_PORT, or any free port. Raises ConfigError if the port is in use."""
+    where, text = ("--master_port", flag) if flag is not None else ("MASTER_PORT", os.environ.get("MASTER_PORT"))
+    if text is None:
+        return free_port()
+    port = int(text) if str(text).isdecimal() else 0
+    if not 0 < port < 2**16:
+        raise ConfigError(where, found=repr(text), expected="a port from 1 to 65535")
+    if not port_is_free(port):
+        raise ConfigError(where, problem=f"another program listens on port {port}",
+                          remedy=f"remove {where}: ds-pretrain then chooses a free port")
+    return port
+
+
+def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], port: int,
+                      train: Sequence[str]) -> list[str]:
+    """Return the command of DeepSpeed's launcher for one host. `deepspeed` would import torch first, then start it."""
+    world = base64.urlsafe_b64encode(json.dumps({LOCAL: slots}).encode()).decode()
+    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}",
+               "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level or 'critical'}"]
+    command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
+    for name in ("bind_core_list", "enable_each_rank_log"):
+        command += [f"--{name}={getattr(flags, name)}"] if getattr(flags, name) else []
+    return [*command, str(ROOT / "pretrain" / "train.py"), *train]
+
+
+def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
+    """Run DeepSpeed's launcher and wait for its end. Returns the exit code of the run.
+
+    On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 all ranks save and stop. Before training begins, or on another
+    Ctrl-C, all ranks end at once. The launcher gets a session of its own, so that Ctrl-C does not end it before its
+    ranks have saved.
+    """
+    asked_to_save = False
+    with _recorded_signals() as signals:
+        launcher = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return _shell_exit_code(launcher.wait(_POLL_S))
+            if not signals:
+                continue
+            number = signals.pop(0)
+            if asked_to_save and number != signal.SIGINT:
+                continue
+            if asked_to_save or not ask_to_save(descendants()):
+                say(f"{signal.Signals(number).name}: stopped "
+                    + ("without saving" if asked_to_save else "before training began"))
+                end_descendants(grace_s=_TERM_S)
+                return 128 + number
+            asked_to_save = True
+
+
+def _shell_exit_code(code: int) -> int:
+    """Convert the launcher's exit code to the shell's convention, and report a signal that ended the run."""
+    number = -code if code < 0 else 256 - code if 224 < code < 255 else 0  # the launcher exits -9 for a killed rank
+    if number in set(signal.Signals):
+        say(f"{signal.Signals(number).name} ended {'the launcher' if code < 0 else 'a rank'}")
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_parent() -> None:
+    """Send the launcher SIGTERM when this process is killed. It then ends its ranks, which would otherwise continue."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _recorded_signals() -> Iterator[list[int]]:
+    """Yield a list to which signals are appended as they arrive. Signals ignored at the start (nohup) stay ignored."""
+    received: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+               if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, record) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,66 @@
+"""Progress of a run during one start, read from the run folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.manifest import newest_step
+from pretrain.monitor.rows import read_rows
+
+_FILES = ("events.jsonl", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """What one start has added to the run folder."""
+
+    events: list[dict[str, Any]]  # rows of events.jsonl
+    steps: list[dict[str, Any]]  # training rows of metrics.jsonl
+    first_step: int  # steps done when the start began
+    kept_step: int  # step of the newest complete checkpoint
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged or saved."""
+        return max([self.first_step, self.kept_step, *(row["step"] for row in self.steps)])
+
+    @property
+    def began(self) -> bool:
+        """Whether the ranks had connected and were about to train."""
+        return any(event["event"] == "start" for event in self.events)
+
+    @property
+    def stop(self) -> dict[str, Any] | None:
+        """The event that a run writes when it ends without an error, or None."""
+        return next((event for event in reversed(self.events) if event["event"] == "stop"), None)
+
+
+def file_sizes(run: Path) -> dict[str, int]:
+    """Return the sizes in bytes of the run's files before a start. The start appends its rows after them."""
+    return {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in _FILES}
+
+
+def read_progress(run: Path, sizes_before: Mapping[str, int]) -> RunProgress:
+    """Read the rows that were appended after `sizes_before`, the result of `file_sizes` before the start."""
+    events, metrics = (read_rows(run / name, sizes_before[name]) for name in _FILES)
+    kept_step = newest_step(run / "checkpoints")
+    first_step = next((event["step"] for event in events if event["event"] == "start"), kept_step)
+    return RunProgress(events, [row for row in metrics if "step_time_ms" in row], first_step, kept_step)
+
+
+def kept_step_seconds(progress: RunProgress) -> dict[int, float]:
+    """Return step -> seconds, for the steps up to the newest checkpoint. Later steps will be repeated.
+
+    A row of metrics.jsonl has the mean time of the steps since the previous row. Steps after the last row get the time
+    of that row.
+    """
+    seconds: dict[int, float] = {}
+    done, last = progress.first_step, 0.0
+    for row in progress.steps:
+        last = row["step_time_ms"] / 1e3
+        seconds.update(dict.fromkeys(range(min(done + 1, row["step"]), row["step"] + 1), last))
+        done = row["step"]
+    if last:
+        seconds.update(dict.fromkeys(range(done + 1, progress.kept_step + 1), last))
+    return {step: value for step, value in seconds.items() if step <= progress.kept_step}
