@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS
 from pretrain.config.arguments import RunArguments
-from pretrain.config.schedule import KINDS, check_schedule_words
+from pretrain.config.schedule import KINDS
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -42,11 +42,23 @@ def check_flags(args: RunArguments) -> None:
         if getattr(args, name) not in known:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
                               word=getattr(args, name), known=known)
-    check_schedule_words(args)
+    _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     if (args.train_steps is None) == (args.train_tokens is None):
         raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
                           found="neither of them" if args.train_steps is None else "both")
+
+
+def _check_schedule_flags(args: RunArguments) -> None:
+    """Reject --lr_* flags out of range or without an effect on the chosen schedule."""
+    if not 0 <= args.min_lr_ratio <= 1:
+        raise ConfigError("--min_lr_ratio", found=args.min_lr_ratio, expected="a fraction from 0 to 1")
+    if args.lr_wsd_steps is not None and args.lr_schedule != "wsd":
+        raise ConfigError("--lr_wsd_steps", found=f"{args.lr_wsd_steps} with --lr_schedule {args.lr_schedule}",
+                          expected="no value", remedy="only --lr_schedule wsd has a final decay")
+    if args.lr_decay_steps is not None and args.lr_schedule == "constant":
+        raise ConfigError("--lr_decay_steps", found=f"{args.lr_decay_steps} with --lr_schedule constant",
+                          expected="no value", remedy="a constant rate does not decay")
 
 
 def _check_checkpoint_flags(args: RunArguments) -> None:
@@ -66,14 +78,16 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
                           remedy="add --async_save")
 
 
-def check_save(save: str) -> None:
-    """The run folder, or the nearest folder above it that exists, must be one in which a folder can be made."""
+def check_folders(save: str, mirror: str | None) -> None:
+    """Raises ConfigError unless the run folder and the mirror can be written to."""
     if not save:
         raise ConfigError("--save", found="nothing", expected="a run folder, made where it does not exist")
     check_folder(Path(save), "--save")
+    if mirror is not None:
+        _check_mirror(mirror, save)
 
 
-def check_mirror(mirror: str, save: str) -> None:
+def _check_mirror(mirror: str, save: str) -> None:
     """Validate a mirror: of a URL its form and that its package is installed, of a folder that it can be written to.
 
     A folder is not checked if the run has a checkpoint, as it resumes without the mirror too. Rank 0 contacts the

@@ -28,7 +28,6 @@ from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.config.schedule import default_warmup_steps
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.paths import check_folder
 
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 
@@ -185,7 +184,7 @@ def swap_folder(nvme_path: str, save: str) -> Path:
 
 
 def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
-    """nvme_path of the offload blocks: the JSON's, --nvme_path or the environment's; it must be a writable folder."""
+    """Set nvme_path of the offload blocks: the JSON's, --nvme_path or the environment's."""
     used = False
     for block in ("offload_optimizer", "offload_param"):
         own = get_value(config, f"zero_optimization.{block}")
@@ -201,9 +200,6 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         if not path:
             raise ConfigError(file.where(dotted), found="no path", expected="a folder on a fast local disk",
                               remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
-        if not Path(path).is_dir():
-            raise ConfigError(file.where(dotted), found=path, expected="an existing folder that can be written to")
-        check_folder(Path(path), file.where(dotted))
         own["nvme_path"] = str(swap_folder(path, args.save))
     if args.nvme_path is not None and not used:
         raise ConfigError("--nvme_path", found=args.nvme_path, expected="no value",
@@ -214,7 +210,7 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
     """scheduler.params: the run's length, its warm-up and the peak rate."""
     if "scheduler" not in config:
         return
-    warmup = max(1, default_warmup_steps(args, train_steps))
+    warmup = default_warmup_steps(train_steps)
     fill(file, config, "scheduler.params.total_num_steps", "--train_steps", None, train_steps)
     fill(file, config, "scheduler.params.warmup_num_steps", "--lr_warmup_steps", args.lr_warmup_steps, warmup)
     fill(file, config, "scheduler.params.warmup_max_lr", "--learning_rate", None, rate)

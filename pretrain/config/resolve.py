@@ -20,7 +20,7 @@ from pretrain.config.fill import (
     with_optimizer,
 )
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.config.schedule import run_steps
+from pretrain.config.schedule import Schedule, make_schedule, run_steps
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
@@ -37,19 +37,20 @@ class ResolvedConfig:
     device: Device
     layout: Layout
     train_steps: int
-    peak_lr: float | None  # None: the JSON has its own scheduler
+    schedule: Schedule | None  # None: the JSON has its own scheduler
     idle: tuple[Idle, ...]  # keys of the file that have no effect, with the reason
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """Value of a dotted key of the complete configuration."""
         return get_value(self.config, dotted, default)
 
-    def error(self, dotted: str, expected: str, remedy: str = "", found: Any = None) -> ConfigError:
-        """Error about one key, showing its line in the file and its value."""
+    def error(self, dotted: str, *, expected: str = "", problem: str = "", remedy: str = "",
+              found: object = None) -> ConfigError:
+        """Error about one key, with its line in the file and, unless `problem` or `found` is given, its value."""
         if found is None:
             value = self.get(dotted)
             found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
-        return ConfigError(self.file.where(dotted), found=found, expected=expected, remedy=remedy)
+        return ConfigError(self.file.where(dotted), found=found, expected=expected, problem=problem, remedy=remedy)
 
 
 def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, world_size: int,
@@ -68,7 +69,8 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     _resolve_pipeline(file, config)
     fill_precision(file, config, args)
     fill_batch(file, config, args, world_size // pipeline_stages)
-    train_steps = run_steps(args, config["train_batch_size"])
+    train_steps = run_steps(args.train_steps, args.train_tokens,
+                            tokens_per_step=config["train_batch_size"] * args.seq_length)
     rate = fill_optimizer(with_own, config, args)
     if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
             get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
@@ -79,7 +81,20 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     fill_reports(config, args, zero_stage)
     layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
-                          train_steps=train_steps, peak_lr=None if "scheduler" in config else rate, idle=tuple(idle))
+                          train_steps=train_steps, schedule=_schedule(file, config, args, train_steps),
+                          idle=tuple(idle))
+
+
+def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int) -> Schedule | None:
+    """Schedule of the --lr_* flags; None if the JSON has its own scheduler."""
+    if "scheduler" in config:
+        return None
+    peak = float(config["optimizer"]["params"]["lr"])
+    if peak <= 0:
+        raise ConfigError(file.where("optimizer.params.lr"), found=f"{peak:g}", expected="a rate above 0")
+    return make_schedule(args.lr_schedule, peak=peak, min_ratio=args.min_lr_ratio, train_steps=train_steps,
+                         warmup_steps=args.lr_warmup_steps, decay_steps=args.lr_decay_steps,
+                         wsd_steps=args.lr_wsd_steps)
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:

@@ -1,5 +1,7 @@
-"""What may not be combined in a DeepSpeed JSON: one small function a rule. DeepSpeed 0.19.8 crashes on some of these
-combinations in the middle of its set-up, and quietly does something else on the others.
+"""Rules for combinations of settings, one small function for each.
+
+DeepSpeed 0.19.8 crashes during set-up on some of the rejected combinations, and silently does something else on the
+others.
 """
 
 import importlib.util
@@ -8,261 +10,288 @@ from ctypes.util import find_library
 from pathlib import Path
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.ds_json.clean import idle_notes
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
-from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
 _ZERO = "zero_optimization"
-_NO_ADAM_FUSED = ("set_grad_none",)
-_TORCH_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
+_OFFLOAD_DEVICE = f"{_ZERO}.offload_optimizer.device"
+# DeepSpeed's GPU optimizers take these parameters, its CPU optimizers do not.
+_GPU_ONLY_PARAMS = ("set_grad_none", "lr_decay", "initial_accumulator_value")
+_TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
 
 
-def check_rules(settings: ResolvedConfig) -> None:
-    """Raises ConfigError for the first rule that is broken."""
+def check_rules(run: ResolvedConfig) -> None:
+    """Raises ConfigError for the first broken rule."""
     for rule in RULES:
-        rule(settings)
+        rule(run)
 
 
-def offload_needs_a_stage(s: ResolvedConfig) -> None:
-    if s.layout.offload_optimizer != "none" and s.layout.zero_stage == 0:
-        raise s.error(f"{_ZERO}.offload_optimizer.device", '"none" at stage 0',
-                       "set zero_optimization.stage to 1 or more")
-    if s.layout.offload_optimizer == "nvme" and s.layout.zero_stage != 3:
-        raise s.error(f"{_ZERO}.offload_optimizer.device", f'"none" or "cpu" at stage {s.layout.zero_stage}',
-                       "NVMe needs stage 3; at stages 1 and 2 DeepSpeed would quietly use the CPU")
+def offload_needs_a_zero_stage(run: ResolvedConfig) -> None:
+    device, zero_stage = run.layout.offload_optimizer, run.layout.zero_stage
+    if device != "none" and zero_stage == 0:
+        raise run.error(_OFFLOAD_DEVICE, expected='"none" at ZeRO stage 0',
+                        remedy="set zero_optimization.stage to 1 or more")
+    if device == "nvme" and zero_stage != 3:
+        raise run.error(_OFFLOAD_DEVICE, expected=f'"none" or "cpu" at ZeRO stage {zero_stage}',
+                        remedy="NVMe needs stage 3; at stages 1 and 2 DeepSpeed would silently use the CPU")
 
 
-def libaio(s: ResolvedConfig) -> None:
-    """Of this machine, not of the JSON."""
-    if "nvme" in (s.layout.offload_optimizer, s.layout.offload_param) and find_library("aio") is None:
-        raise ConfigError("libaio", found="no such library", expected="libaio, which DeepSpeed's NVMe offload needs",
+def libaio(run: ResolvedConfig) -> None:
+    """Check this machine, not the JSON."""
+    if "nvme" in (run.layout.offload_optimizer, run.layout.offload_param) and find_library("aio") is None:
+        raise ConfigError("libaio", problem="DeepSpeed's NVMe offload needs this library, which is not installed",
                           remedy="apt-get install libaio-dev")
 
 
-def nvme_buffer_size(s: ResolvedConfig) -> None:
-    """Each rank's part of a parameter must fit in one buffer: an assertion in the middle of the first step."""
-    model = s.model
+def nvme_buffer_size(run: ResolvedConfig) -> None:
+    """Each rank's part of a parameter must fit in one buffer; otherwise an assertion fails in the first step."""
+    model, key = run.model, f"{_ZERO}.offload_param.buffer_size"
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
     largest = max(model.vocab_size, model.max_positions, model.intermediate_size, qkv) * model.hidden_size
-    needed = -(-largest // s.layout.world_size)
-    if s.layout.offload_param == "nvme" and s.get(f"{_ZERO}.offload_param.buffer_size", 1e8) < needed:
-        raise s.error(f"{_ZERO}.offload_param.buffer_size", f"at least {needed}, a rank's part of the largest matrix",
-                       found=s.get(f"{_ZERO}.offload_param.buffer_size", "100000000, the default"))
+    needed = -(-largest // run.layout.world_size)
+    if run.layout.offload_param == "nvme" and run.layout.offload_param_buffer_size < needed:
+        raise run.error(key, found=run.get(key, "100000000, the default"),
+                        expected=f"at least {needed}, a rank's part of the largest matrix")
 
 
-def stage_3_names(s: ResolvedConfig) -> None:
-    own = s.get(_ZERO, {})
-    for name in own:
-        if name.startswith("stage3_") and name.removeprefix("stage3_") in own:
-            raise s.error(f"{_ZERO}.{name}", f'one of "{name}" and "{name.removeprefix("stage3_")}"', found="both")
+def stage_3_names(run: ResolvedConfig) -> None:
+    keys = run.get(_ZERO, {})
+    for name in keys:
+        other = name.removeprefix("stage3_")
+        if name != other and other in keys:
+            raise run.error(f"{_ZERO}.{name}", found="both", expected=f'one of "{name}" and "{other}"')
 
 
-def zero_plus_plus(s: ResolvedConfig) -> None:
-    size = s.get(f"{_ZERO}.zero_hpz_partition_size", 1)
-    if size > 1 and s.layout.world_size % size:
-        raise s.error(f"{_ZERO}.zero_hpz_partition_size", f"a divisor of the {s.layout.world_size} ranks")
+def zero_plus_plus(run: ResolvedConfig) -> None:
+    size, world_size = run.layout.hpz_partition_size, run.layout.world_size
+    if size > 1 and world_size % size:
+        raise run.error(f"{_ZERO}.zero_hpz_partition_size", expected=f"a divisor of the {world_size} ranks")
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if s.get(f"{_ZERO}.{name}") and s.device.kind == "cpu":
-            raise s.error(f"{_ZERO}.{name}", "false on a CPU", "the quantisation kernels are CUDA's")
-    if s.layout.zero_stage in (1, 2) and s.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
-        raise s.error(f"{_ZERO}.allgather_bucket_size", "an even number")
+        if run.get(f"{_ZERO}.{name}") and run.device.kind == "cpu":
+            raise run.error(f"{_ZERO}.{name}", expected="false on a CPU",
+                            remedy="DeepSpeed's quantization kernels need CUDA")
 
 
-def precision_of_device(s: ResolvedConfig) -> None:
-    if s.layout.precision == "fp16" and not s.device.fp16 and not s.args.emulate_fp16:
-        raise s.error("fp16.enabled", f"a precision that this {s.device.kind} device can compute in",
-                       "use bf16, or give --emulate_fp16 (very slow, for tests)")
-    if s.layout.precision == "bf16" and not s.device.bf16:
-        raise s.error("bf16.enabled", f"a precision that this {s.device.kind} device can compute in",
-                       "use fp16 or fp32")
-    if s.args.emulate_fp16 and s.layout.precision != "fp16":
-        raise ConfigError("--emulate_fp16", found=f"it with {s.layout.precision}", expected="fp16.enabled in the JSON",
-                          remedy="leave it out")
+def even_allgather_bucket(run: ResolvedConfig) -> None:
+    if run.layout.zero_stage in (1, 2) and run.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
+        raise run.error(f"{_ZERO}.allgather_bucket_size", expected="an even number")
 
 
-def dynamic_loss_scale(s: ResolvedConfig) -> None:
-    if s.layout.precision != "fp16" or s.get("fp16.loss_scale", 0) != 0:
+def precision_of_device(run: ResolvedConfig) -> None:
+    precision, device = run.layout.precision, run.device
+    supported = f"a precision that this {device.kind} device supports"
+    if precision == "fp16" and not device.fp16 and not run.args.emulate_fp16:
+        raise run.error("fp16.enabled", expected=supported,
+                        remedy="use bf16, or give --emulate_fp16 (very slow, for tests)")
+    if precision == "bf16" and not device.bf16:
+        raise run.error("bf16.enabled", expected=supported, remedy="use fp16 or fp32")
+    if run.args.emulate_fp16 and precision != "fp16":
+        raise ConfigError("--emulate_fp16", problem='it needs "fp16": {"enabled": true} in the JSON, which selects '
+                          f"{precision}", remedy="leave --emulate_fp16 out")
+
+
+def tf32_needs_fp32_on_cuda(run: ResolvedConfig) -> None:
+    if run.args.tf32 and (run.device.kind != "cuda" or run.layout.precision != "fp32"):
+        raise ConfigError("--tf32", found=f"a run in {run.layout.precision} on {run.device.kind}",
+                          expected="an fp32 run on cuda: nothing else multiplies in TF32", remedy="leave --tf32 out")
+
+
+def dynamic_loss_scale(run: ResolvedConfig) -> None:
+    if run.layout.precision != "fp16" or run.get("fp16.loss_scale", 0) != 0:
         return
-    first = 2 ** s.get("fp16.initial_scale_power", 16)
-    if not 1 <= s.get("fp16.min_loss_scale", 1) <= first:
-        raise s.error("fp16.min_loss_scale", f"1 to {first}, the first scale (2 to the initial_scale_power)")
-    if s.get("fp16.loss_scale_window", 1000) < 1:
-        raise s.error("fp16.loss_scale_window", "at least 1 with dynamic loss scaling")
+    initial = 2 ** run.get("fp16.initial_scale_power", 16)
+    if not 1 <= run.get("fp16.min_loss_scale", 1) <= initial:
+        raise run.error("fp16.min_loss_scale",
+                        expected=f"1 to {initial}, the initial scale (2 to the power of initial_scale_power)")
+    if run.get("fp16.loss_scale_window", 1000) < 1:
+        raise run.error("fp16.loss_scale_window", expected="at least 1 with dynamic loss scaling")
 
 
-def accumulation_dtype(s: ResolvedConfig) -> None:
-    dtype = s.layout.grad_accum_dtype or s.layout.precision
-    where = "data_types.grad_accum_dtype"
-    if dtype not in (s.layout.precision, "fp32"):
-        raise s.error(where, f'"{s.layout.precision}", as the model, or "fp32"')
-    if dtype != s.layout.precision and s.layout.zero_stage == 0:
-        raise s.error(where, f'"{s.layout.precision}" at stage 0',
-                      "DeepSpeed accumulates in another type from stage 1 on")
-    if s.get("data_types.param_dtype") not in (None, s.layout.precision):
-        raise s.error("data_types.param_dtype", f'"{s.layout.precision}", as bf16 and fp16 say', "remove the key")
-    if s.get("bf16.immediate_grad_update") and not s.layout.uses_bf16_optimizer:
-        raise s.error("bf16.immediate_grad_update", "no such key here",
-                       'it acts with bf16 at stage 0, or at stage 1 with "grad_accum_dtype": "fp32" and no offload')
+def accumulation_dtype(run: ResolvedConfig) -> None:
+    layout, key = run.layout, "data_types.grad_accum_dtype"
+    dtype = layout.grad_accum_dtype or layout.precision
+    if dtype not in (layout.precision, "fp32"):
+        raise run.error(key, expected=f'"{layout.precision}", the model\'s precision, or "fp32"')
+    if dtype != layout.precision and layout.zero_stage == 0:
+        raise run.error(key, expected=f'"{layout.precision}" at ZeRO stage 0',
+                        remedy="DeepSpeed accumulates in another type from stage 1 on")
+    if run.get("data_types.param_dtype") not in (None, layout.precision):
+        raise run.error("data_types.param_dtype", expected=f'"{layout.precision}", which bf16 and fp16 select',
+                        remedy="remove the key")
+    if run.get("bf16.immediate_grad_update") and not layout.uses_bf16_optimizer:
+        raise run.error("bf16.immediate_grad_update", problem="the key has no effect in this run",
+                        remedy='it needs bf16 at ZeRO stage 0, or at stage 1 with "grad_accum_dtype": "fp32" and '
+                               "without offload; remove the key")
 
 
-def low_precision_master_weights(s: ResolvedConfig) -> None:
-    for block, name in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
-        if not s.get(f"{block}.{name}"):
+def low_precision_master_weights(run: ResolvedConfig) -> None:
+    layout = run.layout
+    bf16_states = run.get("bf16.bf16_optimizer_states")
+    for precision in ("fp16", "bf16"):
+        key = f"{precision}.{precision}_master_weights_and_grads"
+        if not run.get(key):
             continue
-        states = s.get("bf16.bf16_optimizer_states") and block == "bf16"
-        offloaded = s.layout.offload_optimizer != "none" and s.layout.optimizer in ("adam", "adamw")
-        if s.layout.precision != block or s.layout.zero_stage == 0:
-            raise s.error(f"{block}.{name}", f"{block} and ZeRO stage 1, 2 or 3 with it")
-        if not offloaded and not (states and s.layout.offload_optimizer == "none"):
-            raise s.error(f"{block}.{name}", 'Adam on the CPU: zero_optimization.offload_optimizer.device "cpu"')
-    if s.get("bf16.bf16_optimizer_states") and not s.get("bf16.bf16_master_weights_and_grads"):
-        raise s.error("bf16.bf16_optimizer_states", "bf16_master_weights_and_grads true with it")
+        if layout.precision != precision or layout.zero_stage == 0:
+            raise run.error(key, problem=f"the key needs {precision} and ZeRO stage 1, 2 or 3")
+        cpu_adam = layout.offload_optimizer != "none" and layout.optimizer in ("adam", "adamw")
+        gpu_states = precision == "bf16" and bf16_states and layout.offload_optimizer == "none"
+        if not cpu_adam and not gpu_states:
+            raise run.error(key, problem=f'the key needs Adam on the CPU: {_OFFLOAD_DEVICE} "cpu"')
+    if bf16_states and not run.get("bf16.bf16_master_weights_and_grads"):
+        raise run.error("bf16.bf16_optimizer_states", problem='the key needs "bf16_master_weights_and_grads": true')
 
 
-def gradient_scaling(s: ResolvedConfig) -> None:
-    scales = (s.get("prescale_gradients"), s.get("gradient_predivide_factor", 1.0) != 1.0)
-    for name, given in zip(("prescale_gradients", "gradient_predivide_factor"), scales, strict=True):
-        if given and s.layout.zero_stage >= 2:
-            raise s.error(name, f"no such key at ZeRO stage {s.layout.zero_stage}",
-                          "DeepSpeed has it at stages 0 and 1")
+def gradient_scaling(run: ResolvedConfig) -> None:
+    predivides = run.get("gradient_predivide_factor", 1.0) != 1.0
+    for name, is_set in (("prescale_gradients", run.get("prescale_gradients")),
+                         ("gradient_predivide_factor", predivides)):
+        if is_set and run.layout.zero_stage >= 2:
+            raise run.error(name, problem=f"the key has no effect at ZeRO stage {run.layout.zero_stage}",
+                            remedy="DeepSpeed reads it at stages 0 and 1; remove the key")
 
 
-def optimizer_places(s: ResolvedConfig) -> None:
-    kind = s.get("optimizer.type")
-    if s.layout.offload_optimizer != "none" and s.layout.optimizer not in CPU_OPTIMIZERS:
-        raise s.error("optimizer.type", "Adam, AdamW, Lion or Adagrad, which run on the CPU",
-                       "or remove zero_optimization.offload_optimizer")
-    if s.layout.optimizer == "adagrad" and s.layout.zero_stage > 0 and s.layout.offload_optimizer == "none":
-        raise s.error("optimizer.type", 'zero_optimization.offload_optimizer.device "cpu" for Adagrad with ZeRO',
-                       "otherwise DeepSpeed builds it anew without its parameter groups; or use AdamW")
-    tested = s.layout.optimizer in ZERO_OPTIMIZERS
-    if s.layout.zero_stage > 0 and not tested and not s.get("zero_allow_untested_optimizer"):
-        raise s.error("optimizer.type", f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
-                       "or use Adam, AdamW, Lion, Muon or Adagrad")
-    if s.layout.optimizer in ("lion", "lamb") and s.device.kind == "cpu" and s.layout.offload_optimizer == "none":
-        offload = ' or offload it: zero_optimization.offload_optimizer.device "cpu"'
-        raise s.error("optimizer.type", "an optimizer that runs on this CPU device",
-                      "use AdamW" + offload * (s.layout.optimizer == "lion"))
-    if s.layout.optimizer == "lamb" and s.layout.precision == "fp16" and s.get("fp16.loss_scale"):
-        raise s.error("optimizer.type", "dynamic loss scaling (fp16.loss_scale 0) for Lamb")
+def optimizer_of_device(run: ResolvedConfig) -> None:
+    layout, kind = run.layout, run.get("optimizer.type")
+    if layout.offload_optimizer != "none" and layout.optimizer not in CPU_OPTIMIZERS:
+        raise run.error("optimizer.type", expected="Adam, AdamW, Lion or Adagrad, which run on the CPU",
+                        remedy="or remove zero_optimization.offload_optimizer")
+    if layout.optimizer == "adagrad" and layout.zero_stage > 0 and layout.offload_optimizer == "none":
+        raise run.error("optimizer.type", expected=f'{_OFFLOAD_DEVICE} "cpu" for Adagrad with ZeRO',
+                        remedy="otherwise DeepSpeed rebuilds the optimizer without its parameter groups; or use AdamW")
+    untested = layout.zero_stage > 0 and layout.optimizer not in ZERO_OPTIMIZERS
+    if untested and not run.get("zero_allow_untested_optimizer"):
+        raise run.error("optimizer.type", expected=f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
+                        remedy="or use Adam, AdamW, Lion, Muon or Adagrad")
+    if layout.optimizer in ("lion", "lamb") and run.device.kind == "cpu" and layout.offload_optimizer == "none":
+        offload = f' or offload it: {_OFFLOAD_DEVICE} "cpu"' if layout.optimizer == "lion" else ""
+        raise run.error("optimizer.type", expected="an optimizer that runs on this CPU device",
+                        remedy=f"use AdamW{offload}")
+    if layout.optimizer == "lamb" and layout.precision == "fp16" and run.get("fp16.loss_scale"):
+        raise run.error("optimizer.type", expected="dynamic loss scaling (fp16.loss_scale 0) for Lamb")
 
 
-def muon_places(s: ResolvedConfig) -> None:
-    if s.layout.optimizer != "muon":
+def muon(run: ResolvedConfig) -> None:
+    layout = run.layout
+    if layout.optimizer != "muon":
         return
-    if s.layout.zero_stage == 0 or s.layout.uses_bf16_optimizer:
-        raise s.error("optimizer.type", "ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
-    if s.layout.zero_stage == 3 and s.get(f"{_ZERO}.reduce_scatter", True):
-        raise s.error(f"{_ZERO}.reduce_scatter", "false for Muon at stage 3", "Muon needs whole gradients",
-                       found="true")
+    if layout.zero_stage == 0 or layout.uses_bf16_optimizer:
+        raise run.error("optimizer.type", expected="ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
+    if layout.zero_stage == 3 and layout.reduce_scatter:
+        raise run.error(f"{_ZERO}.reduce_scatter", found="true", expected="false for Muon at ZeRO stage 3",
+                        remedy="Muon needs complete gradients on each rank")
 
 
-def optimizer_arguments(s: ResolvedConfig) -> None:
-    """Keys that the class which DeepSpeed picks for this type, device and place does not take or does not heed."""
-    params = s.get("optimizer.params", {})
-    if s.layout.optimizer not in OPTIMIZERS:
+def optimizer_params(run: ResolvedConfig) -> None:
+    """Reject parameters that the optimizer class which DeepSpeed selects does not take or ignores."""
+    params, optimizer = run.get("optimizer.params", {}), run.layout.optimizer
+    if optimizer not in OPTIMIZERS:
         return
-    offloaded = s.layout.offload_optimizer != "none"
+    offloaded, torch_adam = run.layout.offload_optimizer != "none", params.get("torch_adam")
     for name in params:
-        where = f"optimizer.params.{name}"
-        if name == "adam_w_mode" and s.layout.optimizer == "adamw" and params[name] is False:
-            raise s.error(where, "true with AdamW", 'use "type": "Adam" for weight decay inside the gradient')
-        if params.get("torch_adam") and s.layout.optimizer != "muon" and name not in _TORCH_ADAM_KEYS:
-            raise s.error(where, 'no such key with "torch_adam": true', "torch.optim.AdamW does not take it")
-        if name == "foreach" and not params.get("torch_adam"):
-            raise s.error(where, 'no such key without "torch_adam": true', "remove it")
+        key = f"optimizer.params.{name}"
+        if name == "adam_w_mode" and optimizer == "adamw" and params[name] is False:
+            raise run.error(key, expected="true with AdamW",
+                            remedy='use "type": "Adam" for weight decay inside the gradient')
+        if torch_adam and optimizer != "muon" and name not in _TORCH_ADAM_PARAMS:
+            raise run.error(key, problem='torch.optim.AdamW, which "torch_adam": true selects, does not take it',
+                            remedy="remove it")
+        if name == "foreach" and not torch_adam:
+            raise run.error(key, problem='it needs "torch_adam": true', remedy="remove it")
         if name == "fp32_optimizer_states" and not offloaded:
-            raise s.error(where, "no such key without offload_optimizer", "it acts on CPU optimizers; remove it")
-        if name in (*_NO_ADAM_FUSED, "lr_decay", "initial_accumulator_value") and offloaded:
-            raise s.error(where, "no such key with offload_optimizer", "CPU optimizers do not take it; remove it")
-    if s.get("optimizer.legacy_fusion"):
-        raise s.error("optimizer.legacy_fusion", "false", "it is for checkpoints of old versions; remove it")
+            raise run.error(key, problem="it has no effect without offload_optimizer", remedy="remove it")
+        if name in _GPU_ONLY_PARAMS and offloaded:
+            raise run.error(key, problem="DeepSpeed's CPU optimizers do not take it", remedy="remove it")
+    if run.get("optimizer.legacy_fusion"):
+        raise run.error("optimizer.legacy_fusion", expected="false",
+                        remedy="it is for checkpoints of old versions; remove it")
 
 
-def torch_arguments(s: ResolvedConfig) -> None:
-    """Reject what torch.optim's own constructors and steps would reject."""
-    params = s.get("optimizer.params", {})
+def torch_optimizer_params(run: ResolvedConfig) -> None:
+    """Reject values that torch.optim's constructors and steps reject."""
+    params = run.get("optimizer.params", {})
     if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
-        raise s.error("optimizer.params.nesterov", "false without momentum, or with dampening")
+        raise run.error("optimizer.params.nesterov", expected="false without momentum, or with dampening")
     low, high = params.get("etas", (0.5, 1.2))
     if not low < 1 < high:
-        raise s.error("optimizer.params.etas", "one below 1 and one above 1")
+        raise run.error("optimizer.params.etas", expected="one value below 1 and one above 1")
     if params.get("foreach") and params.get("fused"):
-        raise s.error("optimizer.params.fused", "one of foreach and fused")
-    if params.get("capturable") and s.device.kind == "cpu":
-        raise s.error("optimizer.params.capturable", "false on a CPU")
+        raise run.error("optimizer.params.fused", problem="foreach and fused exclude each other",
+                        remedy="remove one of them")
+    if params.get("capturable") and run.device.kind == "cpu":
+        raise run.error("optimizer.params.capturable", expected="false on a CPU")
 
 
-def scheduler_params(s: ResolvedConfig) -> None:
-    kind = s.get("scheduler.type")
-    for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
-        if s.get(f"scheduler.params.{name}") is None:
-            raise s.error(f"scheduler.params.{name}", f"a value: {kind} needs it", found="nothing")
+def scheduler_params(run: ResolvedConfig) -> None:
+    kind = run.get("scheduler.type")
     if kind is None:
         return
-    lowest, highest = (s.get(f"scheduler.params.cycle_{end}_lr", 0) for end in ("min", "max"))
+    for name in REQUIRED_SCHEDULER_PARAMS.get(kind, ()):
+        if run.get(f"scheduler.params.{name}") is None:
+            raise run.error(f"scheduler.params.{name}", problem=f"the value is missing, and {kind} needs it")
+    lowest, highest = (run.get(f"scheduler.params.cycle_{end}_lr", 0) for end in ("min", "max"))
     if lowest > highest:
-        raise s.error("scheduler.params.cycle_min_lr", f"at most cycle_max_lr, {highest}")
-    total, warmup = s.get("scheduler.params.total_num_steps"), s.get("scheduler.params.warmup_num_steps", 0)
+        raise run.error("scheduler.params.cycle_min_lr", expected=f"at most cycle_max_lr, {highest}")
+    total, warmup = run.get("scheduler.params.total_num_steps"), run.get("scheduler.params.warmup_num_steps", 0)
     if total is not None and warmup >= total:
-        raise s.error("scheduler.params.warmup_num_steps", f"less than total_num_steps, {total}")
-    unset = RunArguments()
+        raise run.error("scheduler.params.warmup_num_steps", expected=f"less than total_num_steps, {total}")
+
+
+def one_scheduler(run: ResolvedConfig) -> None:
+    """Reject --lr_* flags next to a scheduler of the JSON, which would ignore them."""
+    kind = run.get("scheduler.type")
+    if kind is None:
+        return
+    defaults = RunArguments()
     for name in ("lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "min_lr_ratio"):
-        value = getattr(s.args, name)
-        fills = name == "lr_warmup_steps" and s.file.get("scheduler.params.warmup_num_steps") == "auto"
-        if value != getattr(unset, name) and not fills:
-            raise ConfigError(f"--{name}", found=value, expected=f'no value beside the JSON\'s scheduler, "{kind}"',
+        value = getattr(run.args, name)
+        fills_auto = name == "lr_warmup_steps" and run.file.get("scheduler.params.warmup_num_steps") == "auto"
+        if value != getattr(defaults, name) and not fills_auto:
+            raise ConfigError(f"--{name}", problem=f'the JSON has its own scheduler, "{kind}", which ignores this flag',
                               remedy='remove the flag, or the "scheduler" block')
 
 
-def measuring(s: ResolvedConfig) -> None:
-    for name, on in (("wall_clock_breakdown", s.get("wall_clock_breakdown")),
-                     ("flops_profiler.enabled", s.get("flops_profiler.enabled"))):
-        if on and s.layout.pipeline_stages > 1:
-            raise s.error(name, f"false with {s.layout.pipeline_stages} pipeline stages",
-                          "DeepSpeed's timers crash there")
+def exit_step_within_run(run: ResolvedConfig) -> None:
+    if run.args.exit_step is not None and run.args.exit_step > run.train_steps:
+        raise ConfigError("--exit_step", found=run.args.exit_step,
+                          expected=f"at most the run's {run.train_steps} steps")
+
+
+def measuring(run: ResolvedConfig) -> None:
+    for name, is_on in (("wall_clock_breakdown", run.get("wall_clock_breakdown")),
+                        ("flops_profiler.enabled", run.get("flops_profiler.enabled"))):
+        if is_on and run.layout.pipeline_stages > 1:
+            raise run.error(name, expected=f"false with {run.layout.pipeline_stages} pipeline stages",
+                            remedy="DeepSpeed's timers crash there")
     for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
-        if s.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
-            raise s.error(f"{name}.enabled", f"the package {package} installed", f"pip install {package}")
-    if s.get("aio.use_gds") and s.device.kind == "cpu":
-        raise s.error("aio.use_gds", "false on a CPU")
+        if run.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
+            raise run.error(f"{name}.enabled", problem=f"it needs the package {package}, which is not installed",
+                            remedy=f"pip install {package}")
+    if run.get("aio.use_gds") and run.device.kind == "cpu":
+        raise run.error("aio.use_gds", expected="false on a CPU")
 
 
-def report_folders(s: ResolvedConfig) -> None:
-    """Folders of monitors and the profiler must be writable on this machine: DeepSpeed would fail during the start."""
-    places = [(f"{name}.output_path", s.get(f"{name}.output_path")) for name in ("tensorboard", "csv_monitor")
-              if s.get(f"{name}.enabled")]
-    if s.get("flops_profiler.enabled") and s.get("flops_profiler.output_file"):
-        places.append(("flops_profiler.output_file", str(Path(s.get("flops_profiler.output_file")).parent)))
-    for where, place in places:
-        check_folder(Path(place), s.file.where(where))
-
-
-def notes(s: ResolvedConfig) -> tuple[str, ...]:
-    """What is worth knowing about the JSON: keys without an effect, and where the optimizer comes from."""
-    said = idle_notes(s.idle)
-    if "optimizer" not in s.file.values:
-        values = {**s.get("optimizer.params")}
-        values.pop("torch_adam", None)
-        said.append('the JSON has no "optimizer": AdamW with ' + ", ".join(f"{name} {value}" for name, value in
-                    values.items()) + ", from the flags and their defaults")
-    if s.layout.pipeline_stages == 1 and s.layout.partition_method != DEFAULT_PARTITION_METHOD:
-        said.append("pipeline.partition_method: no effect with one stage")
-    interval = s.file.get("steps_per_print")
-    if isinstance(interval, (int, float)) and interval <= s.train_steps:
-        if s.layout.zero_stage < 2:  # PipelineEngine prints, whatever the log level
-            said.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
-        elif s.args.deepspeed_log_level not in ("debug", "info") and not s.get("wall_clock_breakdown"):
-            said.append("steps_per_print: no effect without --deepspeed_log_level info")
-    return tuple(said)
+def writable_folders(run: ResolvedConfig) -> None:
+    """Check the folders of offload, monitors and profiler on this machine; DeepSpeed would fail after the start."""
+    for block in ("offload_optimizer", "offload_param"):
+        key = f"{_ZERO}.{block}.nvme_path"
+        if run.get(f"{_ZERO}.{block}.device") == "nvme":
+            folder = Path(run.get(key)).parent  # the last part is the run's own folder
+            if not folder.is_dir():
+                raise run.error(key, problem=f"there is no folder {folder}", remedy="make it first")
+            check_folder(folder, run.file.where(key))
+    for name in ("tensorboard", "csv_monitor"):
+        if run.get(f"{name}.enabled"):
+            check_folder(Path(run.get(f"{name}.output_path")), run.file.where(f"{name}.output_path"))
+    output_file = run.get("flops_profiler.output_file")
+    if run.get("flops_profiler.enabled") and output_file:
+        check_folder(Path(output_file).parent, run.file.where("flops_profiler.output_file"))
 
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
-    precision_of_device, offload_needs_a_stage, stage_3_names, zero_plus_plus, accumulation_dtype,
-    low_precision_master_weights, gradient_scaling, optimizer_places, muon_places, optimizer_arguments,
-    dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, torch_arguments, measuring,
-    report_folders,
+    precision_of_device, offload_needs_a_zero_stage, stage_3_names, zero_plus_plus, even_allgather_bucket,
+    accumulation_dtype, low_precision_master_weights, gradient_scaling, optimizer_of_device, muon, optimizer_params,
+    dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, one_scheduler, torch_optimizer_params, measuring,
+    writable_folders, tf32_needs_fp32_on_cuda, exit_step_within_run,
 )

@@ -9,8 +9,9 @@ import pytest
 
 from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import DsFile
+from pretrain.config.notes import json_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules import check_rules, notes
+from pretrain.config.rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config
@@ -41,7 +42,7 @@ def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accepted_and_what_deepspeed_gets_is_what_it_accepts(foreign: ForeignJson) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     settings = complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
-    assert tuple(note.split(": ")[0] for note in notes(settings)) == foreign.notes
+    assert tuple(note.split(": ")[0] for note in json_notes(settings)) == foreign.notes
     config = json.loads(json.dumps(settings.config))
     assert '"auto"' not in json.dumps(config)
     config["train_batch_size"] //= foreign.ranks  # DeepSpeed sees one rank here
@@ -55,7 +56,7 @@ def test_rejected_with_the_reason(foreign: ForeignJson) -> None:
     key, remedy = foreign.rejected
     with pytest.raises(ConfigError) as caught:
         complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
-    assert str(caught.value).startswith(f"ds.json: {key}: found ")
+    assert str(caught.value).startswith(f"ds.json: {key}: ")
     assert remedy in str(caught.value)
 
 
@@ -70,8 +71,8 @@ def test_a_missing_optimizer_is_adamw_of_the_flags() -> None:
     settings = complete(base, learning_rate=1e-3, weight_decay=0.2, adam_beta1=0.8, adam_epsilon=1e-6)
     assert settings.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6,
                                                                      "weight_decay": 0.2}}
-    assert settings.peak_lr == 1e-3
-    assert notes(settings) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
+    assert settings.schedule.peak == 1e-3
+    assert json_notes(settings) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
                                "weight_decay 0.2, from the flags and their defaults",)
     with pytest.raises(ConfigError, match="optimizer: found no such block, and no --learning_rate"):
         complete(base)
@@ -97,7 +98,7 @@ IDLE = [
 @pytest.mark.parametrize(("values", "note"), IDLE, ids=lambda value: value if isinstance(value, str) else "")
 def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, Any], note: str) -> None:
     settings = complete({**ADAM, **values})
-    assert any(note in line for line in notes(settings)), notes(settings)
+    assert any(note in line for line in json_notes(settings)), json_notes(settings)
     plain = complete({**ADAM, "zero_optimization": {"stage": settings.layout.zero_stage}})
     for s in (settings, plain):
         zero = s.config.get("zero_optimization", {})
@@ -115,4 +116,4 @@ def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, An
     {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}}, {"gradient_allreduce_op": "mean"},
 ])
 def test_keys_that_ask_for_nothing_get_no_note(values: dict[str, Any]) -> None:
-    assert notes(complete({**ADAM, **values})) == ()
+    assert json_notes(complete({**ADAM, **values})) == ()

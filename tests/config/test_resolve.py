@@ -128,7 +128,7 @@ def test_auto_of_the_optimizer_comes_from_flags_or_defaults(tmp_path: Path) -> N
                         adam_epsilon=1e-6, weight_decay=0.0, gradient_clipping=0.5)
     assert settings.get("optimizer.params") == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0}
     assert settings.get("gradient_clipping") == 0.5
-    assert settings.peak_lr == 1e-3
+    assert settings.schedule.peak == 1e-3
 
 
 def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path
     assert complete(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3
     assert complete(tmp_path, {"optimizer": bare}).get("optimizer.params") == {"lr": 3e-4}
     own = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}}
-    assert complete(tmp_path, {"optimizer": own}, learning_rate=1e-3, adam_beta1=0.8).peak_lr == 1e-3
+    assert complete(tmp_path, {"optimizer": own}, learning_rate=1e-3, adam_beta1=0.8).schedule.peak == 1e-3
 
 
 @pytest.mark.parametrize(("values", "flag", "expected"), [
@@ -217,7 +217,7 @@ def test_scheduler_of_the_json(tmp_path: Path) -> None:
     settings = complete(tmp_path, values, learning_rate=1e-3, lr_warmup_steps=7)
     assert settings.get("scheduler.params") == {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 7,
                                                 "total_num_steps": 100}
-    assert settings.peak_lr is None
+    assert settings.schedule is None
     assert complete(tmp_path, values).get("scheduler.params.warmup_num_steps") == 1
 
 

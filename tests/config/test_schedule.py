@@ -1,16 +1,14 @@
-"""pretrain/config/schedule.py: the rate of each step, and what its flags may say."""
+"""Learning rate of each step, and validation of the --lr_* flags."""
 
-import dataclasses
 import itertools
 import math
 
 import pytest
 
 from pretrain.config.arguments import RunArguments
+from pretrain.config.check_flags import check_flags
 from pretrain.config.schedule import Schedule, learning_rate, make_schedule, run_steps
 from pretrain.errors import ConfigError
-
-ARGS = RunArguments(train_steps=100, seq_length=10)
 
 
 def rates(kind: str, **changes: float) -> list[float]:
@@ -48,32 +46,39 @@ def test_no_warm_up_starts_near_the_peak() -> None:
     assert rates("linear", warmup_steps=0)[0] == pytest.approx(1 - 0.9 / 20)
 
 
-def test_defaults_are_shares_of_the_run() -> None:
-    assert make_schedule(ARGS, train_steps=1000, peak_lr=0.5) == Schedule("cosine", 0.5, 0.1, 10, 1000, 0)
-    wsd = dataclasses.replace(ARGS, lr_schedule="wsd")
-    assert make_schedule(wsd, train_steps=1000, peak_lr=0.5) == Schedule("wsd", 0.5, 0.1, 10, 1000, 200)
-    assert make_schedule(wsd, train_steps=1, peak_lr=0.5) == Schedule("wsd", 0.5, 0.1, 1, 1, 0)
-    assert make_schedule(ARGS, train_steps=1000, peak_lr=None) is None
+def test_defaults_are_fractions_of_the_run() -> None:
+    def schedule(kind: str, train_steps: int) -> Schedule:
+        return make_schedule(kind, peak=0.5, min_ratio=0.1, train_steps=train_steps)
+
+    assert schedule("cosine", 1000) == Schedule("cosine", 0.5, 0.1, 10, 1000, 0)
+    assert schedule("wsd", 1000) == Schedule("wsd", 0.5, 0.1, 10, 1000, 200)
+    assert schedule("wsd", 1) == Schedule("wsd", 0.5, 0.1, 1, 1, 0)
 
 
-@pytest.mark.parametrize(("changes", "culprit"), [
+@pytest.mark.parametrize(("flags", "culprit"), [
     ({"lr_schedule": "cosin"}, 'did you mean "cosine"'),
-    ({"lr_warmup_steps": 101}, "--lr_warmup_steps"),
-    ({"lr_warmup_steps": 50, "lr_decay_steps": 40}, "--lr_decay_steps"),
     ({"lr_wsd_steps": 5}, "--lr_wsd_steps"),
-    ({"lr_schedule": "wsd", "lr_wsd_steps": 100}, "--lr_wsd_steps"),
     ({"lr_schedule": "constant", "lr_decay_steps": 40}, "--lr_decay_steps"),
     ({"min_lr_ratio": 1.5}, "--min_lr_ratio"),
 ])
-def test_flags_that_contradict_each_other_are_refused(changes: dict, culprit: str) -> None:
+def test_schedule_flags_are_validated(flags: dict, culprit: str) -> None:
     with pytest.raises(ConfigError, match=culprit):
-        make_schedule(dataclasses.replace(ARGS, **changes), train_steps=100, peak_lr=1.0)
+        check_flags(RunArguments(train_steps=100, **flags))
 
 
-def test_tokens_are_rounded_up_to_whole_steps() -> None:
-    assert run_steps(ARGS, 4) == 100
-    tokens = dataclasses.replace(ARGS, train_steps=None, train_tokens=81)
-    assert run_steps(tokens, 4) == 3
-    assert run_steps(dataclasses.replace(tokens, train_tokens=80), 4) == 2
+@pytest.mark.parametrize(("kind", "steps", "culprit"), [
+    ("cosine", {"warmup_steps": 101}, "--lr_warmup_steps"),
+    ("cosine", {"warmup_steps": 50, "decay_steps": 40}, "--lr_decay_steps"),
+    ("wsd", {"wsd_steps": 100}, "--lr_wsd_steps"),
+])
+def test_phases_of_the_schedule_must_follow_one_another(kind: str, steps: dict, culprit: str) -> None:
+    with pytest.raises(ConfigError, match=culprit):
+        make_schedule(kind, peak=1.0, min_ratio=0.1, train_steps=100, **steps)
+
+
+def test_tokens_are_rounded_up_to_complete_steps() -> None:
+    assert run_steps(100, None, tokens_per_step=40) == 100
+    assert run_steps(None, 81, tokens_per_step=40) == 3
+    assert run_steps(None, 80, tokens_per_step=40) == 2
     with pytest.raises(ConfigError, match="both"):
-        run_steps(dataclasses.replace(ARGS, train_tokens=5), 4)
+        check_flags(RunArguments(train_steps=100, train_tokens=5))

@@ -152,8 +152,8 @@ def test_the_plan_of_a_pipeline(world: Path) -> None:
     assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "flops", "use_reentrant": False,
                                           "activation_checkpoint_interval": 3}
     assert plan.eod_token == 0  # of the data's sidecar
-    assert plan.peak_lr == 1e-3
     assert plan.schedule is not None
+    assert plan.schedule.peak == 1e-3
     assert plan.schedule(0) == 1e-3
 
 
@@ -179,7 +179,6 @@ def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) 
 def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
-    assert plan.peak_lr is None
     assert plan.schedule is None
     assert plan.ds_config["scheduler"]["params"] == {"warmup_num_steps": 5}
 

@@ -47,7 +47,7 @@ def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[di
 
 def run(job: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Every rank's result. Raises ConfigError."""
-    from pretrain.memory.measure.observe_steps import plan_without_data
+    from pretrain.config.validate import plan_without_data
 
     device = detect_device()
     plan = plan_without_data(RunArguments(**job["args"]), world_size=world.size, device=device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.validate import check_settings
+from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.out_of_memory import kernel_oom_kills
@@ -83,7 +83,7 @@ def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: f
         ConfigError: rejected, as `train.py` would reject it, or a rank failed.
     """
     name = Path(args.deepspeed_config).stem
-    check_settings(args, world_size=world_size, device=detect_device())
+    resolve_run(args, world_size=world_size, device=detect_device())
     job = {"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}
     for attempt in range(1, _PORTS + 1):
         with tempfile.TemporaryDirectory() as folder:

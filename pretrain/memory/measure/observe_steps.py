@@ -14,10 +14,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from pretrain.config.arguments import RunArguments
-from pretrain.config.validate import Plan, check_settings, plan_of
+from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.distributed.device import Device
 from pretrain.engine.steps import train_batch
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.storage_tracker import StorageTracker, peak_of
@@ -40,12 +38,6 @@ class Observation:
     def to_json(self) -> dict[str, Any]:
         """As JSON has it; `held` by role and place."""
         return {**vars(self), "held": self.held.to_json()}
-
-
-def plan_without_data(args: RunArguments, *, world_size: int, device: Device) -> Plan:
-    """The plan of a JSON and a model that have been judged as for a run, without data. Raises ConfigError."""
-    settings = check_settings(args, world_size=world_size, device=device)
-    return plan_of(settings, datasets={}, tokenizer=None, eod_token=None)
 
 
 def random_batches(plan: Plan) -> list[MicroBatch]:

@@ -10,7 +10,7 @@ from pretrain.config.arguments import RunArguments
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.rules import RULES, libaio, report_folders
+from pretrain.config.rules import RULES, libaio, writable_folders
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
@@ -29,7 +29,7 @@ from pretrain.memory.step_time.time_model import (
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import ModelConfig
 
-_OTHER_MACHINE = (libaio, report_folders)  # rules about the machine that plans, not about the one that runs
+_OTHER_MACHINE = (libaio, writable_folders)  # rules about the machine that plans, not about the one that runs
 _NEAR = 1.02  # of the fastest step: a larger micro-batch is taken, whose matrix products are the more efficient
 
 

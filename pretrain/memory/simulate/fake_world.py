@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.validate import Plan
+from pretrain.config.validate import Plan, plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.observe_steps import observe, plan_without_data
+from pretrain.memory.measure.observe_steps import observe
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks

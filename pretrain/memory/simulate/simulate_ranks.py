@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.validate import check_settings
+from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import cpu_device
 from pretrain.distributed.process import package_environment
 from pretrain.errors import ConfigError
@@ -79,7 +79,7 @@ def _refusal(args: RunArguments, rank: int, world_size: int) -> ConfigError | No
     if not 0 <= rank < world_size:
         return ConfigError("simulate", found=f"rank {rank} of {world_size}", expected=f"0 to {world_size - 1}")
     try:
-        check_settings(args, world_size=world_size, device=cpu_device())
+        resolve_run(args, world_size=world_size, device=cpu_device())
     except ConfigError as error:
         return error
     return None

@@ -14,6 +14,7 @@ import pytest
 from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.layout import Layout
+from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import missing_operator
 from pretrain.errors import ConfigError
@@ -24,7 +25,6 @@ from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
 from pretrain.memory.measure import run_ranks as run_ranks_module
 from pretrain.memory.measure.measure_run import Measurement, measure, measurement
-from pretrain.memory.measure.observe_steps import plan_without_data
 from pretrain.memory.simulate.simulate_ranks import Simulation, simulate, simulate_many
 from tests.conftest import selected_params
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker

@@ -8,13 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.config.arguments import RunArguments
+from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.engine.steps import train_batch
-from pretrain.memory.measure.observe_steps import plan_without_data, random_batches
+from pretrain.memory.measure.observe_steps import random_batches
 from pretrain.memory.report.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.cases_loop import each_case
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.config.arguments import RunArguments
+from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files
 from pretrain.memory.measure.measure_rank import measure_here
-from pretrain.memory.measure.observe_steps import plan_without_data
 from tests.support.cases_loop import each_case
 
 

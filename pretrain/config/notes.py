@@ -1,0 +1,78 @@
+"""Notes about a valid run: settings without an effect, and settings that may surprise."""
+
+import os
+import shutil
+
+from pretrain.config.ds_json.clean import idle_notes
+from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
+from pretrain.config.resolve import ResolvedConfig
+from pretrain.data.run_data import RunData
+
+_PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
+
+
+def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
+    """Notes about the JSON: keys without an effect, and a missing optimizer."""
+    layout, notes = resolved.layout, idle_notes(resolved.idle)
+    if "optimizer" not in resolved.file.values:
+        params = ", ".join(f"{name} {value}" for name, value in resolved.get("optimizer.params").items()
+                           if name != "torch_adam")
+        notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
+    if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
+        notes.append("pipeline.partition_method: no effect with one stage")
+    interval = resolved.file.get("steps_per_print")
+    if isinstance(interval, (int, float)) and interval <= resolved.train_steps:
+        if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level
+            notes.append("steps_per_print: DeepSpeed prints lines of its own between those of the run")
+        elif resolved.args.deepspeed_log_level not in ("debug", "info") and not resolved.get("wall_clock_breakdown"):
+            notes.append("steps_per_print: no effect without --deepspeed_log_level info")
+    return tuple(notes)
+
+
+def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
+    """All notes about a run: JSON, vocabulary, epochs, evaluation and speed."""
+    return (*json_notes(resolved), *_vocabulary_notes(resolved, data), *_epoch_notes(resolved, data),
+            *_evaluation_notes(resolved, data), *_speed_notes(resolved))
+
+
+def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+    """Note a vocabulary that is far larger than the tokenizer's: unused rows take memory and time."""
+    if data.tokenizer is None:
+        return []
+    used, size = data.tokenizer.vocab_size, resolved.model.vocab_size
+    if size - used <= max(_PADDING, used // 10):
+        return []
+    fitting = -(-used // 64) * 64
+    return [f"the tokenizer has {used:,} tokens and the model's vocabulary {size:,}, of which {size - used:,} are "
+            f"never used: --model_overrides vocab_size={fitting} makes it fit"]
+
+
+def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+    samples = resolved.train_steps * resolved.layout.global_batch_size
+    epochs = samples / data.datasets["train"].samples_per_epoch
+    return [f"the run reads its training data {epochs:.1f} times"] if epochs > 1 else []
+
+
+def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
+    if "valid" not in data.datasets:
+        return ["no validation data: nothing is evaluated while training"]
+    available = data.datasets["valid"].samples_per_epoch
+    needed = resolved.args.eval_steps * resolved.layout.global_batch_size
+    if available >= needed:
+        return []
+    return [f"an evaluation of {needed} samples wraps around the {available} validation samples"]
+
+
+def _speed_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note where a faster operator cannot be used, and why."""
+    notes, args, model = [], resolved.args, resolved.model
+    if args.compile_blocks and resolved.layout.zero_stage == 3:
+        notes.append("--compile_blocks under ZeRO-3: its hooks split the graph of a block into many")
+    if resolved.device.kind == "cpu" and resolved.layout.precision == "bf16":
+        if args.compile_blocks:
+            notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")
+        if model.attention_dropout > 0:
+            notes.append("attention dropout: torch's own attention is used, which is slower on CPUs in bf16")
+        if model.activation == "gelu_tanh" and shutil.which(os.environ.get("CC", "cc")) is None:
+            notes.append("no C compiler: torch's own GELU is used, which takes four times as long")
+    return notes

@@ -1,0 +1,100 @@
+"""Data of a run: its datasets, tokenizer and end-of-document token, checked against the model's vocabulary."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.data.dataset import SampleDataset, open_datasets
+from pretrain.data.indexed import read_meta
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError
+
+SCANNED_TOKENS = 16 * 2**20  # at each end of a data file without a .meta.json; a full scan would take minutes
+_CHUNK_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Datasets by name ("train", "valid", "test"), the tokenizer, and the end-of-document token where one is known."""
+
+    datasets: dict[str, SampleDataset]
+    tokenizer: Tokenizer | None = None
+    eod_token: int | None = None
+
+
+def open_run_data(train_data: str, *, valid_data: str | None, test_data: str | None, split: str, seq_length: int,
+                  seed: int, tokenizer: str | None, vocab_size: int, eod_mask_loss: bool) -> RunData:
+    """Open the data files and the tokenizer of a run.
+
+    Raises:
+        ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, and for data
+            that was prepared with another tokenizer.
+    """
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    if loaded is not None and loaded.vocab_size > vocab_size:
+        raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
+                                vocab_size)
+    datasets = open_datasets(train_data, valid_data=valid_data, test_data=test_data, split=split,
+                             seq_length=seq_length, seed=seed)
+    if "train" not in datasets:
+        raise ConfigError(f"--train_data {train_data}", found="no training tokens",
+                          expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
+    eod_token = loaded.eod_token if loaded else None
+    for name, prefix in (("train", train_data), ("valid", valid_data), ("test", test_data)):
+        if not prefix:
+            continue
+        meta = _meta_of(datasets[name], prefix)
+        _check_tokens(datasets[name], meta, f"--{name}_data {prefix}", vocab_size)
+        if loaded is not None:
+            _check_tokenizer(loaded, meta, f"--tokenizer {tokenizer}", prefix)
+        elif isinstance(meta.get("eod_token"), int):
+            eod_token = meta["eod_token"]
+    if eod_mask_loss and eod_token is None:
+        raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
+                          "and the data's .meta.json does not name the token",
+                          remedy="give --tokenizer, or leave --eod_mask_loss out")
+    return RunData(datasets, loaded, eod_token)
+
+
+def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int) -> ConfigError:
+    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}",
+                       remedy=f"--model_overrides vocab_size={needed}, or another --model")
+
+
+def _meta_of(dataset: SampleDataset, prefix: str) -> dict[str, Any]:
+    """Read PREFIX.meta.json; {} without one, and for one that describes earlier data under this name."""
+    meta = read_meta(prefix) or {}
+    num_tokens = dataset.indexed.num_tokens
+    return meta if meta.get("num_tokens", num_tokens) == num_tokens else {}
+
+
+def _check_tokens(dataset: SampleDataset, meta: dict[str, Any], where: str, vocab_size: int) -> None:
+    """Raises ConfigError if the data has tokens beyond the vocabulary."""
+    largest = meta.get("max_token")
+    if not isinstance(largest, int):
+        largest = _largest_token(dataset)
+    if largest >= vocab_size:
+        raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size)
+
+
+def _largest_token(dataset: SampleDataset) -> int:
+    """Largest of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative token."""
+    indexed = dataset.indexed
+    total = indexed.num_tokens
+    starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
+    starts |= set(range(max(total - SCANNED_TOKENS, 0), total, _CHUNK_TOKENS))
+    chunks = (indexed.tokens(start, min(start + _CHUNK_TOKENS, total)) for start in sorted(starts))
+    ranges = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
+    smallest = min(low for low, _ in ranges)
+    if smallest < 0:
+        raise ConfigError(f"{indexed.prefix}.bin", found=f"token {smallest}", expected="no token below 0",
+                          remedy="write it again with tools/prepare_data.py")
+    return max(high for _, high in ranges)
+
+
+def _check_tokenizer(tokenizer: Tokenizer, meta: dict[str, Any], where: str, prefix: str) -> None:
+    """Raises ConfigError if the data was prepared with another tokenizer."""
+    made_with = meta.get("tokenizer_sha256")
+    if made_with is not None and made_with != tokenizer.fingerprint:
+        raise ConfigError(where, found=f"sha256 {tokenizer.fingerprint[:12]}...",
+                          expected=f"sha256 {made_with[:12]}..., with which {prefix} was prepared",
+                          remedy=f"use {meta.get('tokenizer', 'the same tokenizer')}, or prepare the data again")
