@@ -1,4 +1,8 @@
-"""The README, from a fresh clone: its two commands, and then every other one, in order."""
+"""The commands of the documentation pages, run in a copy of the checkout: launch/quickstart.sh, then all others.
+
+tests/support/pages.py names those that are covered elsewhere. The pages share one copy: the run that the README's guide
+trains is resumed, verified and exported by the commands of the other pages.
+"""
 
 import json
 import os
@@ -13,17 +17,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT
+from tests.support.pages import PAGES, README, runnable
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 SCRIPTS = Path(sys.executable).parent
-FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # with a set-up of its own, in an empty home
+FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in an empty home directory
 
 
 def _environment(clone: Path, home: Path) -> dict[str, str]:
-    """That of a user who has just logged in; or, in short, who has run launch/setup.sh, as these tests' own set-up has.
+    """The variables of a user who has run launch/setup.sh, as `tests/run.sh` did before these tests.
 
-    The set-up costs minutes, and `tests/run.sh` on a clean checkout begins with it.
+    With FRESH: those of a user who has just logged in, so that launch/quickstart.sh makes the environment, in minutes.
     """
     kept = {key: value for key, value in os.environ.items()
             if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
@@ -44,7 +47,7 @@ def _run(command: str, clone: Path, home: Path, timeout: float = 3600) -> subpro
 
 
 def _not_cloned(folder: str, names: list[str]) -> set[str]:
-    """What .gitignore names, and .git: the sources may be an archive's, so git is not asked."""
+    """Names that .gitignore excludes, and .git. Read without git: the sources may come from an archive."""
     patterns = [".git", *(line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split())]
     here = [pattern.removeprefix("/") for pattern in patterns if Path(folder) == ROOT or not pattern.startswith("/")]
     return {name for name in names if any(fnmatch(name, pattern) for pattern in here)}
@@ -52,7 +55,7 @@ def _not_cloned(folder: str, names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(clone with the working tree's content, empty home)."""
+    """(copy of the working tree, empty home directory)"""
     base = tmp_path_factory.mktemp("fresh")
     clone, home = base / "ds-pretrain", base / "home"
     home.mkdir()
@@ -99,7 +102,7 @@ def test_quickstart_again_is_complete(quickstart: tuple[Path, Path, str]) -> Non
 
 
 def test_its_yaml_is_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
-    """launch/README.md names it as the example of a run.yaml."""
+    """launch/README.md names launch/quickstart.yaml as the example of a run.yaml."""
     clone, home, _ = quickstart
     command = "deepspeed --num_accelerators 2 pretrain/train.py --config launch/quickstart.yaml"
     assert command in (clone / "launch/quickstart.yaml").read_text()
@@ -108,23 +111,50 @@ def test_its_yaml_is_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
     assert "is complete" in done.stdout
 
 
-def test_every_command_of_the_readme(quickstart: tuple[Path, Path, str]) -> None:
+@pytest.fixture(scope="module")
+def guide(quickstart: tuple[Path, Path, str]) -> tuple[Path, Path]:
+    """(copy of the working tree, home directory) after the commands of the README's guide."""
     clone, home, _ = quickstart
-    assert COMMANDS[:3] == ["launch/quickstart.sh", "tests/run.sh", "source .venv/bin/activate"]
-    assert "tests/run.sh" in (ROOT / ".ci/run").read_text()  # which runs this test
-    for command in COMMANDS[3:]:
+    _run_page(README, clone, home)
+    return clone, home
+
+
+def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
+    """The README says so of its two runs: two pipeline stages, and two ZeRO-2 ranks."""
+    runs = [[json.loads(line) for line in (guide[0] / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+            for name in ("quickstart", "first")]
+    pipeline, zero2 = ({row["step"]: row["loss"] for row in rows if row.get("step") in (1, 10) and "loss" in row}
+                       for rows in runs)
+    assert set(pipeline) == {1, 10}
+    assert zero2 == pytest.approx(pipeline, rel=5e-4)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != README and runnable(page)],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_the_page(page: Path, guide: tuple[Path, Path]) -> None:
+    _run_page(page, *guide)
+
+
+def test_events_of_the_guides_run(guide: tuple[Path, Path]) -> None:
+    """The pages' runs resumed, and saved in the background to a mirror."""
+    clone, home = guide
+    if not (clone / "runs/mirror").exists():  # this test was selected alone
+        _run_page(ROOT / "tools/checkpoints.md", clone, home)
+    rows = [json.loads(line) for line in (clone / "runs/first/events.jsonl").read_text().splitlines()]
+    assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
+
+
+def _run_page(page: Path, clone: Path, home: Path) -> None:
+    for command in runnable(page):
         if "--offload" in command or "nvme" in command:
             done = _run_in_this_environment(command, clone)
         else:
             done = _run(f"source .venv/bin/activate; export OMP_NUM_THREADS=1; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    assert len(COMMANDS) >= 12
-    rows = [json.loads(line) for line in (clone / "runs/first/events.jsonl").read_text().splitlines()]
-    assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
 
 
 def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    """With the operators for offload that the tests' environment has: to compile them once more would take minutes."""
+    """Run a command with the tests' own compiled operators for offload: compiling them again would take minutes."""
     environ = {**os.environ, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "VENV": str(SCRIPTS.parent),
                "OMP_NUM_THREADS": "1"}
     return subprocess.run(["bash", "-c", command], cwd=ROOT if "setup.sh" in command else clone, env=environ,
@@ -135,7 +165,7 @@ def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]
     clone, home, printed = quickstart
     following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:4]]
     assert len(following) == 3
-    for command in following[:2]:  # the third trains for minutes more; its form is that of the run itself
+    for command in following[:2]:  # the third trains for minutes; the guide runs the same with fewer steps
         done = _run(f"source .venv/bin/activate; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert following[2].startswith("ds-pretrain ")

@@ -1,5 +1,6 @@
 """Where a run stands, in a few lines: tools/summarize.py RUN"""
 
+from pretrain.analysis.loss_plot import save_loss_plot
 from pretrain.analysis.summary import Summary, summarize
 from pretrain.cli import Parser, path, run_main
 
@@ -20,9 +21,12 @@ def main() -> int:
     parser.add_argument("run", type=path, help="run folder (what --save named)")
     parser.add_argument("--below_unigram_entropy", action="store_true",
                         help="exit 1 unless the validation loss is below the unigram entropy of its tokens")
+    parser.add_argument("--plot", type=path, metavar="FILE.svg", help="draw the loss curve (needs matplotlib)")
     args = parser.parse_args()
     summary = summarize(args.run)
     print("\n".join(_lines(summary)))
+    if args.plot is not None:
+        save_loss_plot(args.run, args.plot)
     if args.below_unigram_entropy and not summary.below_unigram_entropy:
         print("The validation loss is not below the unigram entropy: the model has learned no more than frequencies.")
         return 1

@@ -1,0 +1,98 @@
+"""The documentation pages: their commands, and which test covers a command that is not run from the page."""
+
+import re
+from pathlib import Path
+
+from tests.support.launch import ROOT
+
+README = ROOT / "README.md"
+# In the order in which their commands are run: each page may use what the pages before it made.
+PAGES = [README, *(ROOT / name for name in (
+    "tools/README.md", "tools/data.md", "tools/memory.md", "tools/checkpoints.md", "tools/performance.md",
+    "ds_configs/README.md", "launch/README.md", "pretrain/README.md", "tests/README.md"))]
+
+_PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
+             r"tools/\w+\.py)")
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+# Commands on the pages that tests/test_quickstart.py does not run: (a file that runs the same thing, a text in it).
+COVERED: dict[str, tuple[str, str]] = {
+    "launch/quickstart.sh": ("tests/test_quickstart.py", '"launch/quickstart.sh"'),
+    "source .venv/bin/activate": ("tests/test_quickstart.py", "source .venv/bin/activate; "),
+    "tests/run.sh": (".ci/run", "tests/run.sh"),
+    "tests/run.sh tests/config -k schedule": ("tests/run.sh", 'exec pytest "$@"'),
+    "tests/pythons.sh": ("tests/run.sh", "tests/pythons.sh --two"),
+    "tests/pythons.sh --two": ("tests/run.sh", "tests/pythons.sh --two"),
+    "launch/setup.sh --dev": ("tests/run.sh", "launch/setup.sh --dev"),
+    "ruff check .": ("tests/run.sh", "ruff check ."),
+    "mypy": ("tests/run.sh", "mypy"),
+    "lint-imports": ("tests/run.sh", "lint-imports"),
+    # benchmarks: a smaller model, the same sections
+    "python tools/bench.py --preset cpu-small --rounds 2": ("tests/bench/test_bench.py", '"--preset", "cpu-small"'),
+    "python tools/bench.py --what all --nvme_path /tmp --write tools/performance.md":
+        ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"'),
+    "python tools/bench.py --what all --nvme_path /tmp":  # in the heading of the tables
+        ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"'),
+    **{f"tools/bench.py --what {section}":
+       ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"')
+       for section in ("overhead", "checkpoint", "startup", "pipeline", "offload --nvme_path FOLDER")},
+    "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
+    "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
+    # clusters
+    "ds-pretrain --num_gpus 8 --config run.yaml": ("tests/cluster/test_ds_pretrain.py", '"--num_gpus"'),
+    "ds-pretrain --hostfile HOSTS --config run.yaml": ("tests/cluster/test_multihost_launch.py", '"cluster.sh"'),
+    "launch/cluster.sh --hostfile HOSTS -- FLAGS": ("tests/cluster/test_multihost_launch.py", '"cluster.sh"'),
+    "python launch/supervise.py --hostfile HOSTS --min_hosts 6 -- ds-pretrain --hostfile HOSTS --config run.yaml":
+        ("tests/cluster/test_supervised_hosts.py", '"--min_hosts"'),
+    "sbatch -N 4 launch/slurm/pretrain.sbatch run.yaml":
+        ("tests/cluster/workers/slurm_cluster.py", '"pretrain.sbatch"'),
+    "launch/mpi.sh -np 16 --hostfile HOSTS -- --config run.yaml": ("tests/cluster/test_mpi.py", '"mpi.sh"'),
+    "launch/mpi.sh [flags of mpirun] -- [flags of pretrain/train.py]": ("tests/cluster/test_mpi.py", '"mpi.sh"'),
+    "kubectl apply -f launch/k8s/indexed-job.yaml": ("tests/cluster/test_k8s.py", '"indexed-job.yaml"'),
+    "deepspeed --hostfile HOSTS tools/check_cluster.py --save runs/gpt2":
+        ("tests/cluster/test_health.py", '"check_cluster.py"'),
+    "srun python tools/check_cluster.py --config run.yaml": ("tests/cluster/test_health.py", '"check_cluster.py"'),
+    # other launchers: their variables and, for deepspeed and srun, runs
+    "deepspeed pretrain/train.py ...": ("tests/test_quickstart.py", '"deepspeed --num_accelerators 2'),
+    "torchrun pretrain/train.py ...": ("tests/distributed/test_world.py", '"torchrun'),
+    "mpirun ... python pretrain/train.py ...": ("tests/cluster/workers/mpi.py", "mpirun"),
+    "srun python pretrain/train.py ...": ("tests/cluster/test_slurm.py", '"srun --mpi=pmi2"'),
+    "python pretrain/train.py ...": ("tests/test_train.py", '"train.py"'),
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, content) of each fenced block."""
+    return _FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def block_commands(page: Path) -> list[str]:
+    """The commands in ```bash blocks, one for each line."""
+    return [line for language, content in blocks(page) if language == "bash" for line in content.splitlines()]
+
+
+def inline_commands(page: Path) -> list[str]:
+    """The commands with arguments in the page's text and tables."""
+    return re.findall(rf"`({_PROGRAMS} [^`]*)`", prose(page))
+
+
+def looks_like_command(line: str) -> bool:
+    """Return whether a line of a ```text block is a command rather than output."""
+    return re.match(rf"{_PROGRAMS} ", line) is not None and not re.match(r"ds-pretrain( \[flags|: )", line)
+
+
+def is_checked_by_name(command: str) -> bool:
+    """Return whether tests/test_pages.py checks the names in a command: of tests (tests/run.sh runs them), of packages.
+    """
+    return command.startswith(("pytest ", "pip install -c "))
+
+
+def runnable(page: Path) -> list[str]:
+    """The commands of a page that tests/test_quickstart.py runs."""
+    return [command for command in block_commands(page)
+            if command not in COVERED and not is_checked_by_name(command)]

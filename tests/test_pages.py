@@ -1,0 +1,108 @@
+"""Documentation pages: their length, the paths and links that they name, and the cover of each command."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ROOT
+from tests.support.pages import (
+    COVERED,
+    PAGES,
+    README,
+    block_commands,
+    blocks,
+    inline_commands,
+    is_checked_by_name,
+    looks_like_command,
+    prose,
+    runnable,
+)
+
+_FOLDERS = ("pretrain", "ds_configs", "launch", "tools", "tests")
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _anchor(heading: str) -> str:
+    """The anchor of a heading on GitHub."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _named_paths(page: Path) -> list[str]:
+    """The paths in code spans that begin with a top-level folder."""
+    spans = re.findall(r"`([^`\n]+)`", prose(page))
+    words = [word.partition("::")[0].strip("[]") for span in spans for word in span.split()]
+    return [word for word in words if word.split("/")[0] in _FOLDERS and "/" in word]
+
+
+def test_every_page_is_listed() -> None:
+    found = {page for folder in (".", *_FOLDERS) for page in (ROOT / folder).glob("*.md")}
+    assert found == set(PAGES)
+
+
+@EACH_PAGE
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= (200 if page == README else 300)
+
+
+@EACH_PAGE
+def test_named_paths_exist(page: Path) -> None:
+    assert [path for path in _named_paths(page) if not (ROOT / path).exists()] == []
+
+
+@EACH_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        assert not target.startswith("http"), "pages link files of this repository only"
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.is_file(), target
+        headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in map(_anchor, headings), target
+
+
+def test_the_map_has_every_layer() -> None:
+    """Each layer of the import contract has a row in pretrain/README.md, in the same order."""
+    contract = (ROOT / "pyproject.toml").read_text().split("exhaustive = true")[1]
+    layers = re.findall(r'^    "(.*)",$', contract.split("]")[0], re.MULTILINE)
+    table = (ROOT / "pretrain/README.md").read_text().split("## The layers")[1].split("##")[0]
+    rows = [re.findall(r"`pretrain/(\w+)(?:/|\.py)`", line.split("|")[1]) for line in table.splitlines()
+            if line.startswith("| `")]
+    assert rows == [layer.split(" | ") for layer in layers]
+
+
+@EACH_PAGE
+def test_commands_are_in_bash_blocks(page: Path) -> None:
+    for language, content in blocks(page):
+        assert language in ("bash", "text"), f"a block of {language or 'no language'}"
+        if language == "text":
+            assert [line for line in content.splitlines() if looks_like_command(line)] == []
+
+
+@EACH_PAGE
+def test_inline_commands_are_covered(page: Path) -> None:
+    known = {*COVERED, *(command for each in PAGES for command in runnable(each))}
+    assert [command for command in inline_commands(page)
+            if command not in known and not is_checked_by_name(command)] == []
+
+
+@EACH_PAGE
+def test_pytest_and_pip_commands_name_what_exists(page: Path) -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for command in [*block_commands(page), *inline_commands(page)]:
+        if command.startswith("pytest "):
+            words = [word for word in command.split()[1:] if "/" in word]
+            assert words
+            assert all((ROOT / word).exists() for word in words), command
+        if command.startswith("pip install -c"):
+            match = re.fullmatch(r"pip install -c (\S+) -e '\.\[(\w+)\]'", command)
+            assert match, command
+            assert (ROOT / match[1]).is_file()
+            assert match[2] in extras
+
+
+def test_covers_are_needed_and_real() -> None:
+    named = {command for page in PAGES for command in [*block_commands(page), *inline_commands(page)]}
+    assert set(COVERED) - named == set(), "no page has these commands any more"
+    for command, (file, text) in COVERED.items():
+        assert text in (ROOT / file).read_text(encoding="utf-8"), f"{command}: {file} does not have {text}"
