@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
+class ProgressBar:
     """A context manager; writes to stderr, if it is `active`."""
 
     def __init__(self, title: str, total_bytes: int, *, active: bool = True) -> None:
@@ -38,7 +38,7 @@ class Progress:
         megabytes = self._done / 1e6
         return f"{megabytes:.1f} MB, {megabytes / max(time.monotonic() - self._started, 1e-3):.1f} MB/s, {self._note}"
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         self._bar.start()
         return self
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.cli import bad_path
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 from pretrain.data.indexed import IndexedWriter, dtype_for_vocab
 from pretrain.data.text import CHUNK_BYTES, Chunk, check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ from pretrain.paths import check_folder
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What PREFIX.meta.json holds."""
 
     vocab_size: int
@@ -66,7 +66,7 @@ class _Tokenised:
 
 
 def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str = "text", workers: int | None = None,
-            append_eod: bool = True) -> Prepared:
+            append_eod: bool = True) -> PreparedData:
     """Tokenise `inputs` into out.bin, out.idx and out.meta.json; all of them, or none.
 
     workers: processes (default: one a CPU core). Raises ConfigError.
@@ -85,7 +85,7 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
     job = _Job(str(loaded.path), jsonl_key, eod_token, dtype_for_vocab(loaded.vocab_size).name)
     counts = np.zeros(loaded.vocab_size, np.int64)
     try:
-        with IndexedWriter(out, job.dtype) as writer, Progress("tokenising", total_bytes) as progress:
+        with IndexedWriter(out, job.dtype) as writer, ProgressBar("tokenising", total_bytes) as progress:
             # Starting a process takes longer than one chunk.
             most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
             for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), job, most_workers):
@@ -96,7 +96,7 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
                 progress.advance(sum(chunk.file_bytes for chunk in batch), f"{writer.num_documents:,} documents")
             if writer.num_documents == 0:
                 raise ConfigError(" ".join(inputs), found="no text", expected="at least one document that is not empty")
-            summary = Prepared(
+            summary = PreparedData(
                 vocab_size=loaded.vocab_size, tokenizer=str(loaded.path.resolve()),
                 tokenizer_sha256=loaded.fingerprint, eod_token=eod_token, num_tokens=writer.num_tokens,
                 num_documents=writer.num_documents, max_token=int(np.flatnonzero(counts)[-1]),

@@ -13,10 +13,10 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config_keys import (
+    KEY_NAMES,
     KEYS,
-    WORDS,
-    check_keys,
-    check_types,
+    check_model_keys,
+    check_model_types,
     listing,
     parse_overrides,
     read_config_json,
@@ -71,7 +71,7 @@ class ModelConfig:
 
     def key(self, field: str) -> str:
         """The config.json key of a field: `num_layers` is `n_layer` for gpt2."""
-        return WORDS[self.architecture].get(field, field)
+        return KEY_NAMES[self.architecture].get(field, field)
 
     def layer_parameters(self) -> int:
         """Parameters of one block."""
@@ -138,11 +138,11 @@ def model_config_from(values: dict[str, Any], where: str, overrides: str | None 
         found = "nothing" if architecture is None else json.dumps(architecture)
         raise ConfigError(f"{where}: model_type", found=found, expected=f"one of {listing(_READERS)}",
                           word=_architecture_name(str(architecture)), known=_READERS)
-    check_keys(values, architecture, where)
+    check_model_keys(values, architecture, where)
     changed = parse_overrides(overrides, architecture, values) if overrides else {}
     values = {**values, **changed}
-    check_keys(values, architecture, "--model_overrides" if changed else where)
-    check_types(values, architecture, where)
+    check_model_keys(values, architecture, "--model_overrides" if changed else where)
+    check_model_types(values, architecture, where)
     complete = {**KEYS[architecture], **values}
     config = ModelConfig(architecture=architecture, hf_config=copy.deepcopy(values),
                          **_READERS[architecture](complete, where))

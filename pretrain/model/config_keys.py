@@ -42,7 +42,7 @@ NULLABLE: dict[str, type] = {
 }
 
 # ModelConfig's word -> the architecture's word, where they differ: for error messages and "did you mean".
-WORDS: dict[str, dict[str, str]] = {
+KEY_NAMES: dict[str, dict[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_positions": "n_positions",
         "intermediate_size": "n_inner", "activation": "activation_function", "norm_eps": "layer_norm_epsilon",
@@ -115,15 +115,15 @@ def known_keys(architecture: str) -> set[str]:
 
 def own_key(word: str, architecture: str) -> str:
     """Return this architecture's key for another architecture's key of the same meaning; else `word` itself."""
-    meanings = [word, *(ours for words in WORDS.values() for ours, theirs in words.items() if theirs == word)]
+    meanings = [word, *(ours for words in KEY_NAMES.values() for ours, theirs in words.items() if theirs == word)]
     for meaning in meanings:
-        own = WORDS[architecture].get(meaning, meaning)
+        own = KEY_NAMES[architecture].get(meaning, meaning)
         if own != word and own in KEYS[architecture]:
             return own
     return word
 
 
-def check_keys(values: dict[str, Any], architecture: str, where: str) -> None:
+def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> None:
     """ConfigError for a key that we do not know, and for one whose maths we do not compute."""
     known = known_keys(architecture)
     for key, value in values.items():
@@ -144,7 +144,7 @@ def _type_of(key: str, architecture: str) -> type:
     return NULLABLE.get(key, str) if default is None else type(default)
 
 
-def check_types(values: dict[str, Any], architecture: str, where: str) -> None:
+def check_model_types(values: dict[str, Any], architecture: str, where: str) -> None:
     """ConfigError where a key that changes the model has a value of another type than it should."""
     for key in KEYS[architecture]:
         value, wanted = values.get(key), _type_of(key, architecture)

@@ -16,7 +16,7 @@ from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
 import pretrain.data.prepare
 from pretrain.data.indexed import IndexedDataset, read_meta
-from pretrain.data.prepare import Prepared, entropy_nats, prepare
+from pretrain.data.prepare import PreparedData, entropy_nats, prepare
 from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
 from pretrain.data.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
@@ -228,7 +228,7 @@ def test_a_tokenizer_without_eod_is_refused_unless_told(tmp_path: Path) -> None:
     where = {"tokenizer": str(tmp_path), "out": str(tmp_path / "out")}
     with pytest.raises(ConfigError, match="found no end-of-document token"):
         prepare([str(tmp_path / "a.txt")], **where)
-    done: Prepared = prepare([str(tmp_path / "a.txt")], append_eod=False, **where)
+    done: PreparedData = prepare([str(tmp_path / "a.txt")], append_eod=False, **where)
     assert done.num_tokens == 4
 
 
@@ -293,7 +293,7 @@ def test_a_line_now_and_then_where_nobody_watches(capsys: pytest.CaptureFixture[
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.Progress("tokenising", 40_000_000) as shown:
+    with progress.ProgressBar("tokenising", 40_000_000) as shown:
         for _ in range(4):
             now[0] += 6
             shown.advance(10_000_000, "5 documents")

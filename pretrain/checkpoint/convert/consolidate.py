@@ -10,7 +10,7 @@ import torch
 from pretrain.checkpoint.convert.new_folder import fill_new_folder
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, pieces_of
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD_BYTES = 5 * 10**9
@@ -31,7 +31,7 @@ def consolidate(folder: Path, out: Path, *, dtype: str) -> None:
         names = ["model.safetensors"] if len(shards) == 1 else [
             f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
         total = sum(prod(shape) for shape in reader.shapes.values()) * DTYPES[dtype].itemsize
-        with Progress("writing weights", total) as progress:
+        with ProgressBar("writing weights", total) as progress:
             for file, shard in zip(names, shards, strict=True):
                 _write_safetensors(reader, temporary / file, shard, DTYPES[dtype], progress)
         if len(shards) > 1:
@@ -58,7 +58,7 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]
 
 
 def _write_safetensors(reader: CheckpointReader, path: Path, names: list[str], dtype: torch.dtype,
-                       progress: Progress) -> None:
+                       progress: ProgressBar) -> None:
     """Write one safetensors file: the header's length (u64), a JSON header, and the tensors' bytes in pieces."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

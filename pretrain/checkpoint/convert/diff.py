@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.load.reader import CheckpointReader, pieces_of
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def diff(a: Path, b: Path) -> list[Difference]:
     found += [Difference("optimizer", state, None, f"only in {(first if state in first.states else second).folder}")
               for state in sorted(set(first.states) ^ set(second.states))]
     total = sum(prod(shape) for shape in first.shapes.values()) * 4 * len(common)
-    with Progress("comparing", total) as progress:
+    with ProgressBar("comparing", total) as progress:
         for name in sorted(first.shapes.keys() | second.shapes.keys()):
             shapes = [reader.shapes.get(name) for reader in (first, second)]
             if shapes[0] != shapes[1]:

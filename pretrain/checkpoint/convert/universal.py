@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 
 _UNIVERSAL_VERSION = 0.4
 
@@ -29,7 +29,7 @@ def convert(folder: Path, out: Path) -> None:
         reader = CheckpointReader(folder)
         step = _universal_step(reader)
         total = sum(prod(shape) for shape in reader.shapes.values()) * 4 * len(reader.states)
-        with Progress("converting", total) as progress:
+        with ProgressBar("converting", total) as progress:
             for name, shape in reader.shapes.items():
                 (temporary / "zero" / name).mkdir(parents=True)
                 for state in reader.states:

@@ -23,7 +23,7 @@ from pretrain.checkpoint.save.commit import remove_leftovers
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, finished_in_mirror
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 
@@ -99,7 +99,7 @@ def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = files_of_rank(sizes, rank, size)
-    with ThreadPoolExecutor(1) as pool, Progress("verifying", sum(sizes[name] for name in mine),
+    with ThreadPoolExecutor(1) as pool, ProgressBar("verifying", sum(sizes[name] for name in mine),
                                                  active=rank == 0) as progress:
         hashing = pool.submit(find_damage, folder, manifest, mine, advance=progress.advance)
         wait_until_all(hashing.done)

@@ -23,7 +23,7 @@ from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, fla
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_family, state_name
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 
@@ -97,7 +97,7 @@ def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     _check_states(engine, reader, template)
     bytes_each = 4 * len(reader.states)
     total = bytes_each * sum(flat.numel for flat in flats)
-    with Progress("changing the layout", total, active=dist.get_rank() == 0) as progress:
+    with ProgressBar("changing the layout", total, active=dist.get_rank() == 0) as progress:
         for flat in flats:
             with _in_memory(engine, flat):
                 for fragment in flat.fragments:

@@ -22,7 +22,7 @@ from pretrain.checkpoint.save.commit import (
     write_latest,
     write_manifest,
 )
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 from pretrain.errors import ConfigError
 
 _PROBE = ".ds-pretrain-probe"
@@ -194,7 +194,7 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed attempt left
     temporary.mkdir(parents=True)
     try:
-        with Progress("fetching", num_bytes) as progress:
+        with ProgressBar("fetching", num_bytes) as progress:
             mirror.for_each(manifest.files, lambda name: _fetch_file(mirror, temporary, tag, name, manifest, progress))
         write_manifest(temporary, manifest)
         publish(temporary, final)
@@ -208,7 +208,7 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
 
 
 def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest,
-                progress: Progress) -> None:
+                progress: ProgressBar) -> None:
     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(temporary / name) as file:
         for piece in mirror.read(tag, name):
