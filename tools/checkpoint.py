@@ -23,7 +23,7 @@ from pretrain.checkpoint.load.select import (
 )
 from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
-from pretrain.console.progress import Progress
+from pretrain.console.progress import ProgressBar
 from pretrain.errors import ConfigError, SaveError
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
@@ -54,7 +54,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _verify_and_print(found: FoundCheckpoint) -> int:
     """Read every file, print each problem, and return 0 if there is none, else 1."""
-    with Progress(f"verifying {found.folder.name}", found.num_bytes) as progress:
+    with ProgressBar(f"verifying {found.folder.name}", found.num_bytes) as progress:
         problems = verify(found, progress.advance)
     if found.manifest is not None and not problems:
         print(f"{found.folder}: complete, {len(found.manifest.files)} files, {found.num_bytes / 1e6:,.1f} MB")
