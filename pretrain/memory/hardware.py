@@ -1,7 +1,7 @@
-"""What a plan runs on: one kind of GPU, how many a node, and what a node has beside them.
+"""Hardware that an estimate is made for: the GPU model, GPUs per node, host memory, NVMe and links.
 
-The figures are the vendors' (data sheets of the devices and of the usual servers), not measured ones; every one of
-them has a flag. Rates are one way.
+The numbers come from the vendors' data sheets of devices and usual servers; they are not measured. Flags override them.
+Rates are bytes per second in one direction.
 """
 
 from dataclasses import dataclass, replace
@@ -13,37 +13,37 @@ from pretrain.monitor.peak_flops import peak_tflops
 GIB = 2**30
 GB = 10**9
 DEFAULT_GPU = "h100"
-DEFAULT_MARGIN = 0.05  # of a device: the CUDA context, NCCL's buffers, kernels' workspaces, which no tensor counts
-HOST_MARGIN = 0.1  # of a node: the system, the processes themselves, the page cache
-LARGEST_NODE = 8  # GPUs, where only the number of ranks is given
+DEFAULT_MARGIN = 0.05  # fraction of device memory that holds no tensors: CUDA context, NCCL buffers, workspaces
+HOST_MARGIN = 0.1  # fraction of host memory that holds no tensors: operating system, processes, page cache
+MAX_GPUS_PER_NODE = 8  # assumed if only the number of ranks is given
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of device. Rates in bytes a second, of one device, one way."""
+    """One GPU model. The field names are keys of `compare_zero.py --json`."""
 
     name: str
-    memory_bytes: int  # as torch sees it: a little less than the label says
-    label: str  # as pretrain.monitor.peak_flops knows it
+    memory_bytes: int  # as torch reports it: a little less than the marketed size
+    label: str  # its name in monitor/peak_flops.py
     memory_rate: float
-    peer_rate: float  # to the other devices of its node
+    peer_rate: float  # to the other GPUs of the node: NVLink or PCIe
     pcie_rate: float
-    network_rate: float  # its share of the node's network
-    host_memory_bytes: int  # its share of the node's
-    nvme_bytes: int  # its share of the node's local disks
-    nvme_rate: float
+    network_rate: float  # of the node, divided by its GPUs
+    host_memory_bytes: int  # of the node, divided by its GPUs
+    nvme_bytes: int  # of the node, divided by its GPUs
+    nvme_rate: float  # of the node, divided by its GPUs
     knows_bf16: bool = True
 
 
 def _gpu(name: str, gib: float, label: str, hbm: float, peer: float, pcie: float, network: float, host_gib: int,
          nvme_gb: int, nvme: float, **rest: bool) -> Gpu:
-    """A row of the table, in GiB, GB and GB/s."""
+    """Make a row of the table from GiB, GB and GB/s."""
     return Gpu(name, int(gib * GIB), label, hbm * GB, peer * GB, pcie * GB, network * GB, host_gib * GIB,
                nvme_gb * GB, nvme * GB, **rest)
 
 
-# name, GiB, label, GB/s of: memory, NVLink or PCIe to its peers, PCIe to the host, network; GiB of host memory;
-# GB and GB/s of NVMe. Nodes: DGX H200/H100/A100/V100 and the usual cloud servers of the others, an eighth of each.
+# Columns: name, GiB, label; GB/s of device memory, to peers, PCIe to the host, network; GiB of host memory; GB and GB/s
+# of NVMe. The last four are an eighth of a node's: DGX H200/H100/A100/V100, usual cloud servers of the other GPUs.
 GPUS = {gpu.name: gpu for gpu in (
     _gpu("b200", 178.3, "B200", 7700, 900, 63, 50, 256, 3840, 6.0),
     _gpu("h200", 139.8, "H200", 4800, 450, 63, 50, 256, 3840, 6.0),
@@ -63,7 +63,7 @@ _ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm":
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal machines of `gpus_per_node` devices. Bytes and bytes a second, of a node where they say so."""
+    """`nodes` equal machines with `gpus_per_node` GPUs each. The field names are keys of `compare_zero.py --json`."""
 
     gpu: Gpu
     nodes: int
@@ -71,8 +71,8 @@ class Cluster:
     host_memory_bytes: int  # of a node
     nvme_bytes: int  # of a node
     nvme_rate: float  # of a node
-    network_rate: float  # of a device
-    margin: float  # share of a device's memory that the plan leaves free
+    network_rate: float  # of a GPU
+    margin: float  # fraction of device memory that stays free of tensors
 
     @property
     def world_size(self) -> int:
@@ -80,98 +80,98 @@ class Cluster:
 
     @property
     def device_budget_bytes(self) -> int:
-        """Of a device, for tensors."""
+        """Bytes of one device that tensors may use."""
         return int(self.gpu.memory_bytes * (1 - self.margin))
 
     @property
     def host_budget_bytes(self) -> int:
-        """Of a node, for tensors."""
+        """Bytes of one node's host memory that tensors may use."""
         return int(self.host_memory_bytes * (1 - HOST_MARGIN))
 
     def peak_flops(self, precision: str) -> float:
-        """Of a device, a second."""
-        found = peak_tflops(self.gpu.label, precision)
-        assert found is not None, self.gpu.label
-        return found * 1e12
+        """Peak FLOPs per second of one device."""
+        tflops = peak_tflops(self.gpu.label, precision)
+        assert tflops is not None, self.gpu.label
+        return tflops * 1e12
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the cluster in one line."""
         node = f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.gpus_per_node} {self.gpu.name}"
         return f"{node} of {self.gpu.memory_bytes / GIB:.4g} GiB; a node has {self.host_memory_bytes / GIB:,.0f} GiB " \
                f"of host memory and {self.nvme_bytes / GB:,.0f} GB of NVMe"
 
 
-def find_gpu(word: str | None) -> Gpu:
-    """The device that `--gpu` names: a row of the table, or a number of GiB, to which an H100's rates are given.
+def find_gpu(text: str | None) -> Gpu:
+    """Return the GPU that `--gpu` selects: by name, or by a number of GiB with the rates of an H100.
 
-    None: that of this machine, where nvidia-smi knows one, otherwise an H100. Raises ConfigError.
+    Without `--gpu` (None) it is this machine's GPU if nvidia-smi finds one, otherwise an H100. Raises ConfigError.
     """
-    if word is None:
+    if text is None:
         return _gpu_of_this_machine() or GPUS[DEFAULT_GPU]
-    name = _ALIASES.get(word.lower(), word.lower())
+    name = _ALIASES.get(text.lower(), text.lower())
     if name in GPUS:
         return GPUS[name]
     try:
         gib = float(name)
     except ValueError:
-        raise ConfigError("--gpu", found=repr(word), expected=f"{', '.join(GPUS)}, or a number of GiB",
+        raise ConfigError("--gpu", found=repr(text), expected=f"{', '.join(GPUS)}, or a number of GiB",
                           word=name, known=GPUS) from None
     if not 0 < gib < 1e5:
-        raise ConfigError("--gpu", found=word, expected="a number of GiB above 0")
+        raise ConfigError("--gpu", found=text, expected="a number of GiB above 0")
     return replace(GPUS[DEFAULT_GPU], name=f"{gib:g}-GiB device", memory_bytes=int(gib * GIB))
 
 
 def _gpu_of_this_machine() -> Gpu | None:
     try:
-        label, _, mib = nvidia_smi("name,memory.total")[0].rpartition(",")
-        memory_bytes = int(mib) * 2**20
+        label, _, mebibytes = nvidia_smi("name,memory.total")[0].rpartition(",")
+        memory_bytes = int(mebibytes) * 2**20
     except (ValueError, IndexError):
         return None
-    close = [gpu for gpu in GPUS.values()
-             if gpu.label in label and abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]
-    return max(close, key=lambda gpu: len(gpu.label), default=None)
+    similar = [gpu for gpu in GPUS.values()
+               if gpu.label in label and abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]
+    return max(similar, key=lambda gpu: len(gpu.label), default=None)
 
 
 def make_cluster(*, gpu: str | None, world_size: int | None, nodes: int | None, gpus_per_node: int | None,
                  host_memory_gib: float | None = None, nvme_gb: float | None = None, nvme_gbps: float | None = None,
                  network_gbps: float | None = None, margin: float = DEFAULT_MARGIN) -> Cluster:
-    """The machines that the flags describe; GB/s in `*_gbps`. Raises ConfigError."""
-    _check(world_size=world_size, nodes=nodes, gpus_per_node=gpus_per_node)
+    """Return the cluster that the flags describe; `*_gbps` are GB/s. Raises ConfigError."""
+    _check_counts(world_size=world_size, nodes=nodes, gpus_per_node=gpus_per_node)
     if not 0 <= margin < 1:
-        raise ConfigError("--margin", found=margin, expected="a share from 0 to below 1")
-    kind = find_gpu(gpu)
+        raise ConfigError("--margin", found=margin, expected="a fraction from 0 to below 1")
+    model = find_gpu(gpu)
     nodes, gpus_per_node = _split(world_size, nodes, gpus_per_node)
     for flag, number in (("host_memory_gib", host_memory_gib), ("nvme_gb", nvme_gb), ("nvme_gbps", nvme_gbps),
                          ("network_gbps", network_gbps)):
         if number is not None and not 0 <= number < 1e9:
-            raise ConfigError(f"--{flag}", found=number, expected="a number from 0")
+            raise ConfigError(f"--{flag}", found=number, expected="a number of at least 0")
     return Cluster(
-        gpu=kind, nodes=nodes, gpus_per_node=gpus_per_node, margin=margin,
-        host_memory_bytes=kind.host_memory_bytes * gpus_per_node if host_memory_gib is None
+        gpu=model, nodes=nodes, gpus_per_node=gpus_per_node, margin=margin,
+        host_memory_bytes=model.host_memory_bytes * gpus_per_node if host_memory_gib is None
         else int(host_memory_gib * GIB),
-        nvme_bytes=kind.nvme_bytes * gpus_per_node if nvme_gb is None else int(nvme_gb * GB),
-        nvme_rate=kind.nvme_rate * gpus_per_node if nvme_gbps is None else nvme_gbps * GB,
-        network_rate=kind.network_rate if network_gbps is None else network_gbps * GB)
+        nvme_bytes=model.nvme_bytes * gpus_per_node if nvme_gb is None else int(nvme_gb * GB),
+        nvme_rate=model.nvme_rate * gpus_per_node if nvme_gbps is None else nvme_gbps * GB,
+        network_rate=model.network_rate if network_gbps is None else network_gbps * GB)
 
 
-def _check(**numbers: int | None) -> None:
+def _check_counts(**numbers: int | None) -> None:
     for flag, number in numbers.items():
         if number is not None and not 1 <= number <= 10**7:
-            raise ConfigError(f"--{flag}", found=number, expected="a number from 1")
+            raise ConfigError(f"--{flag}", found=number, expected="a whole number of at least 1")
 
 
 def _split(world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """(nodes, GPUs a node) of what was given of the three."""
+    """Return (nodes, GPUs per node) from those of the three numbers that are given."""
     if world_size is None:
         if nodes is None and gpus_per_node is None:
             raise ConfigError("--world_size", found="nothing", expected="a number of GPUs, or --nodes and "
                               "--gpus_per_node")
-        return nodes or 1, gpus_per_node or LARGEST_NODE
+        return nodes or 1, gpus_per_node or MAX_GPUS_PER_NODE
     if gpus_per_node is None:
-        gpus_per_node = -(-world_size // nodes) if nodes else min(world_size, LARGEST_NODE)
+        gpus_per_node = -(-world_size // nodes) if nodes else min(world_size, MAX_GPUS_PER_NODE)
     nodes = nodes or -(-world_size // gpus_per_node)
     if nodes * gpus_per_node != world_size:
-        raise ConfigError("--world_size", found=world_size,
-                          expected=f"{nodes * gpus_per_node}, {nodes} nodes x {gpus_per_node} GPUs",
-                          remedy="give --gpus_per_node, a divisor of --world_size")
+        raise ConfigError("--world_size",
+                          problem=f"{world_size} GPUs do not fill {nodes} nodes of {gpus_per_node} GPUs",
+                          remedy="set --gpus_per_node to a divisor of --world_size")
     return nodes, gpus_per_node

@@ -1,6 +1,6 @@
-"""What memory and FLOPs depend on in a model: its sizes, and every parameter by layer of the pipeline's list.
+"""ModelShape: the sizes of a model, and the shape of every parameter, layer by layer.
 
-Imports neither torch nor transformers.
+Memory and FLOPs depend on nothing else in a model. Imports neither torch nor transformers.
 """
 
 import math
@@ -15,41 +15,41 @@ from pretrain.model.config_keys import KEYS, read_config_json
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter."""
+    """Name and shape of one parameter."""
 
     name: str
     shape: tuple[int, ...]
-    split: str = ""  # how tensor parallelism divides it: "rows", "columns", "" (every rank has all of it)
-    expert: bool = False  # divided over the expert-parallel ranks
+    split: str = ""  # how tensor parallelism divides it: "rows", "columns", or "" (not divided)
+    expert: bool = False  # whether expert parallelism divides it
 
     @cached_property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is in the parameter group with weight decay (see optimizer.py)."""
+        """Return whether the parameter has weight decay (engine/parameter_groups.py)."""
         return len(self.shape) >= 2
 
 
-@dataclass(frozen=True, eq=False)  # equal blocks of a shape are one object: compared often, and so quickly
+@dataclass(frozen=True, eq=False)  # equal blocks of a shape are one object, so that comparing them is fast
 class Layer:
-    """One entry of the list of layer specs."""
+    """One layer of model/specs.py's list."""
 
     kind: str  # embedding, positions, block, norm, head
     tensors: tuple[Tensor, ...]
-    tied: bool = False  # its matrix is the model's one and only, shared with another layer
+    tied: bool = False  # whether embedding and head share the matrix
 
     @cached_property
     def size(self) -> int:
-        """Elements of all its parameters."""
+        """Elements of all parameters."""
         return sum(tensor.size for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
+    """Sizes of a decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
 
     architecture: str  # transformers' model_type
     vocab_size: int
@@ -64,10 +64,10 @@ class ModelShape:
     gated_mlp: bool = True
     norm: str = "rmsnorm"  # layernorm (weight and bias), rmsnorm (weight), none (no parameters)
     norms_per_block: int = 2
-    qk_norm_size: int = 0  # elements of the norms of queries and keys of a block, together
+    qk_norm_size: int = 0  # elements of a block's query norm and key norm together
     embedding_norm: bool = False
     position: str = "rope"  # learned, rope, none
-    position_rows: int = 0  # of a learned table
+    position_rows: int = 0  # of the learned position table
     rotary_size: int = 0
     parallel_residual: bool = False
     qkv_bias: bool = False
@@ -81,32 +81,33 @@ class ModelShape:
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # of one expert
-    shared_expert_size: int = 0  # inner size of the expert that every token passes
+    shared_expert_size: int = 0  # intermediate size of the expert that every token passes
     shared_expert_gate: bool = False
-    dense_layers: frozenset[int] = frozenset()  # of a model with experts: the blocks that have none
-    untrainable_reason: str = ""  # why this project does not train it; "": it does
+    dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks without experts
+    untrainable_reason: str = ""  # why this project cannot train the model; "": it can
 
     def layers(self) -> tuple[Layer, ...]:
-        """As build_specs lists them, with the tensors in their order of registration."""
+        """List the layers in the order of model/specs.py, each with its parameters in the order of registration."""
         return _layers(self)
 
     def num_parameters(self) -> int:
-        """All parameters; a tied matrix counts once."""
-        return sum(layer.size for layer in self.layers()) - (self.layers()[-1].size if self.tie_word_embeddings else 0)
+        """Elements of all parameters. A tied matrix counts once."""
+        layers = self.layers()
+        return sum(layer.size for layer in layers) - (layers[-1].size if self.tie_word_embeddings else 0)
 
     def active_parameters(self) -> int:
-        """Those that a token passes: all but the experts that are not chosen for it."""
-        idle = self.num_experts - self.experts_per_token
-        expert = 3 if self.gated_mlp else 2
-        per_block = idle * expert * self.hidden_size * self.moe_intermediate_size
-        return self.num_parameters() - per_block * self.num_moe_layers()
+        """Elements of the parameters that one token passes: all except the experts that the router does not choose."""
+        idle_experts = self.num_experts - self.experts_per_token
+        matrices = 3 if self.gated_mlp else 2
+        idle_per_block = idle_experts * matrices * self.hidden_size * self.moe_intermediate_size
+        return self.num_parameters() - idle_per_block * self.num_moe_layers()
 
     def num_moe_layers(self) -> int:
-        """Blocks with experts."""
+        """Number of blocks with experts."""
         return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     def has_experts(self, index: int) -> bool:
-        """Whether block `index` has experts."""
+        """Return whether block `index` has experts."""
         return self.num_experts > 0 and index not in self.dense_layers
 
 
@@ -156,7 +157,10 @@ def _mlp(shape: ModelShape, name: str, inner: int, expert: bool = False) -> tupl
 
 
 def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
-    """A router, the experts (each matrix of all of them as one tensor), and the expert that all tokens share."""
+    """Return the parameters of a router, of the experts, and of the shared expert.
+
+    Each matrix is one tensor for all experts, [num_experts, rows, columns].
+    """
     router = _linear("router", shape.hidden_size, shape.num_experts, False, "")
     one = _mlp(shape, "experts", shape.moe_intermediate_size, expert=True)
     experts = tuple(replace(tensor, shape=(shape.num_experts, *tensor.shape)) for tensor in one)
@@ -166,7 +170,7 @@ def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """The shape of a model that this project trains."""
+    """Return the shape of a model that this project trains."""
     learned = config.position == "learned"
     return ModelShape(
         architecture=config.architecture, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
@@ -181,35 +185,36 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of a preset, of a transformers config.json, or of the folder that holds one.
+    """Read the shape of a preset, of a transformers config.json, or of a folder with a config.json.
 
-    Architectures and keys that this project does not train are read too and get an `untrainable_reason`.
+    Models that this project cannot train are read as well; their shape has an `untrainable_reason`.
 
     Raises:
-        ConfigError: no such file, an architecture that is not known here, sizes that give no model.
+        ConfigError: the file does not exist, the architecture is unknown, or the sizes are impossible.
     """
     path = find_config(model)
     values, where = read_config_json(path), str(path)
-    kind = values.get("model_type")
-    if isinstance(kind, str) and kind in ARCHITECTURES:
-        trained = f"{where}: model_type {kind!r} is not one of {', '.join(KEYS)}"
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        reason = f"{where}: model_type {model_type!r} is not one of {', '.join(KEYS)}"
         try:
-            sizes = ARCHITECTURES[kind](values)
+            sizes = ARCHITECTURES[model_type](values)
         except ConfigError as error:
             raise ConfigError.from_line(f"{where}: {error}") from None
-        return _checked(ModelShape(architecture=kind, untrainable_reason=trained, **sizes), where)
-    if not isinstance(kind, str) or kind not in KEYS:
-        raise ConfigError(f"{where}: model_type", found=repr(kind),
+        return _checked(ModelShape(architecture=model_type, untrainable_reason=reason, **sizes), where)
+    if not isinstance(model_type, str) or model_type not in KEYS:
+        raise ConfigError(f"{where}: model_type", found=repr(model_type),
                           expected=f"one of {', '.join(sorted((*KEYS, *ARCHITECTURES)))}")
     try:
         return shape_of(model_config_from(values, where))
-    except ConfigError as error:  # a key that changes the maths, not the sizes; wrong sizes raise again here
-        known = {key: values[key] for key in ("model_type", *KEYS[kind]) if key in values and "rope_" not in key}
+    except ConfigError as error:  # an unsupported key; if the sizes themselves are wrong, the next call raises again
+        known = {key: values[key] for key in ("model_type", *KEYS[model_type]) if key in values and "rope_" not in key}
         return replace(shape_of(model_config_from(known, where)), untrainable_reason=str(error))
 
 
 def _checked(shape: ModelShape, where: str) -> ModelShape:
+    """Return the shape itself. Raises ConfigError for sizes of 0 or less."""
     for name in ("num_kv_heads", "head_size", "intermediate_size", "max_positions"):
         if getattr(shape, name) <= 0:
-            raise ConfigError(f"{where}: {name}", found=getattr(shape, name), expected="more than 0")
+            raise ConfigError(f"{where}: {name}", found=getattr(shape, name), expected="a number above 0")
     return shape
