@@ -3,9 +3,9 @@
 #
 #   launch/quickstart.sh [RUN_FOLDER]     (default: runs/quickstart)
 #
-# SETUP=done: use the environment VENV as it is.
-# The corpus is the Python standard library's own source, about 30 MB, which every machine that runs this has.
-# Can be run again: each part that is there already is kept, and the training resumes or says that it is complete.
+# SETUP=done: skip launch/setup.sh and use the environment VENV.
+# The corpus is the source code of Python's standard library (about 30 MB), so nothing is downloaded for it.
+# The script can be run again: it keeps finished parts, and the training resumes or reports that it is complete.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 run=$(realpath -m "${1:-$here/runs/quickstart}")
@@ -22,10 +22,6 @@ case ${gpus:-0} in
     1) ranks=1 config=ds_configs/zero1_bf16.json device="one GPU" ;;
     *) ranks=2 config=ds_configs/pipeline2_zero1_bf16.json device="two GPUs" ;;
 esac
-if [ "${gpus:-0}" = 0 ]; then
-    cores=$(nproc)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / ranks > 0 ? cores / ranks : 1))}
-fi
 
 mkdir -p "$run"
 if [ ! -e "$run/corpus/valid.jsonl" ]; then
@@ -44,8 +40,7 @@ for split in train valid; do
 done
 
 say "training on $device: $ranks ranks, $config"
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-deepspeed --quiet --num_accelerators "$ranks" --master_port "$port" pretrain/train.py \
+ds-pretrain --num_accelerators "$ranks" \
     --config launch/quickstart.yaml --deepspeed_config "$config" --train_data "$run/data/train" \
     --valid_data "$run/data/valid" --tokenizer "$run/tokenizer" --save "$run"
 
@@ -56,13 +51,14 @@ python tools/generate.py "$run" --prompt 'def read_' --max_new_tokens 120 --seed
 
 cat <<END
 
-Done in $((SECONDS - start)) s. Everything lies in $run:
+Done in $((SECONDS - start)) s. All files are in $run:
   corpus/ tokenizer/ data/      text, SentencePiece model, .bin/.idx tokens
   checkpoints/                  DeepSpeed's sharded checkpoints
-  metrics.jsonl events.jsonl    what happened; run.json: everything that it depended on
+  metrics.jsonl events.jsonl    losses and events of the run
+  run.json                      settings, versions and data of the run
 Next:
   python tools/generate.py $run --prompt 'class Parser:'
   python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
   ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
-(Each with $VENV/bin first in PATH: source $VENV/bin/activate)
+(Activate the environment first: source $VENV/bin/activate)
 END

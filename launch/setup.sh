@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Sets up a Python environment for this checkout: launch/setup.sh [--offload] [--dev]
+# Set up a Python environment for this checkout: launch/setup.sh [--offload] [--dev]
 #
-#   --offload  also the compiled operators for offload to host memory and NVMe (needs Debian's libaio-dev); without it,
-#              the first run that needs one compiles it
-#   --dev      those, and what the tests need (pytest, ruff, mypy, tensorboard)
+#   --offload  also compile the operators for offload to host memory and NVMe (needs Debian's libaio-dev). Without this
+#              flag, the first run that needs such an operator compiles it.
+#   --dev      --offload, and the packages of the tests (pytest, ruff, mypy, tensorboard)
 #
-# VENV names the environment's folder (default: .venv beside this script's folder). Can be run again: what is there
-# and up to date is left alone.
+# VENV is the folder of the environment (default: .venv in the checkout). The script can be run again: it skips steps
+# that are up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-$PWD/.venv}
@@ -16,29 +16,29 @@ for word in "$@"; do
     case $word in
         --offload) offload=1 ;;
         --dev) dev=1 offload=1 ;;
-        *) echo "launch/setup.sh: $word: found an unknown flag; expected --offload or --dev" >&2; exit 2 ;;
+        *) echo "launch/setup.sh: $word: there is no such flag; the flags are --offload and --dev" >&2; exit 2 ;;
     esac
 done
 
 say() { printf '\033[1m[set-up] %s\033[0m\n' "$*"; }
 die() { echo "launch/setup.sh: $*" >&2; exit 2; }
 
-# Debian packages: installed where we may, named where we may not.
-need() { # need PACKAGE COMMAND-THAT-SUCCEEDS-IF-PRESENT...
+# Install a Debian package as root; otherwise end with the command that installs it.
+need() { # need PACKAGE COMMAND..., where COMMAND succeeds if the package is installed
     local package=$1; shift
     "$@" >/dev/null 2>&1 && return
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "Debian package $package"
         apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
     else
-        die "$package is missing. Remedy: sudo apt-get install $package"
+        die "the Debian package $package is missing. Remedy: sudo apt-get install $package"
     fi
 }
 
 python=${PYTHON:-python3}
-command -v "$python" >/dev/null || die "no $python. Remedy: sudo apt-get install python3"
+command -v "$python" >/dev/null || die "$python is not installed. Remedy: sudo apt-get install python3"
 "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' ||
-    die "found $("$python" --version); expected Python 3.10 to 3.13. Remedy: PYTHON=/path/to/python3.1x $0"
+    die "$python is $("$python" --version); Python 3.10 to 3.13 is needed. Remedy: PYTHON=/path/to/python3.1x $0"
 need g++ command -v c++
 need python3-venv "$python" -c 'import ensurepip, venv'
 need python3-dev "$python" -c 'import os, sys, sysconfig
@@ -46,8 +46,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 [ -z "$offload" ] || need libaio-dev test -e /usr/include/libaio.h
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-# On CPUs a step needs a fifth less memory with it; without it glibc's malloc serves.
-has_gpu || ( need libjemalloc2 sh -c '/sbin/ldconfig -p | grep -q libjemalloc.so.2' ) || say "going on without jemalloc"
+# jemalloc is optional: with it a training step on CPUs needs a fifth less memory than with glibc's malloc.
+has_gpu || ( need libjemalloc2 sh -c '/sbin/ldconfig -p | grep -q libjemalloc.so.2' ) ||
+    say "continuing without jemalloc"
 want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) gpu=$(has_gpu && echo 1 || true) $PWD"
 stamp=$VENV/.ds-pretrain-setup
 case $(cat "$stamp" 2>/dev/null) in
@@ -67,16 +68,17 @@ else
         say "PyTorch for NVIDIA GPUs ($torch)"
         pip "$torch"
     else
-        say "PyTorch for CPUs ($torch+cpu; the general build if pip finds no such file)"
+        say "PyTorch for CPUs ($torch+cpu, or the general build if pip does not find it)"
         pip "$torch+cpu" 2>/dev/null || pip "$torch"
     fi
     say "DeepSpeed, transformers and this package"
     pip --no-build-isolation -e ".${dev:+[dev,monitors]}"
     echo "$want${dev:+ dev}" > "$stamp"
 fi
-say "packages: $((SECONDS - start)) s"
+say "packages installed in $((SECONDS - start)) s"
 export PATH="$VENV/bin:$PATH"
-say "DeepSpeed's compiled operators (once; kept in ${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions})"
+cache=${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions}
+say "compiling DeepSpeed's operators (once; cached in $cache)"
 before=$SECONDS
 "$VENV/bin/python" -m pretrain.engine.build_ops ${offload:+--offload}
-say "compiled operators: $((SECONDS - before)) s"
+say "operators compiled in $((SECONDS - before)) s"

@@ -10,7 +10,7 @@ FINISHED = 0
 CRASHED = 1  # any failure without a code of its own, and a run whose last checkpoint could not be written
 REJECTED = 2  # bad input: another start would end in the same way
 STOPPED = 75  # saved on a signal or at a time limit: start the run again (EX_TEMPFAIL of sysexits.h)
-GUARD = 76  # stopped by the bad-step guard
+GUARD = 76  # stopped by the bad-step guard; supervisors handle 76 and 77, but no code returns them yet
 HANG = 77
 INTERRUPTED = 130  # by Ctrl-C, without a save; shells report the same code for a program that SIGINT killed
 
