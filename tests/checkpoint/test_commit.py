@@ -1,4 +1,4 @@
-"""The commit protocol and pruning: killed before every call that changes a disk, on full disks, with absent ranks."""
+"""Commit and pruning: killed before every call that changes the disk, on full disks, and with missing ranks."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ def manifest(step: int, eval_loss: float | None = None, save_id: str = "id") -> 
 
 
 def write_files(temporary: Path, rank: int, num_bytes: int = FILE_BYTES) -> dict[str, FileRecord]:
-    """Two files of a rank, through HashedFile. Raises OSError."""
+    """Write two files of a rank through HashedFile. Raises OSError."""
     records = {}
     for kind in ("model", "optim"):
         with HashedFile(temporary / f"{kind}_rank_{rank:05d}.pt") as file:
@@ -48,7 +48,7 @@ def write_files(temporary: Path, rank: int, num_bytes: int = FILE_BYTES) -> dict
 
 
 def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_bytes: int = FILE_BYTES) -> Path:
-    """A save of `RANKS` ranks, one after another. Raises SaveError."""
+    """Save as `RANKS` ranks, one after another in this process. Raises SaveError."""
     temporary = temporary_folder(checkpoints, step)
     temporary.mkdir(parents=True)
     for rank in range(RANKS):
@@ -57,21 +57,21 @@ def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_by
             records = write_files(temporary, rank, num_bytes)
         except OSError as failure:
             error = str(failure)
-        with contextlib.suppress(OSError):  # a disk so full that it cannot even say so
+        with contextlib.suppress(OSError):  # the disk may be too full for the part file
             write_part(temporary, rank=rank, save_id="id", files=records, error=error)
     commit(temporary, manifest(step, eval_loss), timeout_s=0.1)
     return checkpoints / f"global_step{step}"
 
 
 def steps_of(checkpoints: Path) -> list[int]:
-    """Those of the whole checkpoints, every one verified."""
-    whole, complaints = complete_checkpoints(checkpoints)
-    assert not complaints
-    assert not [line for folder, found in whole for line in find_damage(folder, found)]
-    return [found.step for _, found in whole]
+    """Steps of the complete checkpoints, newest first; fails if any is damaged."""
+    complete, errors = complete_checkpoints(checkpoints)
+    assert not errors
+    assert not [line for folder, found in complete for line in find_damage(folder, found)]
+    return [found.step for _, found in complete]
 
 
-KILLED = """
+SAVE_AND_PRUNE_WITH_KILL = """
 import os, signal, sys
 from pathlib import Path
 from pretrain.checkpoint.save.commit import *
@@ -79,13 +79,13 @@ from pretrain.checkpoint.save.retention import prune
 from tests.checkpoint.test_commit import save
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
-left = int(sys.argv[2])
+changes_left = int(sys.argv[2])
 
 def hook(event, values):
-    global left
+    global changes_left
     if event in CHANGES or event == "open" and values[2] & os.O_ACCMODE and str(values[0]).startswith(sys.argv[1]):
-        left -= 1
-        if left < 0:
+        changes_left -= 1
+        if changes_left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 def fsync(descriptor, sync=os.fsync):
@@ -101,9 +101,12 @@ prune(checkpoints, keep_checkpoints=2, keep_every=0, keep_best=0, verified=set()
 
 
 def _killed_after(changes: int, checkpoints: Path) -> bool:
-    """Save step 4 and prune in a process that is killed before its next change of the disk; False: it was done."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(checkpoints), str(changes)], capture_output=True,
-                          text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    """Save step 4 and prune in a process that is killed after `changes` changes of the disk.
+
+    Return False if the process finished with fewer changes.
+    """
+    done = subprocess.run([sys.executable, "-c", SAVE_AND_PRUNE_WITH_KILL, str(checkpoints), str(changes)],
+                          capture_output=True, text=True, timeout=900, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
@@ -114,11 +117,11 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
         checkpoints = tmp_path / str(changes)
         for step in (1, 2, 3):
             save(checkpoints, step, num_bytes=1000)
-        (checkpoints / "global_step4").mkdir()  # a damaged one, which the save replaces
+        (checkpoints / "global_step4").mkdir()  # a damaged checkpoint, which the save replaces
         killed = _killed_after(changes, checkpoints)
         remove_leftovers(checkpoints)
         if (checkpoints / "global_step4").exists() and not (checkpoints / "global_step4" / MANIFEST).exists():
-            (checkpoints / "global_step4").rmdir()  # still the damaged one
+            (checkpoints / "global_step4").rmdir()  # the damaged checkpoint was not replaced yet
         states.append(steps_of(checkpoints))
         assert states[-1][-2:] in ([3, 2], [2, 1], [4, 3]), (changes, states[-1])
         assert (checkpoints / f"global_step{states[-1][0]}").is_dir()
@@ -127,9 +130,9 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
         if not killed:
             break
         if 4 not in states[-1]:
-            save(checkpoints, 4, num_bytes=1000)  # nothing stands in the way of the next attempt
+            save(checkpoints, 4, num_bytes=1000)  # a second attempt succeeds
             assert steps_of(checkpoints)[0] == 4
-    print(f"killed before each of {len(states) - 1} changes of the disk; kept: "
+    print(f"killed before each of {len(states) - 1} changes of the disk; remaining steps: "
           f"{[(key, len(list(group))) for key, group in itertools.groupby(states)]}")
     assert states[0] == [3, 2, 1]
     assert states[-1] == [4, 3]
@@ -150,6 +153,7 @@ def small_disk(tmp_path: Path) -> object:
 
 
 def _fill(disk: Path, free: int) -> Path:
+    """Write a file that leaves `free` bytes on the disk, and return its path."""
     filler = disk / "filler"
     filler.write_bytes(bytes(free_bytes(disk) - free))
     return filler
@@ -160,7 +164,7 @@ def test_full_disk_at_ten_levels(small_disk: Path) -> None:
     checkpoints = small_disk / "checkpoints"
     save(checkpoints, 1)
     needed, page = 2 * RANKS * (FILE_BYTES // 4096 + 1) * 4096, 4096
-    # the last ones: the first part, the second part, and the manifest find no room
+    # at the last levels there is no space for the first part, the second part, and the manifest
     levels = [0, page, needed // 10, needed // 4, needed // 2, 3 * needed // 4, 99 * needed // 100, needed,
               needed + page, needed + RANKS * page]
     for level in levels:
@@ -175,7 +179,7 @@ def test_full_disk_at_ten_levels(small_disk: Path) -> None:
     with pytest.raises(SaveError, match=r"9,999,999 bytes needed, [\d,]+ bytes free"):
         check_space(checkpoints, needed_bytes=9_999_999)
     save(checkpoints, 2)
-    print(f"full disk: {len(levels)} of {len(levels)} levels left the older checkpoint whole and no partial one")
+    print(f"full disk: {len(levels)} of {len(levels)} levels left the older checkpoint complete and no partial one")
     assert steps_of(checkpoints) == [2, 1]
 
 
@@ -191,8 +195,9 @@ def test_full_disk_under_torch_save(small_disk: Path) -> None:
         file.close()
 
 
-def _refused(checkpoints: Path, words: str, timeout_s: float = 0.1) -> None:
-    with pytest.raises(SaveError, match=words):
+def _assert_commit_fails(checkpoints: Path, message: str, timeout_s: float = 0.1) -> None:
+    """The commit of step 2 fails with the message and removes its folder, which is then created again."""
+    with pytest.raises(SaveError, match=message):
         commit(temporary_folder(checkpoints, 2), manifest(2, save_id="new"), timeout_s=timeout_s,
                has_ended=lambda rank: rank == 1)
     assert steps_of(checkpoints) == [1]
@@ -200,29 +205,29 @@ def _refused(checkpoints: Path, words: str, timeout_s: float = 0.1) -> None:
     temporary_folder(checkpoints, 2).mkdir()
 
 
-def test_commit_waits_for_every_rank_and_trusts_none(tmp_path: Path) -> None:
+def test_commit_needs_the_files_of_every_rank(tmp_path: Path) -> None:
     save(tmp_path, 1)
     temporary = temporary_folder(tmp_path, 2)
     temporary.mkdir()
     write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
-    write_part(temporary, rank=1, save_id="killed", files=write_files(temporary, 1))  # of an attempt before
-    _refused(tmp_path, "nothing from rank 1, within 0.1 s")
+    write_part(temporary, rank=1, save_id="killed", files=write_files(temporary, 1))  # from an earlier attempt
+    _assert_commit_fails(tmp_path, "rank 1 did not write all files within 0.1 s")
     write_part(temporary, rank=0, save_id="new", files=write_files(temporary, 0))
-    _refused(tmp_path, "nothing from rank 1, which ended", timeout_s=60)
-    write_part(temporary, rank=1, save_id="new", files={}, error="its disk burns")
-    _refused(tmp_path, "rank 1: its disk burns")
+    _assert_commit_fails(tmp_path, "rank 1 ended before writing all files", timeout_s=60)
+    write_part(temporary, rank=1, save_id="new", files={}, error="input/output error")
+    _assert_commit_fails(tmp_path, "rank 1: input/output error")
     records = [write_files(temporary, rank) for rank in range(RANKS)]
     for rank in range(RANKS):
         write_part(temporary, rank=rank, save_id="new", files=records[0])
-    _refused(tmp_path, "was written by rank 1 and by another one")
+    _assert_commit_fails(tmp_path, "both rank 1 and another rank wrote")
     records = [write_files(temporary, rank) for rank in range(RANKS)]
     for rank in range(RANKS):
         write_part(temporary, rank=rank, save_id="new", files=records[rank])
-    (temporary / "foreign").touch()
-    _refused(tmp_path, "foreign was hashed by no rank")
+    (temporary / "unknown").touch()
+    _assert_commit_fails(tmp_path, "no rank has recorded unknown")
     for rank in range(RANKS):
         write_part(temporary, rank=rank, save_id="new", files=records[rank])
-    _refused(tmp_path, "do all hosts share this folder")
+    _assert_commit_fails(tmp_path, "do all hosts share this folder")
 
 
 KEPT = [  # keep_checkpoints, keep_every, keep_best -> steps
@@ -233,7 +238,7 @@ KEPT = [  # keep_checkpoints, keep_every, keep_best -> steps
 
 
 @pytest.mark.parametrize(("rules", "kept"), KEPT)
-def test_pruning_keeps_what_the_rules_say(tmp_path: Path, rules: tuple[int, int, int], kept: list[int]) -> None:
+def test_pruning_keeps_the_steps_of_every_rule(tmp_path: Path, rules: tuple[int, int, int], kept: list[int]) -> None:
     losses = {3: 1.0, 5: 2.0, 6: 2.0, 7: 3.0, 9: 4.0}
     for step in range(1, 10):
         save(tmp_path, step, eval_loss=losses.get(step), num_bytes=10)
@@ -245,7 +250,7 @@ def test_pruning_keeps_what_the_rules_say(tmp_path: Path, rules: tuple[int, int,
     assert verified == ({"global_step9", "global_step8"} if removed else set())
 
 
-def test_pruning_never_leaves_a_damaged_pair(tmp_path: Path) -> None:
+def test_pruning_stops_if_a_kept_checkpoint_is_damaged(tmp_path: Path) -> None:
     for step in range(1, 5):
         save(tmp_path, step, num_bytes=10)
     rules = {"keep_checkpoints": 2, "keep_every": 0, "keep_best": 0}
@@ -253,6 +258,6 @@ def test_pruning_never_leaves_a_damaged_pair(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"no checkpoint was removed.*model_rank_00000.pt: found SHA-256"):
         prune(tmp_path, **rules, verified=set())
     assert len(complete_checkpoints(tmp_path)[0]) == 4
-    (tmp_path / LATEST).write_text("global_step2")  # a step back was made
+    (tmp_path / LATEST).write_text("global_step2")  # as after resuming from an older step
     removed = prune(tmp_path, **rules, verified={"global_step3"})
     assert [path.name for path in removed] == ["global_step1"]

@@ -1,4 +1,4 @@
-"""Checkpoints to a mirror and back: a local folder, and an S3 server in a process of its own."""
+"""Copy checkpoints to a mirror and back: a local folder, and an S3 server in a separate process."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ NEWEST = "global_step3"
 
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an empty bucket; the client finds the server through the environment, as a user would tell it."""
+    """URL in an empty bucket. The client finds the server through environment variables, as for a user."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
     port = free_port()
@@ -63,67 +63,71 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real ones; only for reading."""
+    """Three real checkpoints, to be read only."""
     return real_run("zero1", corpus, tmp_path_factory) / "checkpoints"
 
 
 def _mirror(folder: Path, url: str) -> None:
+    """Copy a checkpoint to the mirror, as both ranks."""
     for rank in range(2):
         _upload(folder, url, rank)
     finish_upload(folder, url)
 
 
 def _upload(folder: Path, url: str, rank: int) -> None:
+    """Copy one rank's files to the mirror."""
     manifest = read_manifest(folder)
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     upload(folder, url, files_of_rank(sizes, rank, 2), rank=rank, save_id=manifest.save_id)
 
 
 def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the content of a file of the newest checkpoint in the mirror."""
     fs, root = fsspec.url_to_fs(url)
     path = f"{root.rstrip('/')}/{NEWEST}/{name}"
     fs.pipe_file(path, change(fs.cat_file(path)))
 
 
-def test_there_and_back(checkpoints: Path, url: str, tmp_path: Path) -> None:
+def test_upload_and_fetch(checkpoints: Path, url: str, tmp_path: Path) -> None:
     check_mirror(url)
     assert finished_in_mirror(url) == []
     for step in (1, 3, 2):
         _mirror(checkpoints / f"global_step{step}", url)
     assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
-    folder = fetch(url, tmp_path / "here", NEWEST)
-    assert folder == tmp_path / "here" / NEWEST
+    folder = fetch(url, tmp_path / "fetched", NEWEST)
+    assert folder == tmp_path / "fetched" / NEWEST
     assert find_damage(folder, read_manifest(folder)) == []
     assert (folder / MANIFEST).read_bytes() == (checkpoints / NEWEST / MANIFEST).read_bytes()
     assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST}
     (folder / MANIFEST).unlink()
-    fetch(url, tmp_path / "here", NEWEST)  # replaces a damaged one
+    fetch(url, tmp_path / "fetched", NEWEST)  # replaces the damaged copy
     assert [found.step for _, found in complete_checkpoints(folder.parent)[0]] == [3]
 
 
 def _names_in(url: str) -> set[str]:
+    """Names of the newest checkpoint's files in the mirror."""
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()
     return {path.rpartition("/")[2] for path in fs.find(f"{root.rstrip('/')}/{NEWEST}")}
 
 
-def test_unfinished_uploads_are_no_checkpoints(checkpoints: Path, url: str, tmp_path: Path) -> None:
+def test_unfinished_uploads_do_not_count_as_checkpoints(checkpoints: Path, url: str, tmp_path: Path) -> None:
     _mirror(checkpoints / "global_step2", url)
     folder = checkpoints / NEWEST
     _upload(folder, url, 0)
     assert finished_in_mirror(url) == ["global_step2"]
-    with pytest.raises(ConfigError, match=r"found nothing of rank 1; expected those of every rank within 0\.01 s"):
+    with pytest.raises(ConfigError, match=r"rank 1 has not copied its files within 0\.01 s"):
         finish_upload(folder, url, timeout_s=0.01, poll_s=0.01)
     _upload(folder, url, 1)
     assert finished_in_mirror(url) == ["global_step2"]
     finish_upload(folder, url)
     assert finished_in_mirror(url) == [NEWEST, "global_step2"]
     assert _names_in(url) == {MANIFEST, *read_manifest(folder).files}
-    again = Path(shutil.copytree(folder, tmp_path / "again" / NEWEST))  # another save of this step
+    again = Path(shutil.copytree(folder, tmp_path / "again" / NEWEST))  # another save of the same step
     (again / MANIFEST).write_text(replace(read_manifest(folder), save_id="another").to_json())
     _upload(again, url, 0)
     assert finished_in_mirror(url) == ["global_step2"]
-    with pytest.raises(ConfigError, match="found nothing of rank 1"):  # the file of the save before has its size
+    with pytest.raises(ConfigError, match="rank 1 has not copied its files"):
         finish_upload(again, url, timeout_s=0.01, poll_s=0.01)
     _upload(again, url, 1)
     finish_upload(again, url)
@@ -136,18 +140,18 @@ def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path:
     largest = max((checkpoints / NEWEST).iterdir(), key=lambda path: path.stat().st_size).name
     _change(url, largest, lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
     with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
-        fetch(url, tmp_path / "here", NEWEST)
-    assert list((tmp_path / "here").iterdir()) == []
+        fetch(url, tmp_path / "fetched", NEWEST)
+    assert list((tmp_path / "fetched").iterdir()) == []
     changes: list[Callable[[bytes], bytes]] = [lambda content: content[:-1], lambda content: b""]
     for change in changes:
         _change(url, largest, change)
         with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
-            fetch(url, tmp_path / "here", NEWEST)
+            fetch(url, tmp_path / "fetched", NEWEST)
     for change in changes:
         _change(url, MANIFEST, change)
-        with pytest.raises(ConfigError, match=f"{NEWEST}: found no manifest"):
-            fetch(url, tmp_path / "here", NEWEST)
-    assert list((tmp_path / "here").iterdir()) == []
+        with pytest.raises(ConfigError, match=f"{NEWEST}: the manifest is missing"):
+            fetch(url, tmp_path / "fetched", NEWEST)
+    assert list((tmp_path / "fetched").iterdir()) == []
 
 
 @pytest.mark.root
@@ -165,21 +169,21 @@ def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_mirrors_that_cannot_be_used_are_one_clear_error() -> None:
+def test_unusable_mirrors_give_a_one_line_error() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there, or can begin to
-        for bad, words in (("gopher9://host/run", "Protocol not known: gopher9"),
-                           ("sftp://me:hidden@host/run", "sftp://host/run: found ImportError"),
+        taken.bind(("127.0.0.1", 0))  # reserves a port on which no server listens
+        for bad_url, message in (("gopher9://host/run", "Protocol not known: gopher9"),
+                           ("sftp://me:hidden@host/run", "sftp://host/run: the mirror cannot be used: ImportError"),
                            (f"ftp://me:hidden@127.0.0.1:{taken.getsockname()[1]}/run", "Connection refused"),
-                           ("/proc/run", "/proc/run: found")):
-            with pytest.raises(ConfigError, match=words) as refused:
-                check_mirror(bad)
-            assert "hidden" not in str(refused.value)
-            assert "\n" not in str(refused.value)
-            print(refused.value)
+                           ("/proc/run", "/proc/run: the mirror cannot be used")):
+            with pytest.raises(ConfigError, match=message) as caught:
+                check_mirror(bad_url)
+            assert "hidden" not in str(caught.value)
+            assert "\n" not in str(caught.value)
+            print(caught.value)
 
 
 def test_a_misspelt_bucket_is_not_created(s3_server: str) -> None:
-    with pytest.raises(ConfigError, match="s3://bukket/run: found FileNotFoundError"):
+    with pytest.raises(ConfigError, match="s3://bukket/run: the mirror cannot be used: FileNotFoundError"):
         check_mirror("s3://bukket/run")
     assert fsspec.filesystem("s3").ls("", refresh=True) == ["bucket"]

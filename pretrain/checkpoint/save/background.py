@@ -1,4 +1,4 @@
-"""The training process's end of `writer.py`: start it, hand it jobs, hear what became of them."""
+"""The training process's side of `writer.py`: start the writer, send it jobs, and read its replies."""
 
 import contextlib
 import dataclasses
@@ -17,31 +17,31 @@ from pretrain.distributed.process import package_environment
 Reply = dict[str, Any]
 WRITER_MODULE = "pretrain.checkpoint.save.writer"
 _ENDED = "the background writer has ended"
-_PATIENCE_S = 60.0  # for a writer that starts
+_START_TIMEOUT_S = 60.0
 
 
 class BackgroundWriter:
-    """One rank's writer process and the memory that both share. Nothing here waits for a disk."""
+    """One rank's writer process and the memory that it shares with the training process. Only starting it can block."""
 
     def __init__(self, checkpoints: Path, rank: int) -> None:
         self.snapshot = Snapshot()
-        self._saves: list[SaveJob] = []  # that have not been answered, the oldest first
-        self._afters = 0  # likewise
+        self._saves: list[SaveJob] = []  # jobs whose save has no reply yet, oldest first
+        self._num_unfinished = 0  # jobs that are not finished, mirroring and pruning included
         checkpoints.mkdir(parents=True, exist_ok=True)
         self._arguments = [str(self.snapshot.descriptor), str(checkpoints), str(rank)]
         self._start()
 
     def _start(self) -> None:
-        """Returns when the writer holds its lock: other writers wait for its part from now on."""
+        """Start the writer, and return when it holds its lock: from then on other writers wait for its part."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
-        self._process.wait()  # it goes on as a process of its own
+        self._process.wait()  # it has forked; the writer is the orphaned child
         self._replies: queue.Queue[Reply | None] = queue.Queue()
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()
         self._ended = False
         with contextlib.suppress(queue.Empty):
-            self._ended = self._replies.get(timeout=_PATIENCE_S) is None
+            self._ended = self._replies.get(timeout=_START_TIMEOUT_S) is None
 
     @staticmethod
     def _listen(process: subprocess.Popen[str], replies: "queue.Queue[Reply | None]") -> None:
@@ -53,65 +53,72 @@ class BackgroundWriter:
             replies.put(None)
 
     def submit(self, job: SaveJob) -> None:
-        """Give the writer a job; the snapshot's memory is its own as long as it is `saving`."""
-        self._saves += [job] if job.snapshot is not None else []
-        self._afters += 1
+        """Send the writer a job. The snapshot's memory must not be changed while `saving` is true."""
+        if job.snapshot is not None:
+            self._saves.append(job)
+        self._num_unfinished += 1
         if self._ended:
             self._replies.put(None)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_listen` sees its end too
+        with contextlib.suppress(BrokenPipeError):  # `_listen` notices that the writer has ended
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
 
     @property
     def saving(self) -> bool:
-        """Whether a snapshot is still being written or (on rank 0) committed, as far as the replies taken tell."""
+        """Whether a snapshot is still being written or (on rank 0) committed, according to the replies read so far."""
         return bool(self._saves)
 
     @property
     def idle(self) -> bool:
-        """Whether all is done, mirroring included; likewise."""
-        return not self._saves and self._afters == 0
+        """Whether all jobs are finished, mirroring included, according to the replies read so far."""
+        return not self._saves and self._num_unfinished == 0
 
     def replies(self) -> list[Reply]:
-        """What the writer has told since the last call."""
-        told: list[Reply] = []
+        """Return the replies since the last call that have to be reported."""
+        found: list[Reply] = []
         while not self._replies.empty():
-            told += self._take(self._replies.get())
-        return told
+            found += self._handle(self._replies.get())
+        return found
 
-    def start_again(self) -> None:
-        """If it has ended. It was told by `replies`, and what it left undone too."""
+    def restart_if_ended(self) -> None:
+        """Start a new writer if the old one has ended. `replies` has reported its unfinished jobs."""
         if self._ended:
             self._start()
 
     def close(self) -> None:
-        """Let the process end when it has nothing left to do."""
+        """Close the writer's standard input, so that it exits after its last job."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self.snapshot.close()
 
-    def _take(self, reply: Reply | None) -> list[Reply]:
+    def _handle(self, reply: Reply | None) -> list[Reply]:
+        """Count one reply; None means that the writer has ended. Return what has to be reported."""
         if reply is None:
-            return self._end()
-        kind = reply["event"]
-        if kind in ("save", "save_failed"):
+            return self._handle_end()
+        event = reply["event"]
+        if event in ("save", "save_failed"):
             self._saves.pop(0)
-        self._afters -= kind in ("after_save", "save_failed")
-        return [] if kind == "after_save" else [reply]
+        if event in ("after_save", "save_failed"):
+            self._num_unfinished -= 1
+        return [] if event == "after_save" else [reply]
 
-    def _end(self) -> list[Reply]:
-        """The process is gone. What it leaves undone is told, to rank 0's writer too, which waits for its part."""
+    def _handle_end(self) -> list[Reply]:
+        """Return replies for the jobs that the writer left unfinished.
+
+        Lost saves are also reported to rank 0's writer, which waits for this rank's files.
+        """
         self._ended = True
         lost, self._saves = self._saves, []
-        afters, self._afters = self._afters - len(lost), 0
+        num_unfinished, self._num_unfinished = self._num_unfinished - len(lost), 0
         replies: list[Reply] = []
         for job in lost:
-            if is_committed(job):  # and died before it could say so
+            if is_committed(job):  # the writer ended between the commit and its reply
                 replies.append({"event": "save", "step": job.step, "path": job.final})
             else:
                 report_failure(job, _ENDED)
                 replies.append({"event": "save_failed", "step": job.step, "reason": _ENDED})
-        return replies + [{"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"}] * (
-            afters > 0)
+        if num_unfinished > 0:
+            replies.append({"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"})
+        return replies

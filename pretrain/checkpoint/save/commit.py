@@ -1,7 +1,7 @@
-"""How a folder of files becomes a checkpoint, at once: every rank says what it wrote, then rank 0 renames the folder.
+"""Commit a checkpoint atomically: every rank records the files that it wrote, then rank 0 renames the folder.
 
-Ranks speak through files alone, so that processes of their own can write while training goes on, or has ended.
-A kill at any point leaves the checkpoints before as they were, and the new one whole or absent.
+Ranks communicate through files alone, so background processes can write while training continues, or after it has
+ended. A kill at any point leaves earlier checkpoints unchanged, and the new one either complete or absent.
 """
 
 import contextlib
@@ -19,27 +19,28 @@ from pretrain.errors import SaveError
 
 TEMPORARY = ".tmp-"
 _POLL_S = 0.05
-_ASK_S = 1.0
+_CHECK_S = 1.0  # between checks whether a rank's writer has ended
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is one."""
+    """Return the folder in which the checkpoint of `step` is written before its commit."""
     return checkpoints / f"{TEMPORARY}global_step{step}"
 
 
 def _part(temporary: Path, rank: int) -> Path:
+    """Path of a rank's part file, which lists the files that the rank wrote."""
     return temporary / f".part-{rank:05d}.json"
 
 
 def check_space(checkpoints: Path, *, needed_bytes: int) -> None:
-    """Raises SaveError where the file system has less room than that."""
+    """Raise SaveError if the file system has less free space than `needed_bytes`."""
     free = free_bytes(checkpoints)
     if free < needed_bytes:
         raise SaveError(f"{checkpoints}: {needed_bytes:,} bytes needed, {free:,} bytes free")
 
 
 def remove_leftovers(checkpoints: Path) -> list[Path]:
-    """Remove what a killed run left unfinished; what that was. Rank 0, before anything is written."""
+    """Remove and return the temporary folders and files of a killed run. Rank 0 only, before anything is written."""
     leftovers = sorted(checkpoints.glob(f"{TEMPORARY}*"))
     for path in leftovers:
         if path.is_dir() and not path.is_symlink():
@@ -51,14 +52,14 @@ def remove_leftovers(checkpoints: Path) -> list[Path]:
 
 def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, FileRecord],
                error: str | None = None) -> None:
-    """Say what this rank wrote, all of it on the disk already, or (`error`) why it could not. Raises OSError."""
+    """Record the files that this rank has written and synced, or the `error` that prevented it. Raises OSError."""
     part = {"save_id": save_id, "rank": rank, "files": {name: asdict(record) for name, record in files.items()},
             "error": error}
     write_atomically(_part(temporary, rank), json.dumps(part))
 
 
 def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
-    """Whether the rank has said that it wrote everything."""
+    """Return whether the rank has recorded that it wrote all its files."""
     try:
         return _read_part(temporary, rank, save_id) is not None
     except (OSError, ValueError, SaveError):
@@ -67,17 +68,17 @@ def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
 
 def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
            has_ended: Callable[[int], bool] = lambda rank: False) -> Manifest:
-    """Make a checkpoint of the folder once every rank has written its part. Rank 0 only.
+    """Turn the temporary folder into a checkpoint once every rank has recorded its files. Rank 0 only.
 
     Args:
-        manifest: without files.
-        has_ended: whether a rank will write no more.
+        manifest: the manifest without files.
+        has_ended: tells whether the writer of a rank has ended.
 
     Returns:
-        The manifest, with all files.
+        The manifest with all files.
 
-    Raises SaveError where a rank reports an error, or none within `timeout_s`, or the disk refuses: the temporary
-    folder is removed then.
+    Raises SaveError, and removes the temporary folder, if a rank reports an error, does not report within `timeout_s`,
+    or the disk fails.
     """
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     try:
@@ -90,13 +91,13 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
     except (OSError, SaveError) as error:
         discard(temporary)
         raise error if isinstance(error, SaveError) else SaveError(f"{final}: {error}") from error
-    with contextlib.suppress(OSError):  # no room for it: the checkpoint is there, and the next save tries again
+    with contextlib.suppress(OSError):  # the checkpoint is complete; on a full disk the next save updates `latest`
         write_latest(final)
     return manifest
 
 
 def discard(temporary: Path) -> None:
-    """Remove it. Renamed first: other ranks may still write, and are not to make files in it while it is emptied."""
+    """Remove the folder. It is renamed first, so that other ranks cannot create files in it while it is deleted."""
     renamed = temporary.with_name(f"{TEMPORARY}discarded-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         temporary.rename(renamed)
@@ -105,34 +106,39 @@ def discard(temporary: Path) -> None:
 
 def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: float,
                    has_ended: Callable[[int], bool]) -> dict[str, FileRecord]:
-    """The files of all ranks, as soon as each has said what it wrote. Raises SaveError."""
+    """Wait until each rank has recorded its files, and return the files of all ranks. Raises SaveError."""
     files: dict[str, FileRecord] = {}
     missing, ended = set(range(world_size)), set[int]()
-    start = asked = time.monotonic()
+    start = checked = time.monotonic()
     while True:
         for rank in sorted(missing):
             part = _read_part(temporary, rank, save_id)
             if part is not None:
-                twice = files.keys() & part.keys()
-                if twice:
-                    raise SaveError(f"{temporary}: {min(twice)} was written by rank {rank} and by another one")
+                duplicates = files.keys() & part.keys()
+                if duplicates:
+                    raise SaveError(f"{temporary}: both rank {rank} and another rank wrote {min(duplicates)}")
                 files.update(part)
                 missing.discard(rank)
         if not missing:
             return dict(sorted(files.items()))
         now = time.monotonic()
-        if missing & ended or now > start + timeout_s:
-            why = "which ended" if missing & ended else f"within {timeout_s:g} s"
-            names = sorted(missing & ended or missing)
-            raise SaveError(f"{temporary}: nothing from rank{'s' * (len(names) > 1)} "
-                            f"{', '.join(map(str, names[:8]))}{' ...' * (len(names) > 8)}, {why}")
-        if now > asked + _ASK_S:  # and then look for its part once more: it may be the last thing that it wrote
-            asked, ended = now, {rank for rank in missing if has_ended(rank)}
+        if missing & ended:
+            raise SaveError(f"{temporary}: {_rank_list(missing & ended)} ended before writing all files")
+        if now > start + timeout_s:
+            raise SaveError(f"{temporary}: {_rank_list(missing)} did not write all files within {timeout_s:g} s")
+        if now > checked + _CHECK_S:  # then the loop reads the parts once more: a part may be a writer's last act
+            checked, ended = now, {rank for rank in missing if has_ended(rank)}
         time.sleep(_POLL_S)
 
 
+def _rank_list(ranks: set[int]) -> str:
+    """Return "rank 3" or "ranks 3, 4, ..."; only the first eight are named."""
+    names = ", ".join(map(str, sorted(ranks)[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{', ...' if len(ranks) > 8 else ''}"
+
+
 def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord] | None:
-    """What a rank wrote; None: it is still writing, or this is the part of an attempt that was killed."""
+    """Return the files that a rank recorded; None if it still writes, or if the part belongs to a killed attempt."""
     try:
         part = json.loads(_part(temporary, rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -145,12 +151,13 @@ def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord
 
 
 def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: int) -> None:
-    """Raises SaveError unless the folder holds just the files of the parts, with their sizes."""
+    """Raise SaveError unless the folder holds exactly the files of the parts, with their sizes."""
     parts = {_part(temporary, rank).name for rank in range(world_size)}
-    there = set(files_in(temporary)) - parts
-    for name in sorted(there ^ files.keys()):
-        raise SaveError(f"{temporary}: {name} " + ("was hashed by no rank" if name in there else
-                                                   "is not there: do all hosts share this folder?"))
+    present = set(files_in(temporary)) - parts
+    for name in sorted(present - files.keys()):
+        raise SaveError(f"{temporary}: no rank has recorded {name}")
+    for name in sorted(files.keys() - present):
+        raise SaveError(f"{temporary}: {name} is missing; do all hosts share this folder?")
     for name, record in files.items():
         size = (temporary / name).stat().st_size
         if size != record.bytes:
@@ -158,7 +165,7 @@ def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: in
 
 
 def write_manifest(temporary: Path, manifest: Manifest) -> None:
-    """From here on the folder is a checkpoint, but for its name."""
+    """Write and sync manifest.json. After this the folder is a complete checkpoint under a temporary name."""
     write_atomically(temporary / MANIFEST, manifest.to_json())
     for folder in (path for path in temporary.rglob("*") if path.is_dir()):
         fsync(folder)
@@ -166,14 +173,17 @@ def write_manifest(temporary: Path, manifest: Manifest) -> None:
 
 
 def remove_parts(temporary: Path, *, world_size: int) -> None:
-    """They have served."""
+    """Delete the per-rank part files."""
     for rank in range(world_size):
         _part(temporary, rank).unlink()
     fsync(temporary)
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give the folder its name. What has that name already is a damaged checkpoint: a whole one was resumed from."""
+    """Rename the temporary folder to its final name.
+
+    A folder that has this name already is a damaged checkpoint, because a run resumes after its newest complete one.
+    """
     damaged = final.with_name(f"{TEMPORARY}damaged-{final.name}")
     if final.exists():
         shutil.rmtree(damaged, ignore_errors=True)
@@ -184,5 +194,5 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def write_latest(final: Path) -> None:
-    """For plain DeepSpeed, which reads it; this program looks at the folders."""
+    """Write `latest`, which plain DeepSpeed reads. This program reads the folders' names instead."""
     write_atomically(final.parent / LATEST, final.name)

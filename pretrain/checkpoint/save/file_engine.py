@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint engine with our files under it: hashed while they are written, unpickled without running."""
+"""A checkpoint engine for DeepSpeed: files are hashed while they are written, and loading them runs no code."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.pickles import load_pickle, without_enums
 
 
 class Writable(Protocol):
-    """What `torch.save` needs of a file."""
+    """The methods of a file that `torch.save` calls."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -24,10 +24,10 @@ OpenFile = Callable[[Path], AbstractContextManager[Writable]]
 
 
 class FileEngine(CheckpointEngine):
-    """Takes the place of `engine.checkpoint_engine`; `open_file` says where the bytes of a path go.
+    """Replacement for `engine.checkpoint_engine`. `open_file` opens the file that receives the bytes of a path.
 
-    `save` never raises: the other ranks wait in DeepSpeed's barriers. What went wrong stands in `error`, and nothing
-    is written after it.
+    `save` never raises, because the other ranks wait in DeepSpeed's barriers. The first error is kept in `error`, and
+    nothing is written after it.
     """
 
     def __init__(self, open_file: OpenFile | None = None) -> None:
@@ -37,22 +37,22 @@ class FileEngine(CheckpointEngine):
         self._open_file = open_file
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing to do: the folder is there."""
+        """Do nothing, because the folder exists already."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.write(Path(path), lambda file: save(state_dict, file))
+        self.write(Path(path), lambda file: save_pickle(state_dict, file))
 
     def write(self, path: Path, fill: Callable[[Writable], object]) -> None:
         """Let `fill` write the file at `path`."""
         if self.error is not None:
             return
-        assert self._open_file is not None, "an engine for loading"
+        assert self._open_file is not None, "this engine was created for loading"
         crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # the manifest's SHA-256 does more
+        torch.serialization.set_crc32_options(False)  # the manifest has a SHA-256 instead
         try:
             with self._open_file(path) as file:
                 fill(file)
-        except (OSError, RuntimeError) as error:  # torch's zip writer turns an OSError of `write` into a RuntimeError
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when `write` raised OSError
             self.error = f"{path.name}: {_cause(error)}"
         finally:
             torch.serialization.set_crc32_options(crc32)
@@ -64,13 +64,13 @@ class FileEngine(CheckpointEngine):
         return True
 
 
-def save(value: Any, file: Writable) -> None:
-    """`torch.save` of what every supported Python reads back; its type hints ask for more of a file than it uses."""
-    torch.save(without_enums(value), file)  # type: ignore[arg-type]
+def save_pickle(value: Any, file: Writable) -> None:
+    """Write `value` with torch.save, so that every supported Python can load it."""
+    torch.save(without_enums(value), file)  # type: ignore[arg-type] # torch.save calls only `write` and `flush`
 
 
 def _cause(error: BaseException) -> str:
-    """The first error of a chain, in one line: what came after it is its consequence."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
+    """Return the first error of a chain of exceptions, in one line."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,7 +1,7 @@
-"""Copies of finished checkpoints elsewhere: any fsspec URL (s3://bucket/run, ftp://host/run ...) or a plain path.
+"""Copy committed checkpoints to a mirror: an fsspec URL (s3://bucket/run, ftp://host/run ...) or a plain path.
 
-The mirror has the folders of the run: URL/global_stepN/FILE. The manifest goes up last, and comes with its own hash:
-without it, or with files of other sizes, a folder of the mirror is no checkpoint.
+The mirror has the same folders as the run: URL/global_stepN/FILE. The manifest, which contains its own hash, is copied
+last. A folder of the mirror without a manifest, or with files of other sizes, is not a checkpoint.
 """
 
 import contextlib
@@ -28,47 +28,49 @@ from pretrain.errors import ConfigError
 _PROBE = ".ds-pretrain-probe"
 _PART = ".part-"
 _READ_BYTES = 2**24
-_TRANSFERS = 4  # at a time, where the file system's client can do more than one
+_MAX_TRANSFERS = 4  # simultaneous ones, if the file system's client supports more than one
 
 
 class _Mirror:
-    """A URL's file system and the path of its root on it."""
+    """The fsspec file system of a URL, and the path of the mirror on it."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError where the protocol is unknown, or its package not installed, or nobody answers."""
+        """Raise ConfigError if the protocol is unknown, its package is not installed, or the server does not answer."""
         import fsspec
         from fsspec.asyn import AsyncFileSystem
 
-        self.url = re.sub(r"//[^/@]*@", "//", url)  # for people: without a password
+        self.url = re.sub(r"//[^/@]*@", "//", url)  # for messages: without user name and password
         with self.reaching():
             self.fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
-        # fsspec's clients of object stores are these. Folders are parts of names there, and makedirs would create a
-        # bucket whose name was misspelt. The others (local, ftp, sftp ...) have folders, and one connection.
+        # fsspec's clients of object stores are AsyncFileSystems. They have no folders, and makedirs would create a
+        # bucket of a misspelt name. The other clients (local, ftp, sftp ...) have folders, and one connection.
         self._is_object_store = isinstance(self.fs, AsyncFileSystem)
-        self._transfers = _TRANSFERS if self._is_object_store else 1
+        self._num_transfers = _MAX_TRANSFERS if self._is_object_store else 1
 
     @contextlib.contextmanager
     def reaching(self, *parts: str) -> Iterator[None]:
-        """Every client has exceptions of its own: all become a ConfigError of one line."""
+        """Turn the exceptions of all clients, each of which has its own classes, into a ConfigError of one line."""
         try:
             yield
         except ConfigError:
             raise
         except Exception as error:
-            remedy = "install the package" if isinstance(error, ImportError) else ""
-            raise ConfigError("/".join([self.url, *parts]), found=f"{type(error).__name__} ({error})",
-                              expected="a path, or an fsspec URL that can be reached", remedy=remedy) from error
+            remedy = "install the package" if isinstance(error, ImportError) else "name a reachable path or fsspec URL"
+            raise ConfigError("/".join([self.url, *parts]), remedy=remedy,
+                              problem=f"the mirror cannot be used: {type(error).__name__} ({error})") from error
 
     def path(self, *parts: str) -> str:
+        """Return a path below the mirror's root."""
         return "/".join([self._root, *parts])
 
     def make_folder(self, path: str) -> None:
+        """Create a folder, except in object stores, which have none."""
         if not self._is_object_store:
             self.fs.makedirs(path, exist_ok=True)
 
     def names(self) -> list[str]:
-        """Of what lies directly in the root."""
+        """List the names of files and folders directly in the mirror's root."""
         self.fs.invalidate_cache()
         try:
             return [str(path).rstrip("/").rpartition("/")[2] for path in self.fs.ls(self._root, detail=False)]
@@ -76,7 +78,7 @@ class _Mirror:
             return []
 
     def sizes(self, tag: str) -> dict[str, int]:
-        """Bytes of every file below a folder of the root."""
+        """Return the size in bytes of every file below a folder of the mirror."""
         self.fs.invalidate_cache()
         prefix = self.path(tag) + "/"
         try:
@@ -86,7 +88,7 @@ class _Mirror:
         return {str(path).partition(prefix)[2]: int(info["size"]) for path, info in found.items()}
 
     def manifest(self, tag: str) -> Manifest | None:
-        """None where there is none, or one that is damaged."""
+        """Read the manifest of a folder; None if it is missing or damaged."""
         try:
             manifest = Manifest.from_json(self.fs.cat_file(self.path(tag, MANIFEST)).decode())
         except (FileNotFoundError, ValueError):
@@ -94,14 +96,14 @@ class _Mirror:
         return manifest if manifest.step == step_of(Path(tag)) else None
 
     def read(self, *parts: str) -> Iterator[bytes]:
-        """A file's content, in pieces. Raises ConfigError."""
+        """Yield a file's content in pieces. Raises ConfigError."""
         with self.reaching(*parts), self.fs.open(self.path(*parts), "rb") as file:
             while piece := file.read(_READ_BYTES):
                 yield piece
 
     def for_each(self, names: Iterable[str], transfer: Callable[[str], None]) -> None:
-        """Several at a time where the client can; the first error ends it."""
-        with ThreadPoolExecutor(self._transfers, thread_name_prefix="mirror") as pool:
+        """Call `transfer` for each name, several at once if the client supports it; the first error stops the rest."""
+        with ThreadPoolExecutor(self._num_transfers, thread_name_prefix="mirror") as pool:
             transfers = [pool.submit(transfer, name) for name in names]
             try:
                 for one in transfers:
@@ -111,13 +113,13 @@ class _Mirror:
                 raise
 
     def missing(self, tag: str, manifest: Manifest) -> list[str]:
-        """Names of the manifest's files that are not there, or not with their sizes."""
+        """List the manifest's files that are missing in the mirror or have another size there."""
         sizes = self.sizes(tag)
         return [name for name, record in manifest.files.items() if sizes.get(name) != record.bytes]
 
 
 def check_mirror(url: str) -> None:
-    """Write a small file there and remove it. Raises ConfigError where that fails."""
+    """Write a small file to the mirror and remove it. Raises ConfigError if that fails."""
     mirror = _Mirror(url)
     with mirror.reaching():
         mirror.make_folder(mirror.path())
@@ -126,7 +128,7 @@ def check_mirror(url: str) -> None:
 
 
 def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: str) -> None:
-    """Copy these files of a finished checkpoint, the rank's share, and say so there. Raises ConfigError."""
+    """Copy one rank's files of a committed checkpoint, then a part file that marks them copied. Raises ConfigError."""
     mirror, tag = _Mirror(url), folder.name
 
     def put(name: str) -> None:
@@ -135,7 +137,7 @@ def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: 
         mirror.fs.put_file(str(folder / name), target)
 
     with mirror.reaching(tag):
-        if rank == 0 and mirror.fs.exists(mirror.path(tag, MANIFEST)):  # of an earlier checkpoint of this step
+        if rank == 0 and mirror.fs.exists(mirror.path(tag, MANIFEST)):  # from an earlier save of this step
             mirror.fs.rm_file(mirror.path(tag, MANIFEST))
         mirror.make_folder(mirror.path(tag))
         mirror.for_each(names, put)
@@ -143,9 +145,9 @@ def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: 
 
 
 def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float = 1) -> None:
-    """Wait for every rank's `upload`, then copy the manifest: now it is a checkpoint. After `upload`, as rank 0.
+    """Wait for every rank's `upload`, then copy the manifest, which completes the checkpoint. Rank 0 only.
 
-    Raises ConfigError where a rank has not said that it is done within `timeout_s`, or a file has not its size then.
+    Raises ConfigError if a rank's upload is not finished within `timeout_s`, or if a file has a wrong size afterwards.
     """
     mirror, tag, manifest = _Mirror(url), folder.name, read_manifest(folder)
     parts = {_part(rank, manifest.save_id): rank for rank in range(manifest.world_size)}
@@ -153,12 +155,13 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
     with mirror.reaching(tag):
         while absent := parts.keys() - mirror.sizes(tag).keys():
             if time.monotonic() >= deadline:
-                raise ConfigError(f"{mirror.url}/{tag}", found=f"nothing of rank {min(map(parts.__getitem__, absent))}",
-                                  expected=f"those of every rank within {timeout_s:g} s")
+                rank = min(parts[name] for name in absent)
+                raise ConfigError(f"{mirror.url}/{tag}", problem=f"rank {rank} has not copied its files within "
+                                  f"{timeout_s:g} s")
             time.sleep(poll_s)
         for name in mirror.missing(tag, manifest):
-            raise ConfigError(f"{mirror.url}/{tag}/{name}", found="no whole file",
-                              expected=f"{manifest.files[name].bytes} bytes")
+            raise ConfigError(f"{mirror.url}/{tag}/{name}", problem="the copy is missing or does not have "
+                              f"{manifest.files[name].bytes} bytes")
         mirror.fs.pipe_file(mirror.path(tag, MANIFEST), manifest.to_json().encode())
         for name in mirror.sizes(tag):
             if name.startswith(_PART):
@@ -166,11 +169,12 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
 
 
 def _part(rank: int, save_id: str) -> str:
+    """Name of the part file that marks a rank's files as copied."""
     return f"{_PART}{rank:05d}-{save_id}"
 
 
 def finished_in_mirror(url: str) -> list[str]:
-    """Folder names of the checkpoints whose upload was finished, the newest first. Raises ConfigError."""
+    """List the folder names of the mirror's complete checkpoints, newest first. Raises ConfigError."""
     mirror = _Mirror(url)
     with mirror.reaching():
         tags = [name for name in mirror.names() if step_of(Path(name)) >= 0
@@ -179,19 +183,21 @@ def finished_in_mirror(url: str) -> list[str]:
 
 
 def fetch(url: str, checkpoints: Path, tag: str) -> Path:
-    """Copy a checkpoint of the mirror here; its folder. Each file is hashed while it arrives. One process only.
+    """Copy a checkpoint from the mirror into `checkpoints`, verify its hashes, and return its folder. Rank 0 only.
 
-    Raises ConfigError where it is no whole checkpoint, SaveError where it does not fit; nothing is left of it then.
+    Raises ConfigError if it is not a complete checkpoint, and SaveError if it does not fit on the disk. Nothing is left
+    of the copy then.
     """
     mirror = _Mirror(url)
     with mirror.reaching(tag):
         manifest = mirror.manifest(tag)
     if manifest is None:
-        raise ConfigError(f"{mirror.url}/{tag}", found="no manifest, or a damaged one", expected="a whole checkpoint")
+        raise ConfigError(f"{mirror.url}/{tag}", problem="the manifest is missing or damaged",
+                          remedy="the folder is not a complete checkpoint")
     num_bytes = sum(record.bytes for record in manifest.files.values())
     check_space(checkpoints, needed_bytes=num_bytes)
     temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed attempt left
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     temporary.mkdir(parents=True)
     try:
         with ProgressBar("fetching", num_bytes) as progress:
@@ -209,6 +215,7 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
 
 def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest,
                 progress: ProgressBar) -> None:
+    """Copy one file from the mirror. Raises ConfigError if its size or hash differ from the manifest's."""
     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(temporary / name) as file:
         for piece in mirror.read(tag, name):

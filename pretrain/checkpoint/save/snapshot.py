@@ -1,14 +1,14 @@
-"""Files in host memory, which a background process writes to the disk while training goes on."""
+"""A checkpoint's files in host memory, which a background process writes to disk while training continues."""
 
 import mmap
 import os
 from typing import NamedTuple
 
-_GROWTH = 1 << 26  # bytes; memory that is there already is not asked for again at the next save
+_GROWTH_BYTES = 1 << 26  # the memory grows by multiples of this, and is reused by the next save
 
 
 class Region(NamedTuple):
-    """Where a file lies in the snapshot, in bytes."""
+    """Location of a file in the snapshot, in bytes."""
 
     name: str
     offset: int
@@ -16,38 +16,39 @@ class Region(NamedTuple):
 
 
 class Snapshot:
-    """One rank's files of one checkpoint, one after another in anonymous shared memory (memfd_create(2)).
+    """One rank's files of one checkpoint, consecutively in anonymous shared memory (memfd_create(2)).
 
-    The memory is kept for the next snapshot. It belongs to every process that holds `descriptor`, so what a killed
-    training process leaves can still be written.
+    The memory is reused by the next snapshot. Every process that holds `descriptor` shares it, so the writer can still
+    write the snapshot of a training process that was killed.
     """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ds-pretrain-snapshot", 0)
-        os.ftruncate(self.descriptor, _GROWTH)
-        self._memory = mmap.mmap(self.descriptor, _GROWTH)
+        os.ftruncate(self.descriptor, _GROWTH_BYTES)
+        self._memory = mmap.mmap(self.descriptor, _GROWTH_BYTES)
         self.files: list[Region] = []
         self._end = 0
 
     def clear(self) -> None:
-        """Forget the files, keep the memory."""
+        """Remove the files, but keep the memory."""
         self.files, self._end = [], 0
 
     def open_file(self, name: str) -> "_SnapshotFile":
-        """A file for writing, to be used in a `with` block; it counts at its end."""
+        """Open a file for writing in a `with` block. It is added to `files` at the end of the block."""
         return _SnapshotFile(self, name, self._end)
 
     def append(self, data: bytes | memoryview) -> int:
-        """Copy `data` behind what is there. Returns its length in bytes."""
+        """Append a copy of `data` and return its length in bytes."""
         with memoryview(data) as view, view.cast("B") as source:
             end = self._end + source.nbytes
             if end > len(self._memory):
-                self._memory.resize(max(end, 2 * len(self._memory)) // _GROWTH * _GROWTH + _GROWTH)
+                self._memory.resize(max(end, 2 * len(self._memory)) // _GROWTH_BYTES * _GROWTH_BYTES + _GROWTH_BYTES)
             self._memory[self._end:end] = source
             self._end = end
             return source.nbytes
 
     def close(self) -> None:
+        """Release this process's mapping and descriptor."""
         self._memory.close()
         os.close(self.descriptor)
 
@@ -58,7 +59,7 @@ class Snapshot:
 
 
 class _SnapshotFile:
-    """Enough of a file for `torch.save`."""
+    """A file in the snapshot, with the methods that `torch.save` calls."""
 
     def __init__(self, snapshot: Snapshot, name: str, start: int) -> None:
         self._snapshot, self._name, self._start = snapshot, name, start
@@ -67,7 +68,7 @@ class _SnapshotFile:
         return self._snapshot.append(data)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing, because nothing is buffered."""
 
     def __enter__(self) -> "_SnapshotFile":
         return self

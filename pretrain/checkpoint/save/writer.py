@@ -29,13 +29,13 @@ from pretrain.checkpoint.save.snapshot import Region
 from pretrain.checkpoint.save.writer_locks import has_ended, hold_lock
 from pretrain.errors import ConfigError, SaveError
 
-_REPLY_LOCK = threading.Lock()  # the writing thread and the one of `_after` both reply
-_ASK_S = 1.0
+_REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
+_CHECK_S = 1.0  # between checks whether rank 0's writer has ended
 
 
 @dataclass(frozen=True)
 class AfterSave:
-    """What comes when a checkpoint is committed."""
+    """What to do after a checkpoint is committed: which older ones to keep, and the URL to mirror it to."""
 
     keep_checkpoints: int = 0
     keep_every: int = 0
@@ -45,36 +45,37 @@ class AfterSave:
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Files that are still to be written. Paths are absolute."""
+    """Files that the writer has to write. Paths are absolute."""
 
     temporary: str
-    files: list[Region]  # in the snapshot
-    error: str | None  # why the training process could not make them
-    manifest: str | None  # rank 0's, without files
+    files: list[Region]  # their locations in the snapshot
+    error: str | None  # why the training process could not take the snapshot
+    manifest: str | None  # JSON without files; None on ranks other than 0
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One checkpoint as one rank's writer sees it."""
+    """One checkpoint, as one rank's training process describes it to its writer."""
 
     step: int
     final: str
     rank: int
     save_id: str
     timeout_s: float
-    locks_are_shared: bool  # every host sees those of `writer_locks`
-    names: list[str]  # of the files that this rank mirrors
+    locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
+    names: list[str]  # files that this rank copies to the mirror
     after: AfterSave
-    snapshot: SnapshotFiles | None = None  # None: the training processes have written and committed it
+    snapshot: SnapshotFiles | None = None  # None: the checkpoint is already committed
 
 
 def main(descriptor: int, checkpoints: Path, rank: int) -> None:
-    """Work until the training process closes our standard input."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # they are meant for the training process
+    """Execute jobs until the training process closes this process's standard input."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # these signals are meant for the training process
         signal.signal(number, signal.SIG_IGN)
     verified: set[str] = set()
-    # a slow mirror holds up neither the next save nor, as the lock is given back first, the next start
-    with ThreadPoolExecutor(1) as after, hold_lock(checkpoints, rank):
+    # mirroring has its own thread, so it does not delay the next save; the lock is released before that thread is
+    # joined, so it does not delay the next start of the run either
+    with ThreadPoolExecutor(1) as after_save, hold_lock(checkpoints, rank):
         _reply({"event": "ready"})
         for line in sys.stdin:
             job = _read_job(line)
@@ -83,7 +84,7 @@ def main(descriptor: int, checkpoints: Path, rank: int) -> None:
                 _reply(reply)
                 if reply["event"] == "save_failed":
                     continue
-            after.submit(_after, job, verified)
+            after_save.submit(_after_save, job, verified)
 
 
 def _read_job(line: str) -> SaveJob:
@@ -95,12 +96,12 @@ def _read_job(line: str) -> SaveJob:
 
 
 def _reply(reply: dict[str, Any]) -> None:
-    with _REPLY_LOCK, contextlib.suppress(OSError):  # nobody may listen any more
+    with _REPLY_LOCK, contextlib.suppress(OSError):  # the training process may have ended
         os.write(1, json.dumps(reply).encode() + b"\n")
 
 
 def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, Any]:
-    """Write this rank's files and, on rank 0, commit when every rank's are there."""
+    """Write this rank's files and, on rank 0, commit when all ranks have written theirs. Return the reply."""
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
     error = snapshot.error
@@ -120,13 +121,13 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
             error = str(failure)
     if error is not None:
         return {"event": "save_failed", "step": job.step, "reason": error}
-    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None  # rank 0 knows
+    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None  # only rank 0 knows it
     return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
             "seconds": round(time.perf_counter() - start, 3)}
 
 
 def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileRecord]:
-    """Raises OSError."""
+    """Write the snapshot's files and return their sizes and hashes. Raises OSError."""
     records: dict[str, FileRecord] = {}
     memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     for region in snapshot.files:
@@ -137,43 +138,43 @@ def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileReco
 
 
 def report_failure(job: SaveJob, error: str) -> None:
-    """Tell rank 0's writer that this rank's files will not come; as rank 0, end the save."""
+    """Report to rank 0's writer that this rank's files will not be written; on rank 0, abandon the save."""
     if job.snapshot is None:
         return
     temporary = Path(job.snapshot.temporary)
     if job.rank == 0:
         discard(temporary)
         return
-    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # they did come
+    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the files were written before the writer died
         return
-    with contextlib.suppress(OSError):  # the folder is gone; or the time-out has to tell it
-        for region in job.snapshot.files:  # room for the part, on a full disk
+    with contextlib.suppress(OSError):  # without a part file, rank 0's writer waits until its time-out
+        for region in job.snapshot.files:  # frees space for the part file on a full disk
             (temporary / region.name).unlink(missing_ok=True)
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
 
 
-def _after(job: SaveJob, verified: set[str]) -> None:
+def _after_save(job: SaveJob, verified: set[str]) -> None:
     """Mirror this rank's files; on rank 0 complete the mirror's copy, then prune."""
     final = Path(job.final)
     try:
         if job.snapshot is not None and not _becomes_committed(job):
-            return  # rank 0's writer has said why
+            return  # rank 0's writer has replied with the reason
         if job.after.mirror is not None:
-            _told(job, partial(_mirror, job, final, job.after.mirror))
-        if job.rank == 0 and job.after.keep_checkpoints > 0:  # mirror or not: a full disk would end it all
-            _told(job, partial(_prune, job, final.parent, verified))
+            _reply_on_error(job, partial(_mirror, job, final, job.after.mirror))
+        if job.rank == 0 and job.after.keep_checkpoints > 0:  # even if mirroring failed: otherwise the disk fills up
+            _reply_on_error(job, partial(_prune, job, final.parent, verified))
     finally:
         _reply({"event": "after_save", "step": job.step})
 
 
-def _told(job: SaveJob, action: Callable[[], None]) -> None:
-    """Run it; what goes wrong is a reply."""
+def _reply_on_error(job: SaveJob, action: Callable[[], None]) -> None:
+    """Run `action`, and send a reply if it fails."""
     try:
         action()
-    except Exception as failure:  # of any storage's client: told, and the next checkpoint has its own chance
-        ours = isinstance(failure, (ConfigError, SaveError))
+    except Exception as failure:  # each storage client has its own exceptions; the next checkpoint is tried again
+        has_message = isinstance(failure, (ConfigError, SaveError))
         _reply({"event": "after_save_failed", "step": job.step,
-                "reason": str(failure) if ours else f"{type(failure).__name__}: {failure}"})
+                "reason": str(failure) if has_message else f"{type(failure).__name__}: {failure}"})
 
 
 def _mirror(job: SaveJob, final: Path, url: str) -> None:
@@ -191,7 +192,7 @@ def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
 
 
 def is_committed(job: SaveJob) -> bool:
-    """Whether this very save has become a checkpoint."""
+    """Return whether this save, and not another save of the same step, has been committed."""
     try:
         return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
     except (OSError, ValueError):
@@ -199,16 +200,16 @@ def is_committed(job: SaveJob) -> bool:
 
 
 def _becomes_committed(job: SaveJob) -> bool:
-    """Wait for rank 0's writer; False: it will not make a checkpoint of this save."""
+    """Wait for rank 0's writer. Return whether it has committed this save."""
     assert job.snapshot is not None
-    start = asked = time.monotonic()
+    start = checked = time.monotonic()
     ended = False
     while not is_committed(job):
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
-            return is_committed(job)  # it may have been renamed between the two looks
-        if now > asked + _ASK_S:
-            asked, ended = now, _has_ended(job, 0)
+            return is_committed(job)  # rank 0 may have renamed the folder between the two checks
+        if now > checked + _CHECK_S:
+            checked, ended = now, _has_ended(job, 0)
         time.sleep(min(1.0, 0.05 + (now - start) / 10))
     return True
 
@@ -218,6 +219,6 @@ def _has_ended(job: SaveJob, rank: int) -> bool:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # no child of the training process: launchers end all of those, within seconds
+    if os.fork() == 0:  # launchers kill all children of the training process when it ends; a forked orphan survives
         os.setsid()
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

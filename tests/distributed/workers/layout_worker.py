@@ -8,7 +8,7 @@ import torch
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
-from pretrain.checkpoint.save.store import save_checkpoint
+from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps

@@ -1,7 +1,7 @@
 """Save a checkpoint through the engine. It is written under a temporary name and then renamed, so it is never partial.
 
-A folder `global_stepN` holds DeepSpeed's own files; for each rank `rng_state_rank_RRRRR.pt` and
-`shard_index_rank_RRRRR.json`, which says where each weight and optimizer state lies; and `manifest.json`.
+A folder `global_stepN` holds DeepSpeed's own files, `manifest.json`, and for each rank `rng_state_rank_RRRRR.pt` and
+`shard_index_rank_RRRRR.json`, which locates each weight and optimizer state.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.format.rng_state import rng_file, rng_state
 from pretrain.checkpoint.format.shard_index import index_json, index_name
 from pretrain.checkpoint.save.commit import check_space, commit, discard, temporary_folder, write_part
-from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save
+from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save_pickle
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
 
-_VISIBLE_S = 60  # for files of other hosts to be seen here, when all have been written
+_VISIBLE_S = 60  # limit for files of other hosts to become visible on this host, after all have been written
 
 
 def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
-    """(temporary folder, save_id) of a save that may begin; collective. Raises SaveError where the disk is too full."""
+    """Create the temporary folder and return it with a save_id; collective. Raises SaveError if disk space is short."""
 
     def begin() -> tuple[Path, str]:
         temporary = temporary_folder(checkpoints, step)
         try:
-            discard(temporary)  # what a killed run left
+            discard(temporary)  # left by a run that was killed
             checkpoints.mkdir(parents=True, exist_ok=True)
             check_space(checkpoints, needed_bytes=next_checkpoint_bytes(plan, checkpoints))
             temporary.mkdir()
@@ -45,18 +45,19 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
 def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *, step: int,
                 consumed_samples: int) -> str | None:
-    """Let the engine write this rank's files through `open_file`; collective. Returns what went wrong on this rank."""
+    """Let the engine write this rank's files through `open_file`; collective. Return this rank's error, if any."""
     files = FileEngine(open_file)
     engine.checkpoint_engine = files
     copy_recovery_script = type(engine)._copy_recovery_script
-    engine._copy_recovery_script = lambda _: None  # on a full disk it raises, on rank 0 alone: the others would wait
+    # on a full disk DeepSpeed's call raises on rank 0 alone, while the other ranks wait in a barrier
+    engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(str(temporary.parent), tag=temporary.name, save_latest=False,
                            client_state={"step": step, "consumed_samples": consumed_samples})
     rank = dist.get_rank()
     if rank == 0:
         with contextlib.suppress(OSError):
             copy_recovery_script(engine, str(temporary.parent))
-    files.write(rng_file(temporary, rank), lambda file: save(rng_state(), file))
+    files.write(rng_file(temporary, rank), lambda file: save_pickle(rng_state(), file))
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
     return files.error
@@ -64,16 +65,16 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
 
 def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
                     versions: dict[str, str], eval_loss: float | None = None) -> tuple[Path, str, dict[str, int]]:
-    """Write `checkpoints/global_stepSTEP`, then `latest`; collective. A kill at any point leaves the ones before whole.
+    """Write `checkpoints/global_stepSTEP`, then `latest`; collective. A kill never damages earlier checkpoints.
 
     Returns:
-        The folder, its save_id, and the bytes of each of its files.
+        The folder, its save_id, and the size of each of its files in bytes.
 
-    Raises SaveError, on every rank, where any could not write its files; nothing is left of the attempt then.
+    Raises SaveError, on every rank, if any rank could not write its files. The temporary folder is removed then.
     """
     temporary, save_id = begin_save(plan, checkpoints, step)
     written: dict[str, FileRecord] = {}
-    error = write_files(engine, temporary, lambda path: _Recorded(path, written), step=step,
+    error = write_files(engine, temporary, lambda path: _RecordedFile(path, written), step=step,
                         consumed_samples=consumed_samples)
     try:
         if error is None:
@@ -81,8 +82,8 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     except OSError as failure:
         error = str(failure)
     errors = gather(error)
-    manifest = describe(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
-                        eval_loss=eval_loss, save_id=save_id)
+    manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
+                                  eval_loss=eval_loss, save_id=save_id)
 
     def finish() -> dict[str, int]:
         if any(errors):
@@ -95,8 +96,8 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     return checkpoints / f"global_step{step}", save_id, sizes
 
 
-class _Recorded(HashedFile):
-    """A hashed file that enters its record into `written` when it is closed."""
+class _RecordedFile(HashedFile):
+    """A hashed file that adds its record to `written` when it is closed."""
 
     def __init__(self, path: Path, written: dict[str, FileRecord]) -> None:
         super().__init__(path)
@@ -107,8 +108,8 @@ class _Recorded(HashedFile):
         return record
 
 
-def describe(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int, versions: dict[str, str],
-             eval_loss: float | None, save_id: str) -> Manifest:
-    """The manifest of the engine's present state, without files."""
+def manifest_of_engine(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int,
+                       versions: dict[str, str], eval_loss: float | None, save_id: str) -> Manifest:
+    """Return the manifest of the engine's current state, without files."""
     return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
                        loss_scale=loss_scale_state(engine), save_id=save_id)
