@@ -1,7 +1,7 @@
 """A SLURM cluster of two nodes on this machine: munged, slurmctld and a slurmd for each node.
 
-Each slurmd is the first process of a PID namespace: when it is ended, all that runs on its node ends with it, as in a
-power cut. One core a node, no limits enforced; both nodes share the file system.
+Each slurmd is the first process of a PID namespace: when it is killed, all processes of its node end with it, as in a
+power failure. Each node has one core. Limits are not enforced. Both nodes share the file system.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("n1", "n2")
 _PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge"}
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-# cred_expire: how long a requeued job is held back; SlurmdTimeout: until a silent node counts as down
+# cred_expire: delay before a requeued job starts. SlurmdTimeout: seconds until a node without an answer is down.
 _CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -56,7 +56,7 @@ PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass
 class SlurmCluster:
-    """Nodes n1 and n2, and the environment in which sbatch and the others find them."""
+    """Nodes n1 and n2, and the environment for SLURM's commands."""
 
     folder: Path
     environ: dict[str, str]
@@ -64,21 +64,21 @@ class SlurmCluster:
     slurmds: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
     def run(self, *command: str) -> str:
-        """What a command of SLURM prints."""
+        """Run a SLURM command. Returns its stdout."""
         done = subprocess.run(command, env=self.environ, cwd=self.folder, capture_output=True, text=True,
                               timeout=LIMIT_S)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *words: str, **environ: str) -> str:
-        """`sbatch WORDS`; the job's number."""
+        """Run `sbatch WORDS`. Returns the job id."""
         done = subprocess.run(["sbatch", "--parsable", *words], env={**self.environ, **environ}, cwd=self.folder,
                               capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """RUNNING, PENDING, COMPLETED, ..."""
+        """Return the job's state: RUNNING, PENDING, COMPLETED, ..."""
         return self._shown("JobState", job)
 
     def exit_code(self, job: str) -> int:
@@ -93,38 +93,39 @@ class SlurmCluster:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, job: str, *states: str) -> None:
-        """Fails with the job's log where it is in none of the states in time."""
+        """Wait until the job is in one of the states. Fails with the job's log after the time-out."""
         wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}")
 
     def start_node(self, name: str) -> None:
-        # --mount-proc: in mounts of its own, too
+        # --mount-proc also gives the node its own mount namespace, for /etc/hosts
         command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
                    f"mount --bind '{self.folder}/hosts' /etc/hosts; exec slurmd -D -N {name} -f \"$SLURM_CONF\""]
         self.slurmds[name] = _daemon(command, self.folder, self.environ, self.stack)
 
     def end_node(self, name: str) -> None:
-        """All processes of the node at once."""
+        """Kill all processes of the node at once."""
         self.slurmds[name].kill()
         self.slurmds[name].wait()
 
 
 def wait_until(done: Callable[[], bool], describe: Callable[[], str]) -> None:
-    """Fails with `describe()` where `done()` is not true in time."""
+    """Wait until `done()` is true. Fails with `describe()` after the time-out."""
     end = time.monotonic() + LIMIT_S
     while not done():
         assert time.monotonic() < end, f"after {LIMIT_S} s: {describe()}"
         time.sleep(0.1)
 
 
-def _end_with_us() -> None:
-    """So that a test run that is killed leaves no daemon."""
+def _end_with_parent() -> None:
+    """Make the kernel kill the daemon when the test process ends, even if it is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _daemon(command: list[str], folder: Path, environ: dict[str, str],
             stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
     with (folder / "daemons.log").open("ab") as log:
-        process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log, preexec_fn=_end_with_us)
+        process = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log,
+                                   preexec_fn=_end_with_parent)
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
@@ -148,7 +149,7 @@ def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitS
     key.chmod(0o600)
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
              "seed-file": "munge.seed"}
-    # --force: the folder is root's alone, and so are all processes that ask
+    # --force: accept a folder that only root can read; all clients run as root
     _daemon(["munged", "--foreground", "--force", *(f"--{flag}={folder / name}" for flag, name in files.items())],
             folder, environ, stack)
     wait_until((folder / "munge.socket").exists, lambda: (folder / "daemons.log").read_text())
@@ -156,11 +157,9 @@ def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitS
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
-    """Nodes that are idle; everything that was started is ended at the end. Skips where the machine cannot."""
-    if os.geteuid() != 0:
-        pytest.skip("a SLURM cluster on this machine needs root")
+    """Start a cluster with two idle nodes, and end it afterwards. Needs root. Skips if namespaces are not available."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
-        pytest.skip("this machine makes no PID namespaces")
+        pytest.skip("this machine cannot create PID namespaces")
     _need_packages()
     environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), _PATH]),
                "SLURM_CONF": str(folder / "slurm.conf"), "DS_PRETRAIN": str(ROOT), "DS_ACCELERATOR": "cpu",
@@ -181,7 +180,7 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def _own_address() -> str:
-    """By which other machines know this one; the loopback interface's where there are none."""
+    """Return this machine's first address, or the loopback address if it has no network."""
     words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     return words[0] if words else "127.0.0.1"
 
@@ -193,6 +192,6 @@ def _idle(cluster: SlurmCluster) -> int:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Nodes n1 and n2."""
+    """A cluster with the nodes n1 and n2."""
     with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster

@@ -1,7 +1,6 @@
-"""Two hosts on this machine: network namespaces on one bridge, each with its own sshd, interface and mounts.
+"""Two simulated hosts on this machine: network namespaces on one bridge, each with its own sshd, interface and mounts.
 
-They share the file system and the host name, as hosts of one image on shared storage would; `Host.bind` gives one of
-them another file or folder, in that host's mount namespace alone.
+The hosts share the file system and the host name. `Host.bind` replaces a file or folder on one of the hosts only.
 """
 
 import contextlib
@@ -50,36 +49,36 @@ def _run(*command: str) -> str:
 
 @dataclass
 class Host:
-    """One host: `address` is what a hostfile names, `namespace` what `ip netns` does, `link` its end on the bridge."""
+    """One simulated host."""
 
     name: str
-    address: str
-    namespace: str
-    link: str
-    sshd: subprocess.Popen[bytes]  # its parent, in fact
+    address: str  # for hostfiles and ssh
+    namespace: str  # network namespace, as `ip netns` names it
+    link: str  # the bridge's end of the host's network cable
+    sshd: subprocess.Popen[bytes]  # `unshare`, the parent process of sshd
 
     def processes(self) -> dict[int, str]:
-        """Process id -> command line of all that runs on this host, its sshd aside."""
+        """Return process id -> command line of all processes on this host, except sshd."""
         found = {}
         for word in _run("ip", "netns", "pids", self.namespace).split():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended in the meantime
                 command = Path(f"/proc/{word}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if not command.startswith("sshd: ") and int(word) != self.sshd.pid:
                     found[int(word)] = command
-        return {pid: command for pid, command in found.items() if command}  # zombies have none
+        return {pid: command for pid, command in found.items() if command}  # zombies have no command line
 
     def wait_until_empty(self) -> None:
-        """Fails with the list of what still runs."""
+        """Wait until no process runs on this host. Fails with the remaining processes after the time-out."""
         end = time.monotonic() + LIMIT_S
         while self.processes() and time.monotonic() < end:
             time.sleep(0.1)
-        assert self.processes() == {}, f"left on {self.name}"
+        assert self.processes() == {}, f"processes remain on host {self.name}"
 
     @contextlib.contextmanager
     def bind(self, source: Path, target: Path) -> Iterator[None]:
-        """`source` in the place of `target`, on this host alone."""
+        """Replace `target` by `source`, on this host only."""
         (daemon,) = psutil.Process(self.sshd.pid).children()
-        enter = ["nsenter", "-t", str(daemon.pid), "-m", "-p"]  # umount looks itself up in /proc
+        enter = ["nsenter", "-t", str(daemon.pid), "-m", "-p"]  # -p: umount reads its own entry in /proc
         _run(*enter, "mount", "--bind", str(source), str(target))
         try:
             yield
@@ -87,13 +86,13 @@ class Host:
             _run(*enter, "umount", "-l", str(target))
 
     def set_link(self, state: str) -> None:
-        """`up` or `down`: the cable of this host."""
+        """Set the network link of this host `up` or `down`."""
         _run("ip", "link", "set", self.link, state)
 
 
 @dataclass
 class Hosts:
-    """Host `a` and host `b`, and the environment in which `ssh ADDRESS` and `pdsh` reach them."""
+    """Hosts `a` and `b`, and the environment for `ssh` and `pdsh` to reach them."""
 
     a: Host
     b: Host
@@ -117,13 +116,13 @@ def _need_packages() -> None:
         subprocess.run(["apt-get", "install", "-y", "-qq", *missing], env=environ, capture_output=True)
         missing = [package for command, package in PACKAGES.items() if shutil.which(command, path=_PATH) is None]
     if missing:
-        pytest.skip(f"two hosts over ssh need the packages {', '.join(missing)}")
+        pytest.skip(f"simulated ssh hosts need the packages {', '.join(missing)}")
 
 
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def _keys(folder: Path) -> None:
+def _write_keys(folder: Path) -> None:
     for name in ("host_key", "user_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     (folder / "client").write_text(_CLIENT.format(folder=folder))
@@ -133,8 +132,8 @@ def _keys(folder: Path) -> None:
     (bin_folder / "ssh").chmod(0o755)
 
 
-def _end_with_us() -> None:
-    """So that a test run that is killed leaves no sshd."""
+def _end_with_parent() -> None:
+    """Make the kernel kill sshd when the test process ends, even if it is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -150,18 +149,18 @@ def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.Ex
         _run("ip", "-n", namespace, *command.split())
     config = folder / f"sshd_{name}"
     config.write_text(_SSHD.format(folder=folder, name=name))
-    # mounts and processes of its own, too: all of these end with the daemon, and it with its parent
+    # Its own mount and PID namespaces, too: all processes of the host end with sshd, and sshd ends with `unshare`.
     command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
                shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)]
     with (folder / f"sshd_{name}.log").open("wb") as log:
-        sshd = subprocess.Popen(command, stderr=log, preexec_fn=_end_with_us)
+        sshd = subprocess.Popen(command, stderr=log, preexec_fn=_end_with_parent)
     stack.callback(sshd.wait)
     stack.callback(sshd.kill)
     return Host(name, address, namespace, link, sshd)
 
 
 def _end_all(namespace: str) -> None:
-    """Whatever runs in a namespace of ours was started there by us."""
+    """Kill all processes in a namespace. Only these tests start processes there."""
     for word in subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(word), signal.SIGKILL)
@@ -172,7 +171,7 @@ def _bridge(pair: int) -> str:
 
 
 def _free_pair() -> int:
-    """A number whose bridge and network no other test run on this machine has."""
+    """Return a number whose bridge and network no other test run on this machine uses."""
     used = _run("ip", "-o", "addr") + _run("ip", "netns", "list")
     while True:
         pair = random.SystemRandom().randrange(500)
@@ -181,15 +180,13 @@ def _free_pair() -> int:
 
 
 def _network(pair: int) -> str:
-    """Of 198.18.0.0/15, which is for tests."""
+    """Return a network of 198.18.0.0/15, which is reserved for tests."""
     return f"198.{18 + pair // 250 % 2}.{pair % 250}"
 
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Hosts that accept ssh; everything that was started is ended and removed at the end. Skips where impossible."""
-    if os.geteuid() != 0:
-        pytest.skip("two hosts over ssh need root, for network namespaces")
+    """Start two hosts that accept ssh, and remove them at the end. Needs root. Skips without namespaces."""
     _need_packages()
     pair = _free_pair()
     with contextlib.ExitStack() as stack:
@@ -199,10 +196,10 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             _run("ip", "addr", "add", f"{_network(pair)}.254/24", "dev", _bridge(pair))
             _run("ip", "link", "set", _bridge(pair), "up")
             Path("/run/sshd").mkdir(exist_ok=True)
-            _keys(folder)
+            _write_keys(folder)
             hosts = [_start(name, number, pair, folder, stack) for number, name in enumerate("ab", 1)]
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.cmd}: {error.stderr.strip()}")
+            pytest.skip(f"this machine cannot create network namespaces: {error.cmd}: {error.stderr.strip()}")
         scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]
         environ = {**os.environ, "PATH": os.pathsep.join([*scripts, _PATH]), "OMP_NUM_THREADS": "1",
                    "DS_ACCELERATOR": "cpu", "VENV": str(Path(sys.executable).parents[1])}
@@ -214,12 +211,12 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 def _wait_for_ssh(host: Host, environ: dict[str, str]) -> None:
     end = time.monotonic() + LIMIT_S
     while subprocess.run(["ssh", host.address, "true"], env=environ, capture_output=True).returncode != 0:
-        assert time.monotonic() < end, f"{host.name}: no ssh after {LIMIT_S} s"
+        assert time.monotonic() < end, f"host {host.name} does not accept ssh after {LIMIT_S} s"
         time.sleep(0.2)
 
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Host a and host b."""
+    """Hosts a and b, for all tests of the session."""
     with two_hosts(tmp_path_factory.mktemp("ssh_hosts")) as both:
         yield both
