@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write train.jsonl and valid.jsonl made of the Python standard library's source files."""
+"""Write train.jsonl and valid.jsonl from the source files of Python's standard library."""
 
 from pretrain.cli import Parser, number, path, run_main
 from pretrain.data.corpus import python_corpus
@@ -8,7 +8,8 @@ from pretrain.data.corpus import python_corpus
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("out", metavar="OUT", type=path, help="folder for train.jsonl and valid.jsonl")
-    parser.add_argument("--megabytes", type=number(above=True), default=30, help="of text, at most (%(default)s)")
+    parser.add_argument("--megabytes", type=number(above=True), default=30,
+                        help="largest size of the text in MB (%(default)s)")
     args = parser.parse_args()
     corpus = python_corpus(args.out, megabytes=args.megabytes)
     print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")

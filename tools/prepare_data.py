@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenise text, .jsonl and .gz files into OUT.bin and OUT.idx, Megatron's format, and OUT.meta.json."""
+"""Tokenize text, .jsonl and .gz files into OUT.bin and OUT.idx (Megatron's format) and OUT.meta.json."""
 
 import argparse
 
@@ -10,14 +10,14 @@ from pretrain.data.prepare import prepare
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place,
-                        help="text file (one document), .jsonl (one document a line), or either with .gz")
+                        help="text file (one document) or .jsonl (one document per line), also with .gz")
     parser.add_argument("--tokenizer", type=place, required=True,
-                        help="SentencePiece .model, tokenizer.json, or their folder")
+                        help="SentencePiece .model, tokenizer.json, or a folder with one")
     parser.add_argument("--out", type=prefix, required=True, help="prefix of the files to write")
     parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
-    parser.add_argument("--workers", type=whole_number(1, 1024), help="processes (default: one a CPU core)")
+    parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
-                        help="end each document with the end-of-document token (yes)")
+                        help="end each document with the end-of-document token (default: yes)")
     args = parser.parse_args()
     done = prepare(args.inputs, tokenizer=args.tokenizer, out=args.out, jsonl_key=args.jsonl_key,
                    workers=args.workers, append_eod=args.append_eod)

@@ -9,17 +9,17 @@ from pretrain.data.train_tokenizer import train_sentencepiece
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place, help="text file, .jsonl, or either with .gz")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place, help="text file or .jsonl, also with .gz")
     parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
-                        help="pieces, the 256 bytes included (%(default)s)")
+                        help="number of pieces, including 256 bytes (%(default)s)")
     parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
     parser.add_argument("--max_megabytes", type=number(above=True), default=100,
-                        help="train on a random share of larger inputs (%(default)s)")
+                        help="train on a random sample of this size if the inputs are larger (%(default)s)")
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
-                        help="share of all characters whose kinds get own pieces; rarer ones: bytes (%(default)s)")
-    parser.add_argument("--threads", type=whole_number(1, 1024), help="of the trainer (default: one a CPU core)")
-    parser.add_argument("--verbose", action="store_true", help="show SentencePiece's own messages")
+                        help="fraction of the text whose characters get pieces; others become bytes (%(default)s)")
+    parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
+    parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()
     started = time.monotonic()
     tokenizer = train_sentencepiece(args.inputs, args.out, vocab_size=args.vocab_size, jsonl_key=args.jsonl_key,

@@ -1,4 +1,4 @@
-"""A corpus that is already on the machine: the source files of Python's own standard library."""
+"""Make a corpus from the source files of Python's standard library, which every machine has."""
 
 import hashlib
 import json
@@ -11,29 +11,30 @@ from pathlib import Path
 from pretrain.data.text import make_folder
 from pretrain.errors import ConfigError
 
-_LARGEST_FILE_BYTES = 1_000_000  # what is longer is a table, not a program
-_VALID_SHARE = 0.05
-_OTHER_PEOPLES = ("site-packages", "dist-packages", "__pycache__")
+_LARGEST_FILE_BYTES = 1_000_000  # longer files are tables, not programs
+_VALID_FRACTION = 0.05
+_EXCLUDED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """The two files of a corpus, and their size."""
+
     train: Path
     valid: Path
     num_documents: int
     num_bytes: int
-    """of text, both files together"""
+    """of text, in both files together"""
 
 
 def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | Path | None = None) -> Corpus:
-    """out_dir/train.jsonl and valid.jsonl ({"text", "path"} a line), of up to `megabytes` of *.py files.
+    """Write out_dir/train.jsonl and valid.jsonl ({"text", "path"} per line) from up to `megabytes` of *.py files.
 
-    `source`: the folder to take them from (default: the standard library's; its tests too, where installed).
-    Which files, in which order and on which side of the split (5% validation) hangs on their relative paths alone.
-    Raises ConfigError where there are none.
+    `source` is the folder that holds the files (default: the standard library, including its tests if installed).
+    Selection, order and split (5% validation) depend only on the relative paths. Raises ConfigError if there are none.
     """
     if megabytes <= 0:
-        raise ConfigError("--megabytes", found=str(megabytes), expected="more than 0")
+        raise ConfigError("--megabytes", found=megabytes, expected="more than 0")
     folder = Path(source or sysconfig.get_path("stdlib"))
     out = make_folder(Path(out_dir))
     final = {name: out / f"{name}.jsonl" for name in ("train", "valid")}
@@ -50,9 +51,9 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
                 (valid if is_valid else train).write(json.dumps({"text": text, "path": path}) + "\n")
                 counts["valid" if is_valid else "train"] += 1
         if min(counts.values()) == 0:
-            raise ConfigError(str(folder), found=f"{sum(counts.values())} usable .py files",
-                              expected="the sources of the standard library", remedy="install them"
-                              " (Debian: libpython3-stdlib), or train on your own text")
+            raise ConfigError(str(folder), problem=f"{sum(counts.values())} usable .py files are too few for a corpus",
+                              remedy="install the sources of Python's standard library (Debian: libpython3-stdlib),"
+                              " or train on your own text")
         for name in final:
             os.replace(temporary[name], final[name])
     finally:
@@ -62,22 +63,22 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
 
 
 def _documents(folder: Path) -> Iterator[tuple[str, str, bool]]:
-    """(relative path, text, whether for validation) of each distinct file, in the order of the paths' hashes."""
+    """Yield (relative path, text, is validation) of each distinct file, ordered by the hash of the path."""
     hashed = []
     for path in folder.rglob("*.py"):
         relative = path.relative_to(folder)
-        if not set(_OTHER_PEOPLES) & set(relative.parts) and path.is_file():
+        if not set(_EXCLUDED_FOLDERS) & set(relative.parts) and path.is_file():
             hashed.append((hashlib.sha256(relative.as_posix().encode()).digest(), relative.as_posix()))
     seen: set[str] = set()
     for digest, name in sorted(hashed):
         text = _source_text(folder / name)
         if text.strip() and text not in seen:
             seen.add(text)
-            yield name, text, int.from_bytes(digest[-8:], "big") < _VALID_SHARE * 2**64
+            yield name, text, int.from_bytes(digest[-8:], "big") < _VALID_FRACTION * 2**64
 
 
 def _source_text(path: Path) -> str:
-    """The file's text, or "" for one that is too long or not UTF-8 (the library's tests hold some on purpose)."""
+    """Return the file's text, or "" if it is too long or not UTF-8 (some files of the library's tests are not)."""
     try:
         return path.read_bytes().decode("utf-8") if path.stat().st_size <= _LARGEST_FILE_BYTES else ""
     except (OSError, UnicodeDecodeError):

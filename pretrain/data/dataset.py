@@ -1,7 +1,8 @@
-"""Samples: a sample is a pure function of (tokens, seed, index), whatever the ranks, batch sizes and workers.
+"""Samples as a pure function of (tokens, seed, index), independent of ranks, batch sizes and workers.
 
-A range of tokens is cut into windows of seq_length + 1 that overlap by one token. Each epoch cuts at another start
-and visits the windows in another order. Nothing is stored: the order is a keyed permutation, computed as needed.
+A range of tokens is divided into windows of seq_length + 1 tokens that overlap by one token. Each epoch starts the
+first window at another token and visits the windows in another order. The order is not stored: it is a keyed
+permutation that is computed on demand.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser: 64 bits to 64 bits, each depending on all."""
+    """Hash 64 bits to 64 bits with the finalizer of SplitMix64."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -28,9 +29,9 @@ def _mix(value: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Where a keyed permutation of range(size) sends `index`: a Feistel network, O(1) memory.
+    """Return the image of `index` under a keyed permutation of range(size): a Feistel network with O(1) memory.
 
-    The network permutes range(4^k) >= size; walking its cycle until inside range(size) restricts it to that.
+    The network permutes range(4^k) with 4^k >= size. It is applied until the result lies in range(size).
     """
     assert 0 <= index < size
     half = max((size - 1).bit_length() + 1, 2) // 2
@@ -45,9 +46,9 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 class SampleDataset:
-    """Windows of seq_length + 1 tokens out of tokens [first_token, last_token) of a `.bin/.idx` pair.
+    """Windows of seq_length + 1 tokens from the tokens [first_token, last_token) of a `.bin/.idx` pair.
 
-    Raises ConfigError where the range does not hold one window.
+    Raises ConfigError if the range is shorter than one window.
     """
 
     def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
@@ -58,8 +59,8 @@ class SampleDataset:
         if self.num_tokens < seq_length + 1:
             raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
                               expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
-                              remedy="give more data, a larger share in --split, or a smaller --seq_length")
-        # One window less than would fit, so that every epoch has at least seq_length starts to choose from.
+                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
+        # One window fewer than fits, so that each epoch can choose from at least seq_length first tokens.
         self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
 
     @property
@@ -67,12 +68,12 @@ class SampleDataset:
         return self.last_token - self.first_token
 
     def sample(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample `index` (which counts on over epochs): int64 [seq_length + 1]."""
+        """Return sample `index` (over all epochs) as int64 [seq_length + 1]."""
         start = self.sample_start(index)
         return self.indexed.tokens(start, start + self.seq_length + 1)
 
     def sample_start(self, index: int) -> int:
-        """First token of sample `index`, in the flat stream."""
+        """Return the position of the first token of sample `index` in the flat stream."""
         assert index >= 0
         epoch, position = divmod(index, self.samples_per_epoch)
         key = _mix(_mix(self.seed & _MASK_64) ^ epoch)
@@ -82,29 +83,29 @@ class SampleDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of what decides the samples apart from the seed: the data, the range of tokens, seq_length."""
+        """SHA-256 of data, range of tokens and seq_length, which determine the samples together with the seed."""
         content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
         return hashlib.sha256(content.encode()).hexdigest()
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """"969,30,1" as shares that sum to 1; missing ones are 0. Raises ConfigError."""
-    expected = "up to three shares, train,valid,test, the first above 0: 969,30,1"
+    """Parse "969,30,1" into fractions that sum to 1; missing ones are 0. Raises ConfigError."""
+    expected = "up to three proportions TRAIN,VALID,TEST, the first above 0, such as 969,30,1"
     try:
-        shares = [float(word) for word in split.split(",")]
+        proportions = [float(word) for word in split.split(",")]
     except ValueError:
         raise ConfigError("--split", found=repr(split), expected=expected) from None
-    if len(shares) > 3 or not all(0 <= share <= 1e9 for share in shares) or shares[0] < 1e-9:
+    if len(proportions) > 3 or not all(0 <= proportion <= 1e9 for proportion in proportions) or proportions[0] < 1e-9:
         raise ConfigError("--split", found=repr(split), expected=expected)
-    shares += [0.0] * (3 - len(shares))
-    return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
+    proportions += [0.0] * (3 - len(proportions))
+    return proportions[0] / sum(proportions), proportions[1] / sum(proportions), proportions[2] / sum(proportions)
 
 
-def split_documents(num_documents: int, shares: tuple[float, float, float]) -> list[tuple[int, int]]:
-    """[first, last) documents of train, valid, test: consecutive and rounded, as Megatron-LM and GPT-NeoX cut them."""
+def split_documents(num_documents: int, fractions: tuple[float, float, float]) -> list[tuple[int, int]]:
+    """Return [first, last) documents of train, valid and test: consecutive, rounded as in Megatron-LM and GPT-NeoX."""
     bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share * num_documents))
+    for fraction in fractions:
+        bounds.append(bounds[-1] + round(fraction * num_documents))
     surplus = bounds[-1] - num_documents
     bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
     return list(itertools.pairwise(bounds))

@@ -1,8 +1,8 @@
-"""Token files: Megatron's `.bin/.idx` pair, byte-compatible with Megatron-LM and GPT-NeoX.
+"""Read and write token files: pairs of `.bin` and `.idx`, byte-compatible with Megatron-LM and GPT-NeoX.
 
-`.bin` holds the tokens and nothing else. `.idx` (little-endian): `MMIDIDX\\0\\0` | u64 version 1 | u8 dtype code |
+`.bin` holds only the tokens. `.idx` (little-endian): `MMIDIDX\\0\\0` | u64 version 1 | u8 dtype code |
 u64 number of sequences | u64 length of the document index (documents + 1) | int32 lengths | int64 byte offsets |
-int64 document index (first sequence of each document; leading 0 and the total included).
+int64 document index (first sequence of each document, from 0, and the number of sequences at the end).
 """
 
 import contextlib
@@ -26,17 +26,20 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_LARGEST_UINT16_VOCAB = 65_499  # the peers' readers infer the type from the vocabulary with this limit
+_LARGEST_UINT16_VOCAB = 65_499  # limit in Megatron-LM and GPT-NeoX, which infer the dtype from the vocabulary
 _REWRITE = "write it again with tools/prepare_data.py"
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """The token type that Megatron-LM and GPT-NeoX infer for a vocabulary: uint16 up to 65,499, otherwise int32."""
+    """Return the dtype that Megatron-LM and GPT-NeoX infer for a vocabulary: uint16 up to 65,499, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size <= _LARGEST_UINT16_VOCAB else np.int32)
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """PREFIX.meta.json (vocab_size, tokenizer_sha256, entropy_nats, ...); None for files that a peer wrote."""
+    """Read PREFIX.meta.json (vocab_size, tokenizer_sha256, ...). Return None if another tool wrote the pair.
+
+    Raises ConfigError for a file that cannot be read or has invalid values.
+    """
     path = Path(f"{prefix}.meta.json")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -47,9 +50,9 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
         raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
     if not isinstance(meta, dict):
         raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
-    for key, (is_right, expected) in _META.items():
+    for key, (is_valid, expected) in _META.items():
         value = meta.get(key)
-        if value is not None and (isinstance(value, bool) or not is_right(value)):
+        if value is not None and (isinstance(value, bool) or not is_valid(value)):
             raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected=expected, remedy=_REWRITE)
     return meta
 
@@ -60,17 +63,17 @@ def _is_count(value: Any) -> bool:
 
 _META: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "eod_token"),
-                    (_is_count, "a whole number from 0")),
+                    (_is_count, "a whole number, at least 0")),
     **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (lambda value: isinstance(value, str), "a string")),
     "entropy_nats": (lambda value: isinstance(value, (int, float)) and 0 <= value < 100, "a number of nats"),
 }
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair as one flat stream of tokens cut into documents. Reads no token before it is asked.
+    """A `.bin/.idx` pair as one flat stream of tokens, divided into documents. Tokens are read on demand.
 
-    num_tokens, num_documents; dtype of the file; document_offsets: int64 [num_documents + 1], in tokens.
-    Raises ConfigError, naming the file, where the pair is missing, truncated or not consistent.
+    Attributes: num_tokens, num_documents, dtype of the file, document_offsets (int64 [num_documents + 1], in tokens).
+    Raises ConfigError that names the file if the pair is missing, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -92,24 +95,24 @@ class IndexedDataset:
             self._tokens = np.memmap(self.bin_path, self.dtype.newbyteorder("<"), mode="r")
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of the flat stream, as int64 [stop - start]."""
+        """Return tokens [start, stop) of the flat stream as int64 [stop - start]."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of {self.num_tokens}")
         return self._tokens[start:stop].astype(np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the index and 64 blocks spread over the tokens (all of them would cost minutes)."""
+        """SHA-256 of the index and of 64 blocks spread over the tokens; hashing all tokens would take minutes."""
         digest = hashlib.sha256(self.idx_path.read_bytes())
         for start in np.linspace(0, max(self.num_tokens - 1024, 0), 64).astype(np.int64).tolist():
             digest.update(self._tokens[start : start + 1024].tobytes())
         return digest.hexdigest()
 
     def _check_sequences(self, lengths: npt.NDArray[Any], pointers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Token offsets [sequences + 1], once lengths and byte offsets agree."""
+        """Check that lengths and byte offsets agree, and return the token offsets [sequences + 1]."""
         if len(lengths) and int(lengths.min()) < 0:
             raise ConfigError(str(self.idx_path), found=f"a sequence of {lengths.min()} tokens",
-                              expected="lengths of 0 or more", remedy=_REWRITE)
+                              expected="at least 0 tokens", remedy=_REWRITE)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         expected = offsets[:-1] * self.dtype.itemsize
@@ -117,32 +120,33 @@ class IndexedDataset:
         if len(wrong):
             at = int(wrong[0])
             raise ConfigError(str(self.idx_path), found=f"sequence {at} at byte {pointers[at]} of the .bin",
-                              expected=f"byte {expected[at]} (sequences follow each other)", remedy=_REWRITE)
+                              expected=f"byte {expected[at]}, where sequence {at - 1} ends", remedy=_REWRITE)
         return offsets
 
     def _check_documents(self, document_index: npt.NDArray[Any], num_sequences: int) -> None:
+        """Check that the document index rises from 0 to the number of sequences."""
         ordered = len(document_index) > 0 and bool((np.diff(document_index) >= 0).all())
         if not ordered or document_index[0] != 0 or document_index[-1] != num_sequences:
-            shown = f"{document_index[0]} to {document_index[-1]}" if len(document_index) else "nothing"
-            raise ConfigError(str(self.idx_path), found=f"a document index of {shown}",
-                              expected=f"rising from 0 to {num_sequences}", remedy=_REWRITE)
+            shown = f"from {document_index[0]} to {document_index[-1]}" if len(document_index) else "without entries"
+            raise ConfigError(str(self.idx_path), found=f"a document index {shown}",
+                              expected=f"values that rise from 0 to {num_sequences}", remedy=_REWRITE)
 
     def _check_bin(self) -> None:
+        """Check that the .bin has the size that the .idx describes."""
         try:
             found = self.bin_path.stat().st_size
         except OSError as error:
-            raise ConfigError(str(self.bin_path), found=_reason(error), expected="the tokens that the .idx describes",
-                              remedy=_REWRITE) from None
+            raise ConfigError(str(self.bin_path), problem=_reason(error), remedy=_REWRITE) from None
         expected = self.num_tokens * self.dtype.itemsize
         if found != expected:
-            what = "truncated, or of another .idx" if found < expected else "too long, or of another .idx"
-            raise ConfigError(str(self.bin_path), found=f"{found} bytes ({what})",
+            size = "truncated" if found < expected else "too long"
+            raise ConfigError(str(self.bin_path), found=f"{found} bytes ({size}, or of another .idx)",
                               expected=f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.name})",
                               remedy=_REWRITE)
 
 
 def _reason(error: OSError) -> str:
-    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+    return "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error.strerror}"
 
 
 def _read_file(path: Path) -> bytes:
@@ -150,11 +154,11 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         remedy = "give the prefix of a .bin/.idx pair, without .bin; tools/prepare_data.py writes one"
-        raise ConfigError(str(path), found=_reason(error), expected="a Megatron .idx file", remedy=remedy) from None
+        raise ConfigError(str(path), problem=_reason(error), remedy=remedy) from None
 
 
 def _check_header(path: Path, index: bytes) -> tuple[int, int, int]:
-    """(dtype code, number of sequences, length of the document index) of an .idx whose size fits them."""
+    """Return (dtype code, number of sequences, length of the document index), checked against the size of the .idx."""
     where = str(path)
     if index[: len(_MAGIC)] != _MAGIC:
         raise ConfigError(where, found=f"first bytes {index[:9]!r}", expected=f"{_MAGIC!r}", remedy=_REWRITE)
@@ -165,7 +169,7 @@ def _check_header(path: Path, index: bytes) -> tuple[int, int, int]:
     if version != 1:
         raise ConfigError(where, found=f"version {version}", expected="version 1", remedy=_REWRITE)
     if code not in _DTYPES:
-        why = " (float to one peer, unsigned to another)" if code in (6, 7) else ""
+        why = " (float in one of Megatron-LM and GPT-NeoX, unsigned in the other)" if code in (6, 7) else ""
         raise ConfigError(where, found=f"dtype code {code}{why}",
                           expected="1 u8, 2 i8, 3 i16, 4 i32, 5 i64 or 8 u16", remedy=_REWRITE)
     size = _HEADER.size + 12 * num_sequences + 8 * index_length
@@ -177,9 +181,9 @@ def _check_header(path: Path, index: bytes) -> tuple[int, int, int]:
 
 
 class IndexedWriter:
-    """Writes a `.bin/.idx` pair, one sequence a document, under temporary names until `finalize`.
+    """Context manager that writes a `.bin/.idx` pair, one sequence per document, under temporary names.
 
-    Use as a context manager: leaving it without `finalize` removes the temporary files and touches nothing else.
+    `finalize` renames the files. Without it, the temporary files are removed and existing files remain.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -189,29 +193,29 @@ class IndexedWriter:
         self._lengths, self._open_tokens = array("i"), 0
         self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
         folder = self.prefix.absolute().parent
-        self._made = [place for place in (folder, *folder.parents) if not place.exists()]
+        self._created = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._bin = self._temporary["bin"].open("wb")
         except OSError as error:
-            raise ConfigError(str(self.prefix), found=f"{error.filename}: {error.strerror}",
-                              expected="a prefix in a folder that can be written to") from None
+            raise ConfigError(str(self.prefix), problem=f"{error.filename} cannot be written: {error.strerror}",
+                              remedy="give a prefix in a writable folder") from None
 
     @property
     def num_documents(self) -> int:
         return len(self._lengths)
 
     def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int]) -> None:
-        """Tokens [n], with a document ending before each position in `ends` (rising, at most n).
+        """Append tokens [n], with a document ending before each position in `ends` (rising, at most n).
 
-        What comes before the first end goes on from the last call; what follows the last end is still open.
-        Raises ConfigError for tokens that the dtype cannot hold.
+        Tokens before the first end continue the document of the last call. Tokens after the last end belong to a
+        document that the next call continues. Raises ConfigError for tokens that the dtype cannot hold.
         """
         values = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
             raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
-                              expected=f"what {self.dtype.name} holds ({limits.min} to {limits.max})")
+                              expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
         self._bin.write(values.astype(self.dtype.newbyteorder("<")).tobytes())
         start = -self._open_tokens
         for end in ends:
@@ -221,17 +225,17 @@ class IndexedWriter:
         self.num_tokens += values.size
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
-        """One whole document, int [n]."""
+        """Append one complete document, int [n]."""
         self.add_documents(tokens, [np.asarray(tokens).size])
 
     def _end_document(self, num_tokens: int) -> None:
         if num_tokens > np.iinfo(np.int32).max:
             raise ConfigError(str(self.prefix), found=f"a document of {num_tokens} tokens",
-                              expected="at most 2147483647 tokens a document", remedy="split it into several")
+                              expected="at most 2147483647 tokens", remedy="split the document into several")
         self._lengths.append(num_tokens)
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Put the pair (and PREFIX.meta.json) in place. The .idx comes last: without it nothing can be opened."""
+        """Rename the pair and PREFIX.meta.json to their final names, the .idx last, because every reader needs it."""
         assert not self._open_tokens, "finalize() inside a document"
         self._bin.flush()
         os.fsync(self._bin.fileno())
@@ -269,7 +273,7 @@ class IndexedWriter:
         self._bin.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
-        for folder in self._made:  # rmdir removes those that finalize() left empty
+        for folder in self._created:  # rmdir removes only empty folders
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

@@ -1,6 +1,6 @@
-"""Text files to a `.bin/.idx` pair: this process reads and writes in order, workers tokenise in between.
+"""Tokenize text files into a `.bin/.idx` pair. This process reads and writes in order; worker processes tokenize.
 
-The output is the same for any number of workers: they get the same batches, and results are taken in order.
+The output does not depend on the number of workers: batches are the same, and results are written in order.
 """
 
 import functools
@@ -31,7 +31,7 @@ from pretrain.paths import check_folder
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What PREFIX.meta.json holds."""
+    """Content of PREFIX.meta.json."""
 
     vocab_size: int
     tokenizer: str
@@ -43,12 +43,12 @@ class PreparedData:
     num_documents: int
     max_token: int
     entropy_nats: float
-    """per token, of the tokens' frequencies: the loss of a model that knows nothing else"""
+    """entropy per token of the token frequencies: the loss of a model that predicts these frequencies"""
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What a worker needs to know, apart from the text."""
+class _WorkerSettings:
+    """Settings for the workers."""
 
     tokenizer: str
     jsonl_key: str
@@ -57,45 +57,46 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Tokenised:
+class _TokenizedBatch:
     tokens: npt.NDArray[Any]
     ends: list[int]
     """positions in `tokens` at which documents end"""
-    refusal: str
-    """the ConfigError's line, which as an exception would not survive the way between processes"""
+    error: str
+    """line of a ConfigError, or "\""""
 
 
 def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str = "text", workers: int | None = None,
             append_eod: bool = True) -> PreparedData:
-    """Tokenise `inputs` into out.bin, out.idx and out.meta.json; all of them, or none.
+    """Tokenize `inputs` into out.bin, out.idx and out.meta.json. On an error none of them is written.
 
-    workers: processes (default: one a CPU core). Raises ConfigError.
+    workers: number of processes (default: one per CPU core). Raises ConfigError.
     """
     if workers is not None and workers < 1:
-        raise ConfigError("--workers", found=str(workers), expected="1 or more")
+        raise ConfigError("--workers", found=workers, expected="at least 1")
     total_bytes = check_inputs(inputs)
     if problem := bad_path(f"{out}.meta.json.tmp-1234567"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
     loaded = load_tokenizer(tokenizer)
     if append_eod and loaded.eod_token is None:
-        raise ConfigError(f"--tokenizer {tokenizer}", found="no end-of-document token",
-                          expected="one such as <|endoftext|> or </s>", remedy="or give --no-append_eod")
+        raise ConfigError(f"--tokenizer {tokenizer}",
+                          problem="it has no end-of-document token such as <|endoftext|> or </s>",
+                          remedy="choose another tokenizer, or give --no-append_eod")
     eod_token = loaded.eod_token if append_eod else None
-    job = _Job(str(loaded.path), jsonl_key, eod_token, dtype_for_vocab(loaded.vocab_size).name)
+    settings = _WorkerSettings(str(loaded.path), jsonl_key, eod_token, dtype_for_vocab(loaded.vocab_size).name)
     counts = np.zeros(loaded.vocab_size, np.int64)
     try:
-        with IndexedWriter(out, job.dtype) as writer, ProgressBar("tokenising", total_bytes) as progress:
+        with IndexedWriter(out, settings.dtype) as writer, ProgressBar("tokenizing", total_bytes) as progress:
             # Starting a process takes longer than one chunk.
             most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
-            for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), job, most_workers):
-                if result.refusal:
-                    raise _as_config_error(result.refusal)
+            for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), settings, most_workers):
+                if result.error:
+                    raise ConfigError.from_line(result.error)
                 writer.add_documents(result.tokens, result.ends)
                 counts += np.bincount(result.tokens, minlength=len(counts))
                 progress.advance(sum(chunk.file_bytes for chunk in batch), f"{writer.num_documents:,} documents")
             if writer.num_documents == 0:
-                raise ConfigError(" ".join(inputs), found="no text", expected="at least one document that is not empty")
+                raise ConfigError(" ".join(inputs), problem="there is no document that is not empty")
             summary = PreparedData(
                 vocab_size=loaded.vocab_size, tokenizer=str(loaded.path.resolve()),
                 tokenizer_sha256=loaded.fingerprint, eod_token=eod_token, num_tokens=writer.num_tokens,
@@ -103,18 +104,18 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
                 entropy_nats=entropy_nats(counts))
             writer.finalize(vars(summary))
     except OSError as error:
-        raise ConfigError(f"--out {out}", found=str(error), expected="a place with room that can be written") from None
+        raise ConfigError(f"--out {out}", problem=f"the files cannot be written: {error}") from None
     return summary
 
 
 def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
-    """Entropy of the frequencies `counts` [n], in nats."""
-    shares = counts[counts > 0] / counts.sum()
-    return -math.fsum((shares * np.log(shares)).tolist())
+    """Return the entropy in nats of the frequencies `counts` [n]."""
+    frequencies = counts[counts > 0] / counts.sum()
+    return -math.fsum((frequencies * np.log(frequencies)).tolist())
 
 
 def _batches(inputs: Iterable[str], batch_bytes: int) -> Iterator[list[Chunk]]:
-    """Chunks in the order of the inputs, small files together until `batch_bytes`."""
+    """Yield lists of chunks in the order of the inputs; small files are combined up to `batch_bytes`."""
     batch: list[Chunk] = []
     size = 0
     for path in inputs:
@@ -128,19 +129,19 @@ def _batches(inputs: Iterable[str], batch_bytes: int) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def _map_in_order(batches: Iterator[list[Chunk]], job: _Job,
-                  workers: int) -> Iterator[tuple[list[Chunk], _Tokenised]]:
-    """Each batch with its result, in order; never more than a few batches a worker are read ahead."""
+def _map_in_order(batches: Iterator[list[Chunk]], settings: _WorkerSettings,
+                  workers: int) -> Iterator[tuple[list[Chunk], _TokenizedBatch]]:
+    """Yield each batch and its result, in order. At most a few batches per worker are read ahead."""
     if workers == 1:
-        yield from ((batch, _tokenise(batch, job)) for batch in batches)
+        yield from ((batch, _tokenize(batch, settings)) for batch in batches)
         return
-    # Not fork: the parent may hold threads (a progress bar, torch) whose locks a child would inherit.
+    # Not fork: a child would inherit locks of the parent's threads (progress bar, torch).
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    pending: deque[tuple[list[Chunk], Future[_Tokenised]]] = deque()
+    pending: deque[tuple[list[Chunk], Future[_TokenizedBatch]]] = deque()
     try:
         for batch in batches:
-            pending.append((batch, pool.submit(_tokenise, batch, job)))
+            pending.append((batch, pool.submit(_tokenize, batch, settings)))
             if len(pending) > 3 * workers:
                 done, future = pending.popleft()
                 yield done, future.result()
@@ -148,14 +149,14 @@ def _map_in_order(batches: Iterator[list[Chunk]], job: _Job,
             done, future = pending.popleft()
             yield done, future.result()
     except BrokenProcessPool:
-        raise ConfigError("--workers", found=f"one of {workers} worker processes was killed",
-                          expected="all of them to live", remedy="memory may be short: give fewer") from None
+        raise ConfigError("--workers", problem=f"one of {workers} worker processes was killed",
+                          remedy="if memory is short, give fewer workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker() -> None:
-    """Ctrl-C is for the parent to handle, and no worker outlives it, however it ends."""
+    """Ignore Ctrl-C, which the parent handles, and exit when the parent ends for any reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -170,28 +171,24 @@ def _start_worker() -> None:
 _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
-def _tokenise(batch: list[Chunk], job: _Job) -> _Tokenised:
-    """Runs in a worker."""
-    tokenizer = _load_once(job.tokenizer)
-    parts: list[npt.NDArray[Any]] = [np.zeros(0, job.dtype)]
+def _tokenize(batch: list[Chunk], settings: _WorkerSettings) -> _TokenizedBatch:
+    """Tokenize a batch, in a worker process."""
+    tokenizer = _load_once(settings.tokenizer)
+    parts: list[npt.NDArray[Any]] = [np.zeros(0, settings.dtype)]
     ends: list[int] = []
     size = 0
     try:
         for chunk in batch:
-            for text, is_end in read_texts(chunk, jsonl_key=job.jsonl_key):
+            for text, is_end in read_texts(chunk, jsonl_key=settings.jsonl_key):
                 if not text:
                     continue
                 tokens = tokenizer.encode(text)
-                if is_end and job.eod_token is not None:
-                    tokens.append(job.eod_token)
-                parts.append(np.asarray(tokens, job.dtype))
+                if is_end and settings.eod_token is not None:
+                    tokens.append(settings.eod_token)
+                parts.append(np.asarray(tokens, settings.dtype))
                 size += len(tokens)
                 if is_end:
                     ends.append(size)
     except ConfigError as error:
-        return _Tokenised(parts[0], [], str(error))
-    return _Tokenised(np.concatenate(parts), ends, "")
-
-
-def _as_config_error(line: str) -> ConfigError:
-    return ConfigError.__new__(ConfigError, line)  # the constructor would compose the line anew
+        return _TokenizedBatch(parts[0], [], str(error))
+    return _TokenizedBatch(np.concatenate(parts), ends, "")

@@ -1,4 +1,4 @@
-"""Reads text out of files: plain text (a document a file), JSON lines (a document a line), either gzipped."""
+"""Read text from plain text files (one document each) and JSON lines (one document per line), also gzipped."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ _JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a file: whole JSON lines, or a part of a plain text cut where no character is."""
+    """A part of a file: complete JSON lines, or a piece of plain text that ends between two characters."""
 
     path: str
     first_line: int
@@ -25,25 +25,26 @@ class Chunk:
     is_jsonl: bool
     ends_file: bool
     file_bytes: int
-    """bytes of the file as it is on disk (gzipped perhaps) that this chunk took, for a progress bar"""
+    """bytes of this chunk in the file on disk, which may be gzipped; for a progress bar"""
 
 
 def check_inputs(paths: Sequence[str]) -> int:
-    """Bytes of all files together. Raises ConfigError for what is no readable file, and where all are empty."""
+    """Return the total size in bytes. Raises ConfigError for a path that is not a file, and if all files are empty."""
     total = 0
     for path in paths:
         file = Path(path)
         if not file.is_file():
-            found = "a folder" if file.is_dir() else "no such file"
-            raise ConfigError(path, found=found, expected="a text, .jsonl or .gz file")
+            problem = "this is a folder" if file.is_dir() else "there is no such file"
+            raise ConfigError(path, problem=problem, remedy="give text, .jsonl or .gz files")
         total += file.stat().st_size
     if total == 0:
-        raise ConfigError(" ".join(paths) or "INPUT", found="no text", expected="files that hold some")
+        raise ConfigError(" ".join(paths) or "INPUT", problem="there is no text",
+                          remedy="give files that are not empty")
     return total
 
 
 def read_chunks(path: str, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The file in stretches of about `chunk_bytes` (a longer JSON line stays whole). Raises ConfigError."""
+    """Yield the file in chunks of about `chunk_bytes`; a longer JSON line is not split. Raises ConfigError."""
     name = path[:-3] if path.endswith(".gz") else path
     is_jsonl = name.endswith(_JSONL_ENDINGS)
     line, position = 1, 0
@@ -60,7 +61,7 @@ def read_chunks(path: str, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]
                     line, position = line + data.count(b"\n"), raw.tell()
                 rest = rest[cut:] + more
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(path, found=str(error), expected="a file that can be read to its end") from None
+        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
 
 
 def _line_end(data: bytes) -> int:
@@ -68,7 +69,7 @@ def _line_end(data: bytes) -> int:
 
 
 def _text_cut(data: bytes) -> int:
-    """Where to cut a text: after a line, else before a space, else between two characters."""
+    """Return where to split a text: after its last line, else before its last space, else before its last character."""
     cut = _line_end(data) or data.rfind(b" ")
     if cut > 0:
         return cut
@@ -79,7 +80,7 @@ def _text_cut(data: bytes) -> int:
 
 
 def read_texts(chunk: Chunk, *, jsonl_key: str) -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends with it). Raises ConfigError naming file and line."""
+    """Yield (text, is end of a document). Raises ConfigError that names file and line."""
     if not chunk.is_jsonl:
         yield _decode(chunk.data, chunk.path, chunk.first_line), chunk.ends_file
         return
@@ -92,14 +93,16 @@ def _text_of_line(line: bytes, where: str, jsonl_key: str) -> str:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(where, found=f"{error}", expected="a JSON object a line") from None
+        raise ConfigError(where, problem=f"it is not valid JSON: {error}",
+                          remedy="write one JSON object per line") from None
     if not isinstance(value, dict):
-        raise ConfigError(where, found=f"a JSON {type(value).__name__}", expected="a JSON object a line")
+        raise ConfigError(where, found=f"a JSON {type(value).__name__}", expected="one JSON object per line")
     text = value.get(jsonl_key)
     if not isinstance(text, str):
-        found = f"no key {jsonl_key!r}" if jsonl_key not in value else f"{jsonl_key!r}: {type(text).__name__}"
-        raise ConfigError(where, found=found, expected="a string", word=jsonl_key, known=value,
-                          remedy=f"--jsonl_key takes one of: {', '.join(list(value)[:8]) or 'none'}")
+        keys = ", ".join(list(value)[:8]) or "no keys"
+        found = f"has no key {jsonl_key!r}" if jsonl_key not in value else f"has no string at {jsonl_key!r}"
+        raise ConfigError(where, problem=f"the JSON object {found}", word=jsonl_key, known=value,
+                          remedy=f"name the key of the text with --jsonl_key; this object has {keys}")
     check_unicode(text, where)
     return text
 
@@ -110,24 +113,25 @@ def _decode(data: bytes, path: str, first_line: int) -> str:
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
         raise ConfigError(f"{path}:{line}", found=f"byte 0x{data[error.start]:02X}", expected="UTF-8 text",
-                          remedy="convert it first, e.g. with iconv -t UTF-8") from None
+                          remedy="convert the file first, for example with iconv -t UTF-8") from None
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Raises ConfigError for what has no UTF-8 form; tokenizers would each replace it in their own way."""
+    """Raise ConfigError for text that UTF-8 cannot represent; each tokenizer would replace it in another way."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(where, found=f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-                          expected="Unicode text", remedy="mend or drop that document") from None
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ConfigError(where, problem=f"there is a lone surrogate {code} at character {error.start}",
+                          remedy="correct or remove this document") from None
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made and writable. Raises ConfigError."""
+    """Create the folder if needed, and return it. Raises ConfigError if it cannot be created or written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(str(path), found=str(error.strerror), expected="a folder that can be made") from None
+        raise ConfigError(str(path), problem=f"this folder cannot be created: {error.strerror}") from None
     if not os.access(path, os.W_OK):
-        raise ConfigError(str(path), found="no right to write there", expected="a folder that can be written to")
+        raise ConfigError(str(path), problem="you may not write to this folder")
     return path

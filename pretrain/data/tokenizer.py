@@ -1,6 +1,6 @@
-"""Tokenizers: SentencePiece `.model` and Hugging Face `tokenizer.json` behind the same two functions.
+"""Load tokenizers: SentencePiece `.model` and Hugging Face `tokenizer.json`, with one interface.
 
-A model that tools/train_tokenizer.py trained gives any text back exactly. Foreign ones may normalise, as trained.
+A tokenizer that tools/train_tokenizer.py trained decodes any text exactly. Other tokenizers may normalize text.
 """
 
 import hashlib
@@ -16,20 +16,22 @@ from pretrain.errors import ConfigError
 EOD_PIECE = "<|endoftext|>"
 _EOD_NAMES = (EOD_PIECE, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>", "[SEP]")
 _FILES = ("tokenizer.model", "tokenizer.json")
-_SPACE = "\u2581"  # what SentencePiece writes for a space: such a character in the text itself would become one
+_SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode: text to tokens, with no token added and none made from text that looks like a special one.
-    decode: tokens to text, special ones left out."""
+    """A tokenizer. `encode` maps text to tokens; it adds no tokens, and special tokens in the text are plain text.
+
+    `decode` maps tokens to text and drops special tokens.
+    """
 
     path: Path
     """the .model or tokenizer.json file"""
     vocab_size: int
     """largest token + 1"""
     eod_token: int | None
-    """marks the end of a document; None where the tokenizer has none"""
+    """token that marks the end of a document; None if the tokenizer has none"""
     fingerprint: str
     """SHA-256 of the file"""
     encode: Callable[[str], list[int]]
@@ -37,12 +39,12 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """From a SentencePiece .model, a tokenizer.json, or a folder with either. Raises ConfigError."""
+    """Load a SentencePiece .model, a tokenizer.json, or one of them from a folder. Raises ConfigError."""
     file = _find_file(Path(path))
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"--tokenizer {file}", found=str(error.strerror), expected="a readable file") from None
+        raise ConfigError(f"--tokenizer {file}", problem=f"it cannot be read: {error.strerror}") from None
     fingerprint = hashlib.sha256(content).hexdigest()
     if file.suffix == ".json":
         return _load_huggingface(file, content, fingerprint)
@@ -54,11 +56,11 @@ def _find_file(path: Path) -> Path:
         for name in _FILES:
             if (path / name).is_file():
                 return path / name
-        raise ConfigError(f"--tokenizer {path}", found="a folder without either", expected=" or ".join(_FILES),
-                          remedy="tools/train_tokenizer.py writes the first")
+        raise ConfigError(f"--tokenizer {path}", problem=f"the folder contains neither {' nor '.join(_FILES)}",
+                          remedy="tools/train_tokenizer.py trains a tokenizer")
     if not path.exists():
-        raise ConfigError(f"--tokenizer {path}", found="no such file", expected="a SentencePiece .model,"
-                          " a tokenizer.json, or a folder with either", remedy="tools/train_tokenizer.py writes one")
+        raise ConfigError(f"--tokenizer {path}", problem="there is no such file", remedy="give a SentencePiece .model,"
+                          " a tokenizer.json or a folder with one; tools/train_tokenizer.py trains a tokenizer")
     return path
 
 
@@ -72,9 +74,8 @@ def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokeniz
     except (RuntimeError, ValueError):
         vocab_size = 0
     if vocab_size == 0:
-        raise ConfigError(f"--tokenizer {path}", found=f"{len(content)} bytes that SentencePiece cannot read",
-                          expected="a SentencePiece .model or a tokenizer.json",
-                          remedy="tools/train_tokenizer.py writes one")
+        raise ConfigError(f"--tokenizer {path}", problem=f"SentencePiece cannot read its {len(content)} bytes",
+                          remedy="give a SentencePiece .model or a tokenizer.json; tools/train_tokenizer.py trains one")
     unknown = processor.unk_id()
     known = [name for name in _EOD_NAMES if processor.piece_to_id(name) != unknown]
     eod = processor.eos_id() if processor.eos_id() >= 0 else processor.piece_to_id(known[0]) if known else None
@@ -86,23 +87,24 @@ def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokeniz
 
 
 def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
-    """encode() for a model. One that treats lines apart, as ours do, gets them so: it is 3 times as fast.
+    """Return the function that encodes text.
 
-    There U+2581 is spelt in bytes. (Elsewhere a model's own rules stand: cutting its input would change its output.)
+    Models that encode each line separately, as ours do, get single lines, which is 3 times as fast. For these models
+    U+2581 is encoded as bytes. Other models get the complete text, because splitting would change their output.
     """
     newline = processor.piece_to_id("\n")
-    spelt = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+    space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
 
     def encode_lines(text: str) -> list[int]:
         tokens: list[int] = []
         for number, part in enumerate(text.split(_SPACE)):
-            tokens += spelt if number else []
+            tokens += space_bytes if number else []
             lines = processor.encode(part.split("\n"), num_threads=1)
             tokens += [token for line in lines for token in (*line, newline)][:-1]
         return tokens
 
     probe = "a b\n\n c\n"
-    by_lines = encode_lines(probe) == processor.encode(probe) and all(processor.is_byte(token) for token in spelt)
+    by_lines = encode_lines(probe) == processor.encode(probe) and all(processor.is_byte(token) for token in space_bytes)
 
     def encode(text: str) -> list[int]:
         check_unicode(text, "text")
@@ -116,12 +118,12 @@ def _load_huggingface(path: Path, content: bytes, fingerprint: str) -> Tokenizer
 
     try:
         library = Library.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"--tokenizer {path}", found=str(error), expected="a tokenizer.json of the tokenizers"
-                          " library") from None
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer {path}",
+                          problem=f"it is not a tokenizer.json of the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the end of it
+    library.encode_special_tokens = True  # "<|endoftext|>" in a text is encoded as plain text
     vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(text: str) -> list[int]:
@@ -137,12 +139,12 @@ def _load_huggingface(path: Path, content: bytes, fingerprint: str) -> Tokenizer
 
 
 def _huggingface_eos(path: Path) -> tuple[str, ...]:
-    """The "eos_token" of the tokenizer_config.json that often lies beside a tokenizer.json."""
+    """Return the "eos_token" of the tokenizer_config.json next to a tokenizer.json, or () if there is none."""
     try:
         eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(str(path), found=str(error), expected="a JSON object") from None
+        raise ConfigError(str(path), problem=f"it is not a JSON object: {error}") from None
     eos = eos.get("content") if isinstance(eos, dict) else eos
     return (eos,) if isinstance(eos, str) else ()

@@ -1,4 +1,4 @@
-"""Trains a SentencePiece BPE tokenizer that gives any text back exactly."""
+"""Train a SentencePiece BPE tokenizer that decodes any text exactly."""
 
 import io
 import os
@@ -13,28 +13,29 @@ from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
 _LARGEST_PIECE_OF_LINE = 1000
-"""characters: the trainer would drop a line of more than max_sentence_length (4192) bytes without a word"""
+"""characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
 _RESERVED = re.compile("[\u2581\u2585\0]+")
-"""what the trainer uses itself, and skips a line for; in encoding these characters are spelt in bytes"""
+"""characters that the trainer reserves: it skips lines with them; the encoder encodes them as bytes"""
 _GZIP_RATIO = 4
-"""assumed for text, to decide which share of the lines to take"""
+"""assumed for text, to estimate which fraction of the lines to use"""
 
 
 def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int, jsonl_key: str = "text",
                         max_megabytes: float = 100, threads: int | None = None, character_coverage: float = 0.9995,
                         verbose: bool = False) -> Tokenizer:
-    """Train on `inputs` (on a random share of their lines where they are more than `max_megabytes`).
+    """Train on `inputs`, or on a random sample of their lines if they have more than `max_megabytes`.
 
-    Writes out_dir/tokenizer.model and tokenizer.vocab (for reading only). The same input and number of threads
-    give the same file. Raises ConfigError.
+    Writes out_dir/tokenizer.model, and tokenizer.vocab for people to read. The result is deterministic for the same
+    input and number of threads. Raises ConfigError.
     """
     from sentencepiece import SentencePieceTrainer
 
     if vocab_size < 300:
-        raise ConfigError("--vocab_size", found=str(vocab_size), expected="at least 300: 256 of them are bytes")
+        raise ConfigError("--vocab_size", found=str(vocab_size), expected="at least 300, of which 256 are bytes")
     if max_megabytes <= 0 or (threads is not None and threads < 1) or not 0 < character_coverage <= 1:
         raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
-                          f" --character_coverage {character_coverage}", expected="numbers above 0, coverage up to 1")
+                          f" --character_coverage {character_coverage}",
+                          expected="numbers above 0, and a coverage of at most 1")
     check_inputs(inputs)
     check_folder(Path(out_dir), "--out")
     written = io.BytesIO()
@@ -42,10 +43,10 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
         SentencePieceTrainer.train(
             sentence_iterator=_sample_lines(inputs, jsonl_key, max_megabytes), model_writer=written,
             vocab_size=vocab_size, model_type="bpe", num_threads=threads or len(os.sched_getaffinity(0)),
-            # exactness: bytes for what has no piece, and not a character changed on the way in
+            # exact decoding: bytes for characters without a piece, and no normalization
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
             add_dummy_prefix=False, character_coverage=character_coverage,
-            # runs of spaces are worth pieces in source code; a number is spelt digit by digit
+            # pieces for runs of spaces, as in source code; one piece per digit
             allow_whitespace_only_pieces=True, split_digits=True, user_defined_symbols=["\n", "\t"],
             unk_id=0, eos_id=1, eos_piece=EOD_PIECE, bos_id=-1, pad_id=-1, minloglevel=0 if verbose else 3)
     except RuntimeError as error:
@@ -54,16 +55,16 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
 
 
 def _sample_lines(inputs: Sequence[str], jsonl_key: str, max_megabytes: float) -> Iterator[str]:
-    """Lines without their ends, long ones in pieces."""
+    """Yield a sample of the lines without their ends; long lines in pieces."""
     size = sum(os.path.getsize(path) * (_GZIP_RATIO if path.endswith(".gz") else 1) for path in inputs)
-    share = max_megabytes * 1e6 / size
+    fraction = max_megabytes * 1e6 / size
     left = max_megabytes * 1e6
-    chance = random.Random(0)
+    generator = random.Random(0)
     for path in inputs:
         for chunk in read_chunks(path):
             for text, _ in read_texts(chunk, jsonl_key=jsonl_key):
                 for line in text.split("\n"):
-                    if line and (share >= 1 or chance.random() < share):
+                    if line and (fraction >= 1 or generator.random() < fraction):
                         left -= len(line)
                         yield from _pieces(_RESERVED.sub(" ", line))
                 if left < 0:
@@ -76,17 +77,17 @@ def _pieces(line: str) -> Iterator[str]:
 
 
 def _vocab_error(vocab_size: int, message: str) -> ConfigError:
-    """The trainer's "(2000). Please set it to a value <= 1234." in our words."""
+    """Translate the trainer's message, such as "(2000). Please set it to a value <= 1234.", into a ConfigError."""
     limit = re.search(r"<= (\d+)", message)
     needed = re.search(r"required_chars.* (\d+)", message)
     if limit:
-        return ConfigError("--vocab_size", found=str(vocab_size), expected=f"at most {limit[1]} for this little text",
+        return ConfigError("--vocab_size", found=vocab_size, expected=f"at most {limit[1]} for this amount of text",
                            remedy="give more text or a smaller vocabulary")
     if needed:
-        return ConfigError("--vocab_size", found=str(vocab_size), expected="room for each frequent character",
+        return ConfigError("--vocab_size", problem=f"{vocab_size} pieces are too few for all frequent characters",
                            remedy="give a larger vocabulary, or a lower --character_coverage")
-    return ConfigError("SentencePiece training", found=message, expected="text to learn pieces from",
-                       remedy="--verbose shows its own messages")
+    return ConfigError("SentencePiece training", problem=f"it failed: {message}",
+                       remedy="--verbose shows SentencePiece's messages")
 
 
 def _write(folder: Path, model: bytes) -> Tokenizer:

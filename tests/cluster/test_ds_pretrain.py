@@ -120,7 +120,7 @@ def test_a_bad_run_is_rejected_before_torch_is_imported(corpus: str, tmp_path: P
     done = subprocess.run([sys.executable, "-c", code, "--num_gpus", "2", *flags], capture_output=True, text=True,
                           env={**_environment(), "PYTHONPATH": str(ROOT)}, timeout=120)
     error, imported = done.stdout.splitlines()
-    assert "nowhere.idx: found no such file" in error
+    assert "nowhere.idx: there is no such file" in error
     assert imported == "[]"
 
 

@@ -143,14 +143,14 @@ def test_own_pairs_take_nothing_from_the_training_data(tmp_path: Path) -> None:
     assert both == {"train": (0, 1000), "valid": (0, 50), "test": (0, 50)}
 
 
-def test_open_datasets_refuses(tmp_path: Path) -> None:
+def test_open_datasets_rejects(tmp_path: Path) -> None:
     short = write_counting(tmp_path / "short", [100, 100, 5])
     with pytest.raises(ConfigError, match=r"short \(valid\): found 5 tokens; expected at least 9 .*--split"):
         ranges(short, split="2,1")
     assert ranges(short, split="2,0,1") == {"train": (0, 200)}, "a rest too short is no test set"
     with pytest.raises(ConfigError, match="--train_data: it is required"):
         ranges("")
-    with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.idx: there is no such file"):
         ranges(str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"nowhere\.idx: found no such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.idx: there is no such file"):
         ranges(short, valid_data=str(tmp_path / "nowhere"))

@@ -95,23 +95,23 @@ DAMAGED = {
     "empty index": (b"", GOOD_BIN, "a.idx: found first bytes b''"),
     "header": (idx_bytes()[:20], GOOD_BIN, "20 bytes (truncated); expected a header of 34 bytes"),
     "version": (idx_bytes(version=2), GOOD_BIN, "version 2; expected version 1"),
-    "code 6": (idx_bytes(code=6), GOOD_BIN, "dtype code 6 (float to one peer"),
-    "code 7": (idx_bytes(code=7), GOOD_BIN, "dtype code 7 (float to one peer"),
+    "code 6": (idx_bytes(code=6), GOOD_BIN, "dtype code 6 (float in one of Megatron-LM"),
+    "code 7": (idx_bytes(code=7), GOOD_BIN, "dtype code 7 (float in one of Megatron-LM"),
     "code 9": (idx_bytes(code=9), GOOD_BIN, "dtype code 9; expected 1 u8"),
     "index cut": (idx_bytes()[:-8], GOOD_BIN, "94 bytes; expected 102 bytes for 3 sequences and 4 index entries"),
     "index too long": (idx_bytes() + b"\0", GOOD_BIN, "103 bytes; expected 102 bytes"),
     "offsets": (idx_bytes(pointers=[0, 8, 8]), GOOD_BIN, "sequence 1 at byte 8 of the .bin; expected byte 6"),
     "negative": (idx_bytes(lengths=[3, -1, 4], pointers=[0, 6, 4]), GOOD_BIN, "a sequence of -1 tokens"),
-    "documents": (idx_bytes(documents=[0, 1, 2]), GOOD_BIN, "a document index of 0 to 2; expected rising from 0 to 3"),
+    "documents": (idx_bytes(documents=[0, 1, 2]), GOOD_BIN, "index from 0 to 2; expected values that rise from 0 to 3"),
     "not rising": (idx_bytes(documents=[0, 2, 1, 3]), GOOD_BIN, "document index"),
-    "no documents": (idx_bytes(documents=[]), GOOD_BIN, "a document index of nothing"),
+    "no documents": (idx_bytes(documents=[]), GOOD_BIN, "a document index without entries"),
     "bin cut": (idx_bytes(), GOOD_BIN[:-1], "a.bin: found 15 bytes (truncated, or of another .idx); expected 16"),
     "bin too long": (idx_bytes(), GOOD_BIN + b"\0\0", "a.bin: found 18 bytes (too long, or of another .idx)"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_refuses_what_is_damaged(tmp_path: Path, name: str) -> None:
+def test_damaged_pairs_are_rejected(tmp_path: Path, name: str) -> None:
     idx, bin_, message = DAMAGED[name]
     with pytest.raises(ConfigError) as error:
         IndexedDataset(write_pair(tmp_path / "a", idx, bin_))
@@ -120,11 +120,11 @@ def test_refuses_what_is_damaged(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("left", "missing"), [("bin", "idx"), ("idx", "bin")])
-def test_refuses_half_a_pair(tmp_path: Path, left: str, missing: str) -> None:
+def test_half_a_pair_is_rejected(tmp_path: Path, left: str, missing: str) -> None:
     write_documents(tmp_path / "a")
     (tmp_path / f"a.{missing}").unlink()
     assert (tmp_path / f"a.{left}").exists()
-    with pytest.raises(ConfigError, match=rf"a\.{missing}: found no such file"):
+    with pytest.raises(ConfigError, match=rf"a\.{missing}: there is no such file"):
         IndexedDataset(tmp_path / "a")
 
 
@@ -138,14 +138,14 @@ def test_failed_writing_leaves_the_old_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[65536], [-1]])
-def test_writer_refuses_tokens_that_do_not_fit(tmp_path: Path, tokens: list[int]) -> None:
-    with pytest.raises(ConfigError, match="what uint16 holds"), IndexedWriter(tmp_path / "a", "uint16") as writer:
+def test_writer_rejects_tokens_that_do_not_fit(tmp_path: Path, tokens: list[int]) -> None:
+    with pytest.raises(ConfigError, match="the range of uint16"), IndexedWriter(tmp_path / "a", "uint16") as writer:
         writer.add_document(tokens)
 
 
-def test_writer_refuses_an_unusable_folder(tmp_path: Path) -> None:
+def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a prefix in a folder"):
+    with pytest.raises(ConfigError, match="give a prefix in a writable folder"):
         IndexedWriter(tmp_path / "file" / "a", "uint16")
 
 

@@ -126,7 +126,7 @@ def test_a_bad_line_is_named_and_the_old_files_stay(tmp_path: Path, tokenizer: T
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(Path(good).read_bytes() + b'{"text": "cut of\n')
-    with pytest.raises(ConfigError, match=rf"bad\.jsonl:{len(TEXTS) + 1}: found Unterminated string"):
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl:{len(TEXTS) + 1}: it is not valid JSON: Unterminated string"):
         prepare([good, str(bad)], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=workers)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
@@ -149,14 +149,14 @@ def test_huggingface_tokenizer(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "not json": (b"{'text': 1}", "a.jsonl:2: found Expecting property name"),
-    "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected a JSON object a line"),
-    "no key": (b'{"txet": "a"}', "found no key 'text'; expected a string. did you mean \"txet\"?"),
-    "other key": (b'{"content": "a"}', "--jsonl_key takes one of: content"),
-    "no string": (b'{"text": null}', "found 'text': NoneType; expected a string"),
-    "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: found lone surrogate U+D800 at character 0"),
-    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: found 'utf-8' codec can't decode byte 0xff"),
-    "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: found"),
+    "not json": (b"{'text': 1}", "a.jsonl:2: it is not valid JSON: Expecting property name"),
+    "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected one JSON object per line"),
+    "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. did you mean \"txet\"?"),
+    "other key": (b'{"content": "a"}', "name the key of the text with --jsonl_key; this object has content"),
+    "no string": (b'{"text": null}', "the JSON object has no string at 'text'"),
+    "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
+    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+    "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),
 }
 
 
@@ -186,21 +186,21 @@ def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["IN/nowhere.txt"], "nowhere.txt: found no such file"),
-    (["IN"], "found a folder; expected a text, .jsonl or .gz file"),
-    (["IN/empty.txt"], "empty.txt: found no text"),
-    (["IN/blank.jsonl"], "blank.jsonl: found no text; expected at least one document"),
+    (["IN/nowhere.txt"], "nowhere.txt: there is no such file"),
+    (["IN"], "this is a folder. give text, .jsonl or .gz files"),
+    (["IN/empty.txt"], "empty.txt: there is no text"),
+    (["IN/blank.jsonl"], "blank.jsonl: there is no document that is not empty"),
     (["IN/latin.txt"], "latin.txt:2: found byte 0xE9; expected UTF-8 text"),
-    (["IN/cut.txt.gz"], "cut.txt.gz: found Compressed file ended before"),
-    (["IN/no.txt.gz"], "no.txt.gz: found Not a gzipped file"),
+    (["IN/cut.txt.gz"], "cut.txt.gz: it cannot be read to its end: Compressed file ended before"),
+    (["IN/no.txt.gz"], "no.txt.gz: it cannot be read to its end: Not a gzipped file"),
     (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
-    (["IN/good.txt", "--tokenizer", "IN/none"], "none: found no such file"),
-    (["IN/good.txt", "--tokenizer", "IN"], "a folder without either"),
+    (["IN/good.txt", "--tokenizer", "IN/none"], "none: there is no such file"),
+    (["IN/good.txt", "--tokenizer", "IN"], "the folder contains neither"),
     (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt, a file; expected a folder"),
     (["IN/good.txt", "--outt", "x"], 'did you mean "--out"?'),
     ([], "INPUT: required"),
 ])  # fmt: skip
-def test_tool_refuses_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
+def test_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.jsonl").write_text('\n{"text": ""}\n')
@@ -217,7 +217,7 @@ def test_tool_refuses_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: l
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_tokenizer_without_eod_is_refused_unless_told(tmp_path: Path) -> None:
+def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a b a b")
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers
@@ -226,7 +226,7 @@ def test_a_tokenizer_without_eod_is_refused_unless_told(tmp_path: Path) -> None:
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "tokenizer.json"))
     where = {"tokenizer": str(tmp_path), "out": str(tmp_path / "out")}
-    with pytest.raises(ConfigError, match="found no end-of-document token"):
+    with pytest.raises(ConfigError, match="it has no end-of-document token"):
         prepare([str(tmp_path / "a.txt")], **where)
     done: PreparedData = prepare([str(tmp_path / "a.txt")], append_eod=False, **where)
     assert done.num_tokens == 4
@@ -293,9 +293,9 @@ def test_a_line_now_and_then_where_nobody_watches(capsys: pytest.CaptureFixture[
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.ProgressBar("tokenising", 40_000_000) as shown:
+    with progress.ProgressBar("tokenizing", 40_000_000) as shown:
         for _ in range(4):
             now[0] += 6
             shown.advance(10_000_000, "5 documents")
     assert capsys.readouterr().err.splitlines() == [
-        "tokenising: 50%, 20.0 MB, 1.7 MB/s, 5 documents", "tokenising: 100%, 40.0 MB, 1.7 MB/s, 5 documents"]
+        "tokenizing: 50%, 20.0 MB, 1.7 MB/s, 5 documents", "tokenizing: 100%, 40.0 MB, 1.7 MB/s, 5 documents"]

@@ -157,12 +157,12 @@ def test_eos_of_tokenizer_config(huggingface: Tokenizer, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("none", None, "found no such file"),
-    ("a.model", b"nonsense", "8 bytes that SentencePiece cannot read"),
-    ("a.model", b"", "0 bytes that SentencePiece cannot read"),
-    ("a.json", b"{}", "expected a tokenizer.json"),
-    ("a.json", b"\xff", "expected a tokenizer.json"),
-    (".", None, "a folder without either; expected tokenizer.model or tokenizer.json"),
+    ("none", None, "there is no such file"),
+    ("a.model", b"nonsense", "SentencePiece cannot read its 8 bytes"),
+    ("a.model", b"", "SentencePiece cannot read its 0 bytes"),
+    ("a.json", b"{}", "it is not a tokenizer.json"),
+    ("a.json", b"\xff", "it is not a tokenizer.json"),
+    (".", None, "the folder contains neither tokenizer.model nor tokenizer.json"),
 ])  # fmt: skip
 def test_bad_tokenizers(tmp_path: Path, name: str, content: bytes | None, message: str,
                         capfd: pytest.CaptureFixture[str]) -> None:
@@ -186,19 +186,19 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "message"), [
     (["SRC", "--vocab_size", "200"], "--vocab_size: found '200'; expected a whole number from 300"),
     (["SRC", "--vocab_size", "99999"], "--vocab_size: found 99999; expected at most"),
-    (["CHARS", "--vocab_size", "300"], "--vocab_size: found 300; expected room for each frequent character"),
+    (["CHARS", "--vocab_size", "300"], "--vocab_size: 300 pieces are too few for all frequent characters"),
     (["SRC", "--threads", "0"], "--threads: found '0'"),
     (["SRC", "--max_megabytes", "0"], "--max_megabytes: found '0'"),
-    (["nowhere.txt"], "nowhere.txt: found no such file"),
-    (["EMPTY"], "empty.txt: found no text"),
-    (["BLANK"], "expected text to learn pieces from"),
-    ([str(Path(__file__).parent)], "data: found a folder"),
+    (["nowhere.txt"], "nowhere.txt: there is no such file"),
+    (["EMPTY"], "empty.txt: there is no text"),
+    (["BLANK"], "SentencePiece training: it failed: "),
+    ([str(Path(__file__).parent)], "data: this is a folder"),
     ([], "INPUT: required"),
     (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
     (["SRC", "--out", "FILE"], "a file; expected a folder"),
 ])  # fmt: skip
-def test_tool_refuses_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+def test_tool_rejects_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text("\n\n")
     (tmp_path / "chars.txt").write_text(" ".join(chr(0x4E00 + code) for code in range(3000)), encoding="utf-8")

@@ -29,11 +29,11 @@ def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
     ("no/such/folder", "there is no file no/such/folder"),
     ("missing.json", "there is no file missing.json"),
 ])
-def test_a_model_that_is_not_there_is_refused(model, words):
+def test_a_missing_model_is_rejected(model, words):
     assert words in refusal(model)
 
 
-def test_a_folder_without_config_json_is_refused(tmp_path):
+def test_a_folder_without_config_json_is_rejected(tmp_path):
     assert "config.json" in refusal(str(tmp_path))
 
 
@@ -45,7 +45,7 @@ def test_a_folder_without_config_json_is_refused(tmp_path):
     ('{"model_type": "lama"}', 'did you mean "llama"?'),
     ('{"model_type": "mixtral"}', "expected one of gpt2, gpt_neox, llama"),
 ])
-def test_a_file_that_is_no_config_is_refused(tmp_path, text, words):
+def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     assert words in refusal(str(tmp_path))
 
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, text, words):
     ("llama", {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_theta": 3.0}}, "expected one of the two"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: found 0.5; expected 1.0"),
 ])
-def test_a_model_that_is_not_implemented_or_not_possible_is_refused(tmp_path, name, changes, words):
+def test_unimplemented_and_impossible_models_are_rejected(tmp_path, name, changes, words):
     path = write_config(tmp_path, {**SHAPES[name], **changes})
     message = refusal(path)
     assert words in message

@@ -7,10 +7,10 @@ import torch
 
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
-from pretrain.model.loss import token_weighted_cross_entropy
 from pretrain.model.rope import Rope, inverse_frequencies
 from pretrain.model.specs import CausalLM, as_module
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.reference_loss import token_weighted_cross_entropy
 
 INITIAL_SHAPES = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
 

@@ -12,9 +12,10 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
 from pretrain.model.kernels.cpu_attention import _CausalAttention, causal_attention
-from pretrain.model.loss import linear_cross_entropy, token_weighted_cross_entropy
+from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.specs import as_module, compile_blocks
 from tests.support.model_shapes import SHAPES, write_config
+from tests.support.reference_loss import token_weighted_cross_entropy
 
 
 def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -28,7 +28,6 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
                                weights_BT: torch.Tensor) -> torch.Tensor:
     """Return the sum of weight * cross-entropy over the tokens as an fp32 scalar; the softmax is computed in fp32.
 
-    Equal to `token_weighted_cross_entropy(F.linear(x, weight), (labels, weights))`.
     Saved for the backward pass: dx [B*T, D] and dW [V, D] in the dtypes of x and W, and two vectors [B*T].
     """
     with_grad = torch.is_grad_enabled() and (x_BTD.requires_grad or weight_VD.requires_grad)

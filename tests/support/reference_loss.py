@@ -1,0 +1,13 @@
+"""The loss by torch's operators, with all logits: the reference for the fused loss."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+
+from pretrain.model.loss import Labels
+
+
+def token_weighted_cross_entropy(logits_BTV: torch.Tensor, labels: Labels) -> torch.Tensor:
+    """Return the sum of weight * cross-entropy over the tokens: an fp32 scalar."""
+    labels_BT, weights_BT = labels
+    losses = F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), reduction="none")
+    return torch.dot(losses, weights_BT.flatten().float())
