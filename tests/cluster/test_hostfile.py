@@ -21,7 +21,7 @@ from pretrain.errors import ConfigError
 
 
 def _facts(*, interface: str = "eth0", cores: int = 8, gpus: int = 0) -> HostFacts:
-    return HostFacts(host_name="", python="3", packages={}, has_folder=True, code_digest="c", commit="c", files={},
+    return HostFacts(python="3", packages={}, has_folder=True, code_digest="c", commit="c", files={},
                      run_problem="", interface=[interface, "10.0.0.1"], cores=cores, gpus=gpus)
 
 

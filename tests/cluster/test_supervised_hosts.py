@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 
 from pretrain.cluster.supervise.host_checks import default_transport, ranks_on, unhealthy_hosts
-from pretrain.cluster.supervise.restart_log import read_restart_log
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.support.supervised import end_tree, ended, flag_pairs, rows, supervise, wait_for_rows, wait_until
+from tests.support.supervised import (
+    end_tree,
+    ended,
+    flag_pairs,
+    read_restart_log,
+    rows,
+    supervise,
+    wait_for_rows,
+    wait_until,
+)
 
 pytestmark = pytest.mark.root
 STEPS = 30

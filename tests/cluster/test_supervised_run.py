@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pretrain.cluster.supervise.restart_log import read_restart_log
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.support.supervised import end_tree, ended, flag_pairs, rows, supervise, wait_for_rows
+from tests.support.supervised import end_tree, ended, flag_pairs, read_restart_log, rows, supervise, wait_for_rows
 
 pytestmark = pytest.mark.slow
 STEPS = 60

@@ -25,10 +25,9 @@ from pretrain.cluster.supervise.launch_command import (
     with_separator,
 )
 from pretrain.cluster.supervise.progress import RunProgress, kept_step_seconds
-from pretrain.cluster.supervise.restart_log import read_restart_log
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
 from pretrain.errors import ConfigError
-from tests.support.supervised import ended, supervise, wait_until
+from tests.support.supervised import ended, read_restart_log, supervise, wait_until
 
 BEGAN = '{"event": "start", "step": 0, "reason": ""}'
 FINISHED = '{"event": "stop", "step": 9, "reason": "finished"}'

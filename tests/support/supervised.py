@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from pretrain.cluster.supervise.restart_log import RESTART_LOG
+from pretrain.monitor.rows import read_rows
 from tests.support.launch import LIMIT_S, ROOT
 
 
@@ -59,6 +61,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
         if line.endswith("}"):
             found.append(json.loads(line))
     return [row for row in found if "loss" in row]
+
+
+def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (rows of starts, summary rows) of RUN/restarts.jsonl. Both are empty if there is no such file."""
+    log = read_rows(run / RESTART_LOG)
+    return [row for row in log if "start" in row], [row for row in log if "summary" in row]
 
 
 def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:

@@ -24,7 +24,6 @@ _REMEDY = "make the hosts equal, or leave a host out with --exclude"
 class HostFacts:
     """Result of `probe.host_facts` on one host; its keys are these fields."""
 
-    host_name: str
     python: str
     packages: dict[str, str]  # name -> version
     has_folder: bool  # the folder in which the launcher runs exists

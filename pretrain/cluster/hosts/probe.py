@@ -27,7 +27,6 @@ def host_facts(request: dict[str, Any]) -> dict[str, Any]:
     """Return what `preflight.HostFacts` holds. `request`: see `preflight.PreflightRequest.to_json`."""
     root = Path(request["root"])
     return {
-        "host_name": socket.gethostname(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in request["packages"]},
         "has_folder": os.path.isdir(request["folder"]),

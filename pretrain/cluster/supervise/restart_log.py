@@ -2,14 +2,12 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.monitor.rows import read_rows
-
-FILE = "restarts.jsonl"
+RESTART_LOG = "restarts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class RestartLog:
     """Appends to RUN/restarts.jsonl and sums up the starts since this object was created."""
 
     def __init__(self, run: Path) -> None:
-        self._path = run / FILE
+        self._path = run / RESTART_LOG
         self._began = time.monotonic()
         self._step_seconds: dict[int, float] = {}  # time of each step; a repeated step replaces its earlier time
         self.starts: list[StartRecord] = []
@@ -62,9 +60,3 @@ class RestartLog:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk must not end the supervisor
             print(f"warning: {self._path} cannot be written: {error.strerror}", flush=True)
-
-
-def read_restart_log(run: Path) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
-    """Return (rows of starts, summary rows) of RUN/restarts.jsonl. Both are empty if there is no such file."""
-    rows = read_rows(run / FILE)
-    return [row for row in rows if "start" in row], [row for row in rows if "summary" in row]
