@@ -1,4 +1,4 @@
-"""Pretrain a model: arguments -> plan, checked -> engine -> the step loop.
+"""Pretrain a model: parse the arguments, validate them, build the engine, run the step loop.
 
     deepspeed pretrain/train.py --deepspeed_config ds_configs/zero2_bf16.json --model gpt2 --train_data data/corpus ...
 """
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the folder of this file has modules with common names: let it shadow none
+if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules shadow none of the standard library's
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from pretrain.distributed.allocator import restart_with_jemalloc
 
@@ -27,10 +27,10 @@ from pretrain.patches.imports import avoid_compiler_imports
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 without its last checkpoint or out of memory, 2 rejected, 75 stopped by a signal, 130
-    interrupted before it trained, or by a second Ctrl-C.
+    """Return the exit code: 0 finished, 1 out of memory or without its last checkpoint, 2 rejected, 75 stopped by a
+    signal, 130 interrupted before the first step or by a second Ctrl-C.
 
-    Whatever can be refused is, before torch is imported or a process joins.
+    All validation happens before torch is imported.
     """
     world = ALONE
     try:
@@ -50,20 +50,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: RunArguments, world: World) -> int:
-    """Judge the run, and train if it passes. Returns the exit code; raises ConfigError."""
+    """Validate the run, then train. Returns the exit code; raises ConfigError."""
     device = detect_device()
     plan = check_run(args, world_size=world.size, device=device)
-    choose_resume(plan)  # to refuse early; what is there may change meanwhile: the ranks agree on it later
+    choose_resume(plan)  # for an early error only: checkpoints may change until the ranks agree on one
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
-    if not _compiles(plan):
+    if not _uses_compiler(plan):
         avoid_compiler_imports()
     from pretrain.memory.report.memory_watch import MemoryWatch, print_advice
-    from pretrain.trainer import train  # imports torch and deepspeed
+    from pretrain.trainer import StepCallbacks, train  # imports torch and deepspeed
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, watch)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step))
     except (MemoryError, RuntimeError, OSError) as error:
         advice = watch.explain(error)
         if not advice:
@@ -72,14 +72,13 @@ def run(args: RunArguments, world: World) -> int:
         return CRASHED
 
 
-def _compiles(plan: Plan) -> bool:
-    """Whether anything of the run goes through torch.compile: DeepSpeed's Muon does."""
-    optimizer = str(plan.ds_config.get("optimizer", {}).get("type", "")).lower()
-    return plan.args.compile_blocks or bool(plan.ds_config.get("compile")) or optimizer == "muon"
+def _uses_compiler(plan: Plan) -> bool:
+    """Return whether the run uses torch.compile: for the blocks, or in DeepSpeed's Muon."""
+    return plan.args.compile_blocks or plan.layout.optimizer == "muon"
 
 
 if __name__ == "__main__":
     code = main()
     if code == INTERRUPTED:
-        os._exit(code)  # an orderly end would wait for collectives in which the other ranks no longer take part
+        os._exit(code)  # a normal exit would wait for collectives in which the other ranks no longer take part
     end_process(code)

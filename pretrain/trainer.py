@@ -1,25 +1,24 @@
-"""The step loop, and what stands around it."""
+"""The step loop, with the set-up before it and the shutdown after it."""
 
 import functools
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from socket import gethostname
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
+from pretrain.announce import announce_end, announce_start
 from pretrain.checkpoint.load.agree import agree_on_checkpoint
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.saver import Saver
-from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.console.screen import Screen
 from pretrain.console.status import clear_status, status
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
-from pretrain.distributed.collectives import gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
@@ -32,14 +31,82 @@ from pretrain.engine.steps import (
     train_batch,
 )
 from pretrain.errors import FINISHED, STOPPED
-from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.monitor.meter import Meter
-from pretrain.monitor.run_folder import RunFolder, run_record
+from pretrain.monitor.run_folder import RunFolder
 from pretrain.resilience.stop import Stop
 
 
-def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
-    """Run the plan to its end, from the newest whole checkpoint if there is one. Returns the exit code."""
+@dataclass(frozen=True)
+class StepCallbacks:
+    """Functions that the step loop calls around each step, with the step's number since this start, from 1."""
+
+    before_step: Callable[[int, DeepSpeedEngine], None]
+    after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """Train, log, evaluate, save and stop."""
+
+    plan: Plan
+    engine: DeepSpeedEngine
+    loaders: dict[str, Loader]  # "train", "valid", "test"
+    meter: Meter
+    saver: Saver
+    stop: Stop
+    callbacks: StepCallbacks
+    last_step: int
+
+    def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
+        """Train from the end of `first_step` to the end of `last_step`, or until a signal.
+
+        Returns the last step that was trained, and the name of the signal that stopped the run, or "".
+        """
+        args, step, stopped_by = self.plan.args, first_step, ""
+        self.meter.restart(first_step)
+        for step in range(first_step + 1, self.last_step + 1):
+            micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
+            lr = learning_rate(self.engine)
+            self.callbacks.before_step(step - first_step, self.engine)
+            loss = train_batch(self.engine, micro_batches)
+            consumed_samples += self.plan.layout.global_batch_size
+            self.meter.log(step, loss, lr, consumed_samples)
+            self.callbacks.after_step(step - first_step, self.meter.screen.line)
+            eval_loss = None
+            if self._is_due(step, args.eval_interval):
+                eval_loss = self._evaluate("valid", step, consumed_samples)
+            self.saver.poll()
+            stopped_by = self.stop.requested()
+            if self._is_due(step, args.save_interval) or stopped_by:
+                self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
+                                last=step == self.last_step or stopped_by != "")
+                self.meter.restart(step)
+            if stopped_by:
+                break
+        if step == self.plan.train_steps:
+            self._evaluate("test", step, consumed_samples)
+        return step, stopped_by
+
+    def _is_due(self, step: int, interval: int) -> bool:
+        return step == self.last_step or (interval > 0 and step % interval == 0)
+
+    def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
+        """Report and return the mean loss of the first --eval_steps global batches; None if the split has no data."""
+        if split not in self.loaders:
+            return None
+        self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {split} data")
+        loss = evaluate(self.engine, self.loaders[split], self.plan.args.eval_steps)
+        return self.meter.log_eval(step, split, loss, consumed_samples)
+
+
+def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
+    """Mean loss of the first `eval_steps` global batches of the loader's split: a scalar on the device."""
+    losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
+    return torch.stack(losses).mean()
+
+
+def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
+    """Run the plan to its end, from the newest complete checkpoint if there is one. Returns the exit code."""
     last_step = min(plan.train_steps, plan.args.exit_step or plan.train_steps)
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
@@ -47,7 +114,7 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
     clear_status()
     if resume is not None and resume.manifest.step >= last_step:
-        return _is_complete(plan, resume, last_step)
+        return _report_complete(plan, resume, last_step)
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         engine = build_engine(plan)
@@ -59,15 +126,14 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
         saver = Saver(plan, folder, screen)
         stop = Stop(engine.device, report=screen.line)
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
-        _announce(plan, world, resume, screen, folder)
-        step, stopped_by = _run_steps(plan, engine, loaders, meter, saver, stop, watch, first_step=first_step,
-                                      last_step=last_step, consumed_samples=consumed_samples)
+        announce_start(plan, world, resume, screen, folder)
+        loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, last_step)
+        step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():
             loader.close()
         saver.close(wait_for_copies=not stopped_by)
         stop.close()
-        folder.event("stop", step=step, reason="finished" if step == plan.train_steps else stopped_by or "--exit_step")
-        screen.line(_ending(plan, step, stopped_by, meter.losses))
+        announce_end(plan, step, stopped_by, meter.losses, screen, folder)
     dist.barrier()
     if world.local_rank == 0:
         remove_swap_files(plan)
@@ -75,54 +141,7 @@ def train(plan: Plan, world: World, watch: MemoryWatch) -> int:
     return STOPPED if step < last_step else FINISHED
 
 
-def _run_steps(plan: Plan, engine: DeepSpeedEngine, loaders: dict[str, Loader], meter: Meter, saver: Saver, stop: Stop,
-               watch: MemoryWatch, *, first_step: int, last_step: int, consumed_samples: int) -> tuple[int, str]:
-    """The step loop, with the evaluation on test data at the run's end. Returns (last step, signal that stopped it)."""
-    args = plan.args
-    step, stopped_by = first_step, ""
-    meter.restart(first_step)
-    for step in range(first_step + 1, last_step + 1):
-        eval_loss = None
-        micro_batches = meter.timed_data(loaders["train"].step, consumed_samples)
-        lr = learning_rate(engine)
-        watch.before_step(step - first_step - 1, engine)
-        loss = train_batch(engine, micro_batches)
-        consumed_samples += plan.layout.global_batch_size
-        meter.log(step, loss, lr, consumed_samples)
-        watch.after_step(step - first_step, meter.screen.line)
-        if _due(step, args.eval_interval, last_step) and "valid" in loaders:
-            eval_loss = _evaluate_split(engine, loaders, meter, "valid", args.eval_steps, step, consumed_samples)
-        saver.poll()
-        stopped_by = stop.requested()
-        if _due(step, args.save_interval, last_step) or stopped_by:
-            saver.save(engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
-                       last=step == last_step or stopped_by != "")
-            meter.restart(step)
-        if stopped_by:
-            break
-    if step == plan.train_steps and "test" in loaders:
-        _evaluate_split(engine, loaders, meter, "test", args.eval_steps, step, consumed_samples)
-    return step, stopped_by
-
-
-def _evaluate_split(engine: DeepSpeedEngine, loaders: dict[str, Loader], meter: Meter, name: str, eval_steps: int,
-                    step: int, consumed_samples: int) -> float:
-    """Evaluate on the split `name` and report it. Returns the loss."""
-    meter.screen.status(f"step {step}/{meter.plan.train_steps}  evaluating on {name} data")
-    return meter.log_eval(step, name, evaluate(engine, loaders[name], eval_steps), consumed_samples)
-
-
-def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
-    """Mean loss of the first `eval_steps` global batches of the loader's split; a scalar on the device."""
-    losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
-    return torch.stack(losses).mean()
-
-
-def _due(step: int, interval: int, last_step: int) -> bool:
-    return step == last_step or (interval > 0 and step % interval == 0)
-
-
-def _is_complete(plan: Plan, resume: Resume, last_step: int) -> int:
+def _report_complete(plan: Plan, resume: Resume, last_step: int) -> int:
     if dist.get_rank() == 0:
         print(f"{plan.args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
     dist.destroy_process_group()
@@ -130,7 +149,7 @@ def _is_complete(plan: Plan, resume: Resume, last_step: int) -> int:
 
 
 def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tuple[int, int]:
-    """(steps done, samples consumed), after loading what there is to load."""
+    """Load the checkpoint to resume from, if any. Returns the number of steps done and of samples consumed."""
     if resume is None:
         return 0, 0
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
@@ -144,40 +163,3 @@ def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Load
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
                   sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
                   pin_memory=engine.device.type == "cuda")
-
-
-def _announce(plan: Plan, world: World, resume: Resume | None, screen: Screen, folder: RunFolder) -> None:
-    hosts = gather(gethostname())
-    if world.rank == 0:
-        folder.start(run_record(plan, sorted(set(hosts))))
-    folder.event("start", step=resume.manifest.step if resume else 0, world_size=world.size)
-    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout(plan.layout)}; global batch "
-                f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
-    for note in plan.notes:
-        screen.line(f"note: {note}")
-    for warning in resume.warnings if resume else []:
-        screen.line(f"warning: {warning}")
-        folder.event("verify", step=resume.manifest.step if resume else 0, reason=warning)
-    if resume is not None:
-        screen.line(f"resumed from {resume.folder}")
-        folder.event("resume", step=resume.manifest.step, path=str(resume.folder))
-
-
-def _layout(layout: Layout) -> str:
-    parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
-             f"{layout.data_parallel_size} data-parallel"]
-    if layout.pipeline_stages > 1:
-        parts.append(f"{layout.pipeline_stages} pipeline stages")
-    parts += [f"{what} on {device}" for what, device in
-              (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
-    return ", ".join(parts)
-
-
-def _ending(plan: Plan, step: int, stopped_by: str, losses: dict[str, float]) -> str:
-    """The run's last line: how far it came, and where it is or how to continue it."""
-    if stopped_by and step < plan.train_steps:
-        return f"stopped by {stopped_by}: saved global_step{step}; the same command continues"
-    if step < plan.train_steps:
-        return f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}"
-    last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-    return f"finished {step} steps in {plan.args.save}: {last}"

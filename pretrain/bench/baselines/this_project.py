@@ -98,7 +98,8 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         return losses[0]
 
     trainer.train_batch = train_batch_on_request
-    trainer.train(plan, world, MemoryWatch.start(plan, world))
+    watch = MemoryWatch.start(plan, world)
+    trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step))
     requests.end()
 
 

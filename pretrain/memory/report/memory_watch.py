@@ -76,14 +76,14 @@ class MemoryWatch:
             return int(get_accelerator().max_memory_allocated())
         return max(0, resident_bytes()[1] - self.used_bytes)
 
-    def before_step(self, steps: int, engine: Any) -> None:
-        """Begin to measure if step REPORTED_STEP of this start comes next, after `steps` steps."""
-        if self.tensors is not None and steps == REPORTED_STEP - 1:
+    def before_step(self, step: int, engine: Any) -> None:
+        """Begin to measure before step REPORTED_STEP of this start."""
+        if self.tensors is not None and step == REPORTED_STEP:
             self.tensors.begin(engine)
 
-    def after_step(self, steps: int, say: Callable[[str], None]) -> None:
+    def after_step(self, step: int, say: Callable[[str], None]) -> None:
         """Report one line after step REPORTED_STEP of this start. Collective at that step."""
-        if steps != REPORTED_STEP:
+        if step != REPORTED_STEP:
             return
         if self.tensors is not None:
             self.tensors.end()

@@ -28,7 +28,7 @@ def printed(case: dict[str, Any]) -> str:
         engine = build_engine(plan)
     batches = random_batches(plan)
     for step in range(1, REPORTED_STEP + 2):
-        watch.before_step(step - 1, engine)
+        watch.before_step(step, engine)
         train_batch(engine, batches)
         watch.after_step(step, lines.append)
     engine.destroy()

@@ -1,0 +1,58 @@
+"""Lines and events of a run's start and end: on the terminal, in run.json and in events.jsonl."""
+
+from socket import gethostname
+
+from deepspeed.accelerator import get_accelerator
+
+from pretrain.checkpoint.load.resume import Resume
+from pretrain.config.layout import Layout
+from pretrain.config.validate import Plan
+from pretrain.console.screen import Screen
+from pretrain.distributed.collectives import gather
+from pretrain.distributed.world import World
+from pretrain.monitor.run_folder import RunFolder, run_record
+
+
+def announce_start(plan: Plan, world: World, resume: Resume | None, screen: Screen, folder: RunFolder) -> None:
+    """Describe the run, its notes, and the checkpoint that it resumes from. Collective."""
+    hosts = gather(gethostname())
+    first_step = resume.manifest.step if resume else 0
+    if world.rank == 0:
+        folder.start(run_record(plan, sorted(set(hosts))))
+    folder.event("start", step=first_step, world_size=world.size)
+    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout_text(plan.layout)}; global batch "
+                f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+    for note in plan.notes:
+        screen.line(f"note: {note}")
+    if resume is None:
+        return
+    for warning in resume.warnings:
+        screen.line(f"warning: {warning}")
+        folder.event("verify", step=first_step, reason=warning)
+    screen.line(f"resumed from {resume.folder}")
+    folder.event("resume", step=first_step, path=str(resume.folder))
+
+
+def _layout_text(layout: Layout) -> str:
+    """`cuda, bf16, ZeRO-2, 8 data-parallel, optimizer on cpu`."""
+    parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
+             f"{layout.data_parallel_size} data-parallel"]
+    if layout.pipeline_stages > 1:
+        parts.append(f"{layout.pipeline_stages} pipeline stages")
+    parts += [f"{what} on {device}" for what, device in
+              (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
+    return ", ".join(parts)
+
+
+def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
+                 folder: RunFolder) -> None:
+    """Report why the run ends after `step`. `stopped_by` is the name of a signal, or ""."""
+    is_finished = step == plan.train_steps
+    folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step")
+    if is_finished:
+        last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        screen.line(f"finished {step} steps in {plan.args.save}: {last}")
+    elif stopped_by:
+        screen.line(f"stopped by {stopped_by}: saved global_step{step}; the same command continues")
+    else:
+        screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")
