@@ -12,9 +12,16 @@ from pretrain.memory.hardware import GB, GIB, Cluster
 from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import Report, largest_json, print_largest, print_report, report_csv, report_json
-from pretrain.memory.search.combinations import Candidate, Combinations, combine, group_micro_batches, read_candidates
+from pretrain.memory.search.candidates import (
+    Candidate,
+    CandidateSet,
+    generate_candidates,
+    group_micro_batches,
+    read_candidates,
+)
 from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend
-from pretrain.memory.search.largest_fit import find_largest, write_config
+from pretrain.memory.search.ds_config import write_config
+from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
 from pretrain.memory.step_time.time_model import LINK_EFFICIENCY
@@ -66,24 +73,25 @@ def _device_kind(mode: str) -> str:
     return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
 
 
-def combinations_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> Combinations:
+def combinations_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
     """The layouts that the flags ask for."""
     positions = workload.shape.max_positions if workload.shape else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
     if not flags.configs:
-        return combine(axes_of(flags, seq_length), workload.cluster, workload.shape, device_kind=device_kind)
+        axes = axes_of(flags, seq_length)
+        return generate_candidates(axes, workload.cluster, workload.shape, device_kind=device_kind)
     return read_candidates(
         flags.configs, workload.cluster, workload.shape, seq_length=(flags.seq_length or [seq_length])[0],
         micro_batch_size=(flags.micro_batch_size or [None])[0],
         gradient_accumulation_steps=flags.gradient_accumulation_steps, device_kind=device_kind)
 
 
-def _one_of_each(found: Combinations) -> list[Candidate]:
+def _one_of_each(found: CandidateSet) -> list[Candidate]:
     """Of layouts that differ in the micro-batch only, the smallest."""
     return [group[0] for group in group_micro_batches(found.candidates)]
 
 
-def _search_lines(flags: argparse.Namespace, workload: Workload, found: Combinations) -> list[str]:
+def _search_lines(flags: argparse.Namespace, workload: Workload, found: CandidateSet) -> list[str]:
     """What was held fixed."""
     layout, cluster = found.candidates[0].layout, workload.cluster
     fixed = {"max_model": f"the proportions of {workload.name}", "max_seq": workload.name,
@@ -95,7 +103,7 @@ def _search_lines(flags: argparse.Namespace, workload: Workload, found: Combinat
     return ["", f"{fixed}; on {cluster.describe()}; to fit: the device less {cluster.margin:.0%}, host memory less 10%"]
 
 
-def make_report(flags: argparse.Namespace, workload: Workload, found: Combinations) -> Report:
+def make_report(flags: argparse.Namespace, workload: Workload, found: CandidateSet) -> Report:
     """All rows, in the order in which they are shown, and what follows from them."""
     rows = compare(found.candidates, workload, all_micro_batches=flags.all_micro_batches)
     best = recommend(rows) if workload.shape else None
@@ -205,5 +213,5 @@ def _write(path: str, report: Report) -> None:
     if report.recommended is None:
         raise ConfigError("--write", found="no layout that fits and that this project runs", expected="one",
                           remedy="more GPUs, larger ones, or a smaller model")
-    write_config(path, report.recommended)
+    write_config(path, report.recommended.candidate.config)
     print(f"wrote {path}: {report.recommended.candidate.name}", file=sys.stderr)

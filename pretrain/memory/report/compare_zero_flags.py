@@ -8,7 +8,8 @@ from pretrain.cli import Parser, number, place, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
-from pretrain.memory.search.combinations import OFFLOADS, SAMPLES_PER_RANK, Axes
+from pretrain.memory.search.axes import OFFLOADS, Axes
+from pretrain.memory.search.candidates import SAMPLES_PER_RANK
 from pretrain.memory.search.largest_fit import FIND_TARGETS
 from pretrain.memory.sizes import UNITS
 from pretrain.memory.step_time.run_cost import STORAGE_RATE

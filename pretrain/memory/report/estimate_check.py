@@ -22,7 +22,7 @@ from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.measure_run import measure
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console
-from pretrain.memory.search.combinations import Candidate
+from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import Workload
 from pretrain.memory.simulate.simulate_ranks import simulate_many
 from pretrain.memory.sizes import in_unit

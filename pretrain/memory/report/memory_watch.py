@@ -18,7 +18,8 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
-from pretrain.memory.search.combinations import OFFLOADS, Axes, Candidate, combine
+from pretrain.memory.search.axes import OFFLOADS, Axes
+from pretrain.memory.search.candidates import Candidate, generate_candidates
 from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.memory.sizes import with_unit
 
@@ -164,7 +165,7 @@ def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
         grad_accum_dtypes=(layout.grad_accum_dtype or "",))
     kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm")}
     return [replace(candidate, layout=replace(candidate.layout, **kept))
-            for candidate in combine(axes, workload.cluster, workload.shape).candidates]
+            for candidate in generate_candidates(axes, workload.cluster, workload.shape).candidates]
 
 
 def differences(old: Layout, new: Layout) -> dict[str, str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pretrain.config.layout import LAYOUT_FIELDS
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.search.combinations import Candidate
+from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import ComparisonRow, Workload
 from pretrain.memory.search.largest_fit import LargestFit
 from pretrain.memory.sizes import in_unit

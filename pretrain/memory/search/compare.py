@@ -1,4 +1,4 @@
-"""Layouts next to one another: what each needs, whether it fits, how long a step takes, whether it is run here."""
+"""Comparison of candidates: memory, whether it suffices, step time, and whether train.py accepts the JSON."""
 
 import copy
 import tempfile
@@ -17,48 +17,42 @@ from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deeps
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.search.combinations import Candidate, group_micro_batches
+from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
-from pretrain.memory.step_time.time_model import (
-    KERNEL_EFFICIENCY,
-    StepTime,
-    model_flops_per_token,
-    stage_share,
-    step_time,
-)
+from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY, StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import ModelConfig
 
-_OTHER_MACHINE = (libaio, writable_folders)  # rules about the machine that plans, not about the one that runs
-_NEAR = 1.02  # of the fastest step: a larger micro-batch is taken, whose matrix products are the more efficient
+_RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # not checked: the JSON is for another machine
+_NEARLY_FASTEST = 1.02  # of the fastest step time; the largest such micro-batch is preferred: see best_micro_batch
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained, and on what."""
+    """A model and the cluster that it is to be trained on."""
 
     cluster: Cluster
     num_parameters: int
     shape: ModelShape | None = None  # None: only the number of parameters is known
-    model: ModelConfig | None = None  # None: this project does not train it
+    model: ModelConfig | None = None  # None: this project cannot train the model
     name: str = ""
     kernel_efficiency: float = KERNEL_EFFICIENCY
 
     def flops_per_token(self, seq_length: int) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward pass."""
         return model_flops_per_token(self.shape, self.num_parameters, seq_length)
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One layout, judged."""
+    """One candidate and everything that is estimated of it."""
 
     candidate: Candidate
     estimate: MemoryEstimate
     traffic: list[Transfer]
-    time: StepTime | None  # None: only states are known
-    shortage: str  # why it does not fit; "": it does
-    rejection: str  # why this project does not run the JSON as it is; "": it does
+    time: StepTime | None  # None: only model states are known
+    shortage: str  # the memory that is too small; "": the candidate fits
+    rejection: str  # why train.py rejects the JSON; "": it accepts the JSON
     deepspeed: DeepSpeedEstimate | None
 
     @property
@@ -71,33 +65,34 @@ class ComparisonRow:
 
 
 def estimate_candidate(candidate: Candidate, workload: Workload) -> ComparisonRow:
-    """A row of the comparison. Raises ConfigError for a layout that no estimate can be given of."""
+    """Estimate one candidate. Raises ConfigError for an impossible layout."""
     layout, shape, cluster = candidate.layout, workload.shape, workload.cluster
-    found = estimate_memory(shape, layout, num_parameters=None if shape else workload.num_parameters)
-    part = rank_parameters(layout, shape, workload.num_parameters)
-    traffic = step_traffic(layout, part, shape)
-    flops = workload.flops_per_token(layout.seq_length)
-    time = None if shape is None else step_time(
-        layout, cluster, traffic, part, flops_per_token=flops, slowest=stage_share(layout, shape, flops),
-        kernel_efficiency=workload.kernel_efficiency)
-    said = deepspeed_estimate(layout, num_parameters=workload.num_parameters, shape=shape, nodes=cluster.nodes,
-                              gpus_per_node=cluster.gpus_per_node)
-    return ComparisonRow(candidate, found, traffic, time, memory_shortage(found, cluster),
-                         rejection_reason(candidate, workload), said)
+    memory = estimate_memory(shape, layout, num_parameters=None if shape else workload.num_parameters)
+    parameters = rank_parameters(layout, shape, workload.num_parameters)
+    traffic = step_traffic(layout, parameters, shape)
+    time = None
+    if shape is not None:
+        time = estimate_step_time(layout, cluster, shape, traffic, parameters,
+                                  flops_per_token=workload.flops_per_token(layout.seq_length),
+                                  kernel_efficiency=workload.kernel_efficiency)
+    deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, shape=shape, nodes=cluster.nodes,
+                                   gpus_per_node=cluster.gpus_per_node)
+    return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster),
+                         rejection_reason(candidate, workload), deepspeed)
 
 
 def compare(candidates: Sequence[Candidate], workload: Workload, *,
             all_micro_batches: bool = False) -> list[ComparisonRow]:
-    """A row of every layout; of those that differ in the micro-batch only, the best one."""
+    """Estimate all candidates; of those that differ only in the micro-batch size, return the best one."""
     if all_micro_batches:
         return [estimate_candidate(candidate, workload) for candidate in candidates]
     return [best_micro_batch(_until_too_large(group, workload)) for group in group_micro_batches(candidates)]
 
 
 def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[ComparisonRow]:
-    """Rows of growing micro-batches, up to the first that does not fit."""
+    """Estimate candidates in the order of their micro-batch sizes, up to the first that does not fit."""
     rows: list[ComparisonRow] = []
-    for candidate in sorted(candidates, key=lambda one: one.layout.micro_batch_size):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.layout.micro_batch_size):
         rows.append(estimate_candidate(candidate, workload))
         if not rows[-1].fits:
             break
@@ -105,37 +100,40 @@ def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[Co
 
 
 def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
-    """The largest among the fastest of those that fit; the smallest where none fits."""
+    """Return the largest micro-batch among the nearly fastest that fit, or the smallest if none fits.
+
+    Larger matrix products are more efficient, which the step-time estimate does not count.
+    """
     fitting = [row for row in rows if row.fits and row.time is not None]
     if not fitting:
         return min(rows, key=lambda row: row.candidate.layout.micro_batch_size)
     fastest = min(row.time.total_seconds for row in fitting if row.time)
-    near = [row for row in fitting if row.time and row.time.total_seconds <= _NEAR * fastest]
+    near = [row for row in fitting if row.time and row.time.total_seconds <= _NEARLY_FASTEST * fastest]
     return max(near, key=lambda row: row.candidate.layout.micro_batch_size)
 
 
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
-    """The fastest of those that fit and that this project runs; the emptiest device among equals. None: none is."""
+    """Return the fastest row that fits and that train.py accepts, or None; among equals, the one with least memory."""
     return min((row for row in rows if row.recommendable), default=None, key=lambda row: (
         row.time.total_seconds if row.time else 0.0, row.estimate.device_bytes))
 
 
-def memory_shortage(found: MemoryEstimate, cluster: Cluster) -> str:
-    """Which memory does not suffice, for what; "": it fits with the margin."""
-    ranks = min(cluster.gpus_per_node, cluster.world_size)
-    places = (
-        ("the device", found.peak.total(location="device"), cluster.device_budget_bytes),
-        ("a node's host memory", found.host_bytes * ranks, cluster.host_budget_bytes),
-        ("a node's NVMe", found.peak.total(location="nvme") * ranks, cluster.nvme_bytes),
+def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:
+    """Return which memory is too small and by how much, or "" if the estimate fits with the margin."""
+    ranks_per_node = min(cluster.gpus_per_node, cluster.world_size)
+    needs = (
+        ("the device", estimate.device_bytes, cluster.device_budget_bytes),
+        ("a node's host memory", estimate.host_bytes * ranks_per_node, cluster.host_budget_bytes),
+        ("a node's NVMe", estimate.nvme_bytes * ranks_per_node, cluster.nvme_bytes),
     )
-    for where, needed, there in places:
-        if needed > there:
-            return f"{where}: {with_unit(needed)} of {with_unit(there)}"
+    for memory, needed, available in needs:
+        if needed > available:
+            return f"{memory}: {with_unit(needed)} of {with_unit(available)}"
     return ""
 
 
 def rejection_reason(candidate: Candidate, workload: Workload) -> str:
-    """What this project's own check says of the JSON as it is, without its file's name; "": it runs it."""
+    """Return why train.py rejects the candidate's JSON, without the file's name, or "" if it accepts the JSON."""
     layout, model = candidate.layout, workload.model
     if workload.shape is not None and model is None:
         return workload.shape.untrainable_reason or f"{workload.shape.architecture} is not implemented"
@@ -147,26 +145,26 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
         return f"--seq_length {layout.seq_length} is more than the model's {model.max_positions} positions"
     device = Device("cuda", fp16=True, bf16=workload.cluster.gpu.knows_bf16,
                     memory_bytes=workload.cluster.gpu.memory_bytes)
-    file = DsFile(candidate.path or candidate.name, _anywhere(candidate.config))
+    file = DsFile(candidate.path or candidate.name, _without_nvme_paths(candidate.config))
     on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
     args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,
                         nvme_path=tempfile.gettempdir() if on_nvme else None,
                         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:
-        settings = resolve_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
+        resolved = resolve_ds_config(file, args, model=model, world_size=layout.world_size, device=device)
         for rule in RULES:
-            if rule not in _OTHER_MACHINE:
-                rule(settings)
+            if rule not in _RULES_OF_THIS_MACHINE:
+                rule(resolved)
     except ConfigError as error:
         return str(error).removeprefix(f"{file.path}: ")
     return ""
 
 
-def _anywhere(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose NVMe folders are left open: they need not be on the machine that plans."""
+def _without_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy whose NVMe paths are "auto": the folders need not exist on the planning machine."""
     config = copy.deepcopy(config)
     for block in ("offload_optimizer", "offload_param"):
-        own = get_value(config, f"zero_optimization.{block}")
-        if isinstance(own, dict) and "nvme_path" in own:
-            own["nvme_path"] = "auto"
+        values = get_value(config, f"zero_optimization.{block}")
+        if isinstance(values, dict) and "nvme_path" in values:
+            values["nvme_path"] = "auto"
     return config

@@ -1,1 +1,4 @@
-"""pretrain/memory/step_time"""
+"""Estimated time of a step and cost of a run, from FLOPs, traffic and the rates of the hardware.
+
+Imports config, memory's estimate/ and hardware; never the other folders of memory/.
+"""

@@ -1,4 +1,4 @@
-"""What a whole run takes: days, GPU-hours, checkpoints."""
+"""Cost of a complete run: days, GPU-hours, size and time of a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from pretrain.config.layout import Layout
 from pretrain.memory.hardware import GB
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv 2203.15556, table 3
-STORAGE_RATE = 2e9  # bytes a second that one node writes to where checkpoints go: an assumption
+STORAGE_RATE = 2e9  # bytes a second that one node writes to the checkpoints' storage: an assumption
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a run of `tokens` tokens."""
+    """Cost of a run. The field names are keys of `compare_zero.py --json`."""
 
     tokens: float
     chinchilla_tokens: float
-    flops: float  # model FLOPs: recomputation not counted
+    flops: float  # model FLOPs, without recomputation
     mfu: float
     days: float
     gpu_hours: float
@@ -26,13 +26,13 @@ class Cost:
 
 def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, peak_flops: float, mfu: float,
              nodes: int, tokens: float | None = None, storage_rate: float = STORAGE_RATE) -> Cost:
-    """The cost at a given share of the peak rate.
+    """Estimate the cost of a run at a given MFU.
 
     Args:
-        num_parameters: of the model, experts included.
-        peak_flops: of all devices, a second.
-        tokens: None: as many as Chinchilla's rule says for `num_parameters`.
-        storage_rate: bytes a second that a node writes; all nodes write at the same time.
+        num_parameters: of the model, with all experts.
+        peak_flops: of all devices, per second.
+        tokens: of the run. None: 20 per parameter (Chinchilla).
+        storage_rate: bytes a second that each node writes; all nodes write at the same time.
     """
     optimal = float(CHINCHILLA_TOKENS_PER_PARAMETER * num_parameters)
     tokens = optimal if tokens is None else tokens
@@ -44,7 +44,7 @@ def run_cost(layout: Layout, *, num_parameters: int, flops_per_token: float, pea
 
 
 def cost_lines(cost: Cost, nodes: int, storage_rate: float = STORAGE_RATE) -> list[str]:
-    """For people."""
+    """Describe a cost in two sentences."""
     rule = "Chinchilla's 20 a parameter" if cost.tokens == cost.chinchilla_tokens else \
         f"Chinchilla's 20 a parameter would be {_tokens(cost.chinchilla_tokens)}"
     return [f"{_tokens(cost.tokens)} tokens ({rule}) are {cost.flops:.3g} FLOPs; at an MFU of {cost.mfu:.1%}: "

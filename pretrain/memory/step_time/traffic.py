@@ -1,8 +1,8 @@
-"""What one rank moves in a step, over the network of the ranks, over PCIe, and to and from the local disk.
+"""Bytes that one rank transfers in a step: over the ranks' network, over PCIe, and to and from local disks.
 
-Counted as DeepSpeed 0.19.8 does it, which at stages 1 and 2 is more than the ZeRO paper says: gradients are reduced
-by all-reduce, of which each rank keeps its part (runtime/zero/stage_1_and_2.py, allreduce_and_scatter). Latencies,
-norms and losses are left out.
+Counted as DeepSpeed 0.19.8 does it. At ZeRO stages 1 and 2 that is more than the ZeRO paper says: DeepSpeed all-reduces
+the gradients, and each rank keeps its part (runtime/zero/stage_1_and_2.py, allreduce_and_scatter). Latencies, norms and
+losses are not counted. tests/distributed/memory/test_traffic.py compares with real engines.
 """
 
 from dataclasses import dataclass
@@ -17,192 +17,216 @@ PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-b
 
 @dataclass(frozen=True)
 class Transfer:
-    """One kind of bytes. Of a collective: what a ring makes one rank send, and receive, in a whole step."""
+    """One purpose of traffic, in a complete step. The field names are keys of `compare_zero.py --json`."""
 
     what: str
     link: str  # network, pcie, disk
     phase: str  # forward, backward, step
-    bytes: float
+    bytes: float  # of a collective: what one rank sends, and also receives, in a ring
     ranks: int = 1  # that take part
-    stride: int = 1  # between their numbers
+    stride: int = 1  # difference between the numbers of neighbouring ranks
     overlaps: bool = False  # with the computation of its phase
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements of one rank's share of the model before ZeRO divides them."""
+    """Elements of the parameters on one rank before ZeRO divides them."""
 
     dense: float
     experts: float = 0.0
-    tied: float = 0.0  # of `dense`: the matrix that embedding and head share
+    tied: float = 0.0  # elements of `dense` that embedding and head share
 
-    def owned(self, layout: Layout) -> float:
-        """Of them, what ZeRO gives to one rank."""
+    def after_zero(self, layout: Layout) -> float:
+        """Elements that one rank owns after ZeRO divides them."""
         return self.dense / layout.zero_size + self.experts * layout.expert_parallel_size / layout.zero_size
 
 
 def rank_parameters(layout: Layout, shape: ModelShape | None, num_parameters: int) -> RankParameters:
-    """Of a rank of the largest stage."""
+    """Return the parameters of a rank of the largest pipeline stage."""
     if shape is None:
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
-    parts = []
+    stages = []
     for stage in range(layout.pipeline_stages):
         sizes = [(tensor.expert, local_size(tensor, layout)) for tensor in pipeline_stage_tensors(shape, layout, stage)]
-        parts.append(RankParameters(sum(size for expert, size in sizes if not expert),
-                          sum(size for expert, size in sizes if expert), tied))
-    return max(parts, key=lambda part: part.dense + part.experts)
+        stages.append(RankParameters(sum(size for expert, size in sizes if not expert),
+                                     sum(size for expert, size in sizes if expert), tied))
+    return max(stages, key=lambda stage: stage.dense + stage.experts)
 
 
-def step_traffic(layout: Layout, part: RankParameters, shape: ModelShape | None) -> list[Transfer]:
-    """All transfers of one step of a rank with `part` of the model; activations only where the shape is known."""
-    rows = _zero_network(layout, part) + _offload(layout, part)
+def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelShape | None) -> list[Transfer]:
+    """List all transfers of a rank in one step. Activations are included only if the shape is known."""
+    transfers = _zero_collectives(layout, parameters) + _offload(layout, parameters)
     if shape is not None:
-        rows += _pipeline(layout, shape) + _shared_layers(layout, shape)
-    return [row for row in rows if row.bytes > 0]
+        transfers += _pipeline(layout, shape) + _model_parallel(layout, shape)
+    return [transfer for transfer in transfers if transfer.bytes > 0]
 
 
-def link_bytes(rows: list[Transfer], link: str) -> float:
-    """Of a rank and a step."""
-    return sum(row.bytes for row in rows if row.link == link)
+def link_bytes(transfers: list[Transfer], link: str) -> float:
+    """Bytes of one rank on a link in a step."""
+    return sum(transfer.bytes for transfer in transfers if transfer.link == link)
 
 
-def reduced_dtype_bytes(layout: Layout) -> int:
-    """Of a gradient on its way: DeepSpeedEngine.communication_data_type is the model's; Ulysses reduces in fp32."""
-    return 4 if layout.sequence_parallel_size > 1 else DTYPE_BYTES[layout.precision]
-
-
-def passes(layout: Layout) -> float:
-    """Forward passes of a block per micro-batch: recomputation is another one."""
+def forward_passes(layout: Layout) -> float:
+    """Forward passes of a block per micro-batch: recomputation adds one."""
     return 2.0 if layout.activation_checkpoint_interval else 1.0
 
 
-def _zero_network(layout: Layout, part: RankParameters) -> list[Transfer]:
-    """Gradients and parameters within the ranks that ZeRO divides over; experts have a smaller such group."""
-    expert_ranks = layout.zero_size // layout.expert_parallel_size
-    rows = []
-    for what, elements, ranks, stride in (
-            ("", part.dense, layout.zero_size, layout.tensor_parallel_size),
-            (" of experts", part.experts, expert_ranks,
+def _reduced_element_bytes(layout: Layout) -> int:
+    """Bytes of a gradient element in a collective.
+
+    The dtype is the model's (DeepSpeedEngine.communication_data_type). With Ulysses it is fp32.
+    """
+    return 4 if layout.sequence_parallel_size > 1 else DTYPE_BYTES[layout.precision]
+
+
+def _zero_collectives(layout: Layout, parameters: RankParameters) -> list[Transfer]:
+    """Collectives of gradients and parameters among the ranks that ZeRO divides over; experts use fewer ranks."""
+    transfers = []
+    for of_what, elements, ranks, stride in (
+            ("", parameters.dense, layout.zero_size, layout.tensor_parallel_size),
+            (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
              layout.tensor_parallel_size * layout.expert_parallel_size)):
-        rows += _stage_3(layout, part, what, elements, ranks, stride) if layout.zero_stage == 3 else \
-            _stages_0_to_2(layout, what, elements, ranks, stride)
-    return rows
+        if layout.zero_stage == 3:
+            transfers += _zero3_collectives(layout, parameters, of_what, elements, ranks, stride)
+        else:
+            transfers += _zero012_collectives(layout, of_what, elements, ranks, stride)
+    return transfers
 
 
-def _stages_0_to_2(layout: Layout, what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
-    """All-reduce at the end of the step, at stage 2 of each micro-batch; then the all-gather of updated parameters.
+def _zero012_collectives(layout: Layout, of_what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
+    """All-reduce of gradients once a step (ZeRO stage 2: once a micro-batch), then all-gather of updated parameters.
 
-    Stage 0 has parts, and so an all-gather, only in bf16, where DeepSpeed takes its BF16_Optimizer.
+    At ZeRO stage 0 only bf16 has an all-gather, as DeepSpeed then uses its BF16_Optimizer, which divides the states.
     """
     ring = (ranks - 1) / ranks
-    times = layout.gradient_accumulation_steps if layout.zero_stage == 2 else 1
+    reductions = layout.gradient_accumulation_steps if layout.zero_stage == 2 else 1
     overlaps = layout.overlap_comm and layout.zero_stage == 2
-    rows = [Transfer(f"gradients{what}: all-reduce", "network", "backward" if overlaps else "step",
-                     2 * ring * elements * reduced_dtype_bytes(layout) * times, ranks, stride, overlaps)]
+    transfers = [Transfer(f"gradients{of_what}: all-reduce", "network", "backward" if overlaps else "step",
+                          2 * ring * elements * _reduced_element_bytes(layout) * reductions, ranks, stride, overlaps)]
     if layout.zero_stage > 0 or layout.precision == "bf16":
-        rows.append(Transfer(f"parameters{what}: all-gather", "network", "step",
-                             ring * elements * layout.element_bytes, ranks, stride))
-    return rows
+        transfers.append(Transfer(f"parameters{of_what}: all-gather", "network", "step",
+                                  ring * elements * layout.element_bytes, ranks, stride))
+    return transfers
 
 
-def gathers(layout: Layout, part: RankParameters) -> tuple[float, float]:
-    """How often stage 3 fetches a parameter for a micro-batch's forward and for its backward, on average.
+def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple[float, float]:
+    """Return how often ZeRO stage 3 gathers a parameter for (the forward, the backward pass), on average.
 
-    The backward finds those that were used last still there (Layout.reused_parameters). A recomputed forward fetches
-    for the backward that follows it at once. A tied matrix is fetched by both its layers, too far apart to keep it.
+    The backward pass reuses the parameters that the forward pass used last (Layout.reused_parameters). With
+    recomputation, one gather serves the recomputed forward pass and the backward pass after it. A tied matrix is
+    gathered for both of its layers, because too many parameters lie between them.
     """
-    elements = part.dense + part.experts
+    elements = parameters.dense + parameters.experts
     if elements <= layout.reused_parameters:
         return 1.0, 0.0
-    fetched = 1.0 + part.tied / elements
-    return fetched, fetched - layout.reused_parameters / elements
+    gathers = 1.0 + parameters.tied / elements
+    return gathers, gathers - layout.reused_parameters / elements
 
 
-def _stage_3(layout: Layout, part: RankParameters, what: str, elements: float, ranks: int,
-             stride: int) -> list[Transfer]:
-    """Parameters gathered for the passes over them, gradients scattered after each backward.
+def _zero3_collectives(layout: Layout, parameters: RankParameters, of_what: str, elements: float, ranks: int,
+                       stride: int) -> list[Transfer]:
+    """All-gathers of parameters for both passes, and reduce-scatter of gradients after each backward pass.
 
-    With ZeRO++'s hpZ the backward gathers within a group of `hpz_partition_size` ranks.
+    With ZeRO++'s hpZ the backward pass gathers within a group of `hpz_partition_size` ranks.
     """
     ring, steps = (ranks - 1) / ranks, layout.gradient_accumulation_steps
-    forward, backward = gathers(layout, part)
-    whole = elements * layout.element_bytes * steps
-    near = min(layout.hpz_partition_size, ranks)
-    back_ranks = near if near > 1 else ranks
-    overlap = layout.overlap_comm
+    forward, backward = gathers_per_micro_batch(layout, parameters)
+    gathered = elements * layout.element_bytes * steps
+    hpz_ranks = min(layout.hpz_partition_size, ranks)
+    backward_ranks = hpz_ranks if hpz_ranks > 1 else ranks
+    backward_ring = (backward_ranks - 1) / backward_ranks
+    overlaps = layout.overlap_comm
     return [
-        Transfer(f"parameters{what}: all-gather", "network", "forward", ring * whole * forward, ranks, stride, overlap),
-        Transfer(f"parameters{what}: all-gather", "network", "backward",
-                 (back_ranks - 1) / back_ranks * whole * backward, back_ranks, stride, overlap),
-        Transfer(f"gradients{what}: reduce-scatter", "network", "backward",
-                 ring * elements * reduced_dtype_bytes(layout) * steps, ranks, stride, overlap)]
+        Transfer(f"parameters{of_what}: all-gather", "network", "forward", ring * gathered * forward, ranks, stride,
+                 overlaps),
+        Transfer(f"parameters{of_what}: all-gather", "network", "backward", backward_ring * gathered * backward,
+                 backward_ranks, stride, overlaps),
+        Transfer(f"gradients{of_what}: reduce-scatter", "network", "backward",
+                 ring * elements * _reduced_element_bytes(layout) * steps, ranks, stride, overlaps)]
 
 
-def _offload(layout: Layout, part: RankParameters) -> list[Transfer]:
-    """What crosses PCIe, and what the disk reads and writes, of a rank's part of the states.
-
-    Gradients go to the host at each micro-batch and, from the second on, come back first to be added to
-    (async_accumulate_grad_in_cpu_via_gpu; stage3.py, partition_grads); the last time they go in fp32. Of parameters on
-    NVMe each rank keeps offload_param.max_in_cpu elements in host memory.
-    """
-    mine = part.owned(layout)
-    rows = []
+def _offload(layout: Layout, parameters: RankParameters) -> list[Transfer]:
+    """Traffic over PCIe, to and from the disk, of the states that one rank owns."""
+    owned = parameters.after_zero(layout)
+    transfers = []
     if layout.offload_optimizer != "none":
-        ratio = layout.offload_optimizer_ratio
-        more = layout.gradient_accumulation_steps - 1 if layout.zero_stage >= 2 else 0
-        rows.append(Transfer("gradients to the host", "pcie", "backward",
-                             ratio * mine * (4 + 2 * more * layout.element_bytes), overlaps=layout.overlap_comm))
-        if layout.offload_param == "none":
-            rows.append(Transfer("updated parameters from the host", "pcie", "step",
-                                 ratio * mine * layout.element_bytes))
-    if layout.offload_optimizer == "nvme":
-        state = 4 * (1 + layout.optimizer_moments + 1)  # master, moments, gradient
-        rows.append(Transfer("optimizer states: read and written", "disk", "step", 2 * mine * state))
+        transfers += _offloaded_optimizer(layout, owned)
     if layout.offload_param != "none":
-        reads = mine * layout.element_bytes * layout.gradient_accumulation_steps
-        on_disk = max(0.0, 1 - layout.offload_param_max_in_cpu / mine) if layout.offload_param == "nvme" else 0.0
-        for phase, times in zip(("forward", "backward"), gathers(layout, part), strict=True):
-            rows.append(Transfer("parameters from the host", "pcie", phase, reads * times, overlaps=True))
-            rows.append(Transfer("parameters: read", "disk", phase, on_disk * reads * times, overlaps=True))
-        rows.append(Transfer("parameters: written", "disk", "step", on_disk * mine * layout.element_bytes))
-    return rows
+        transfers += _offloaded_parameters(layout, owned, gathers_per_micro_batch(layout, parameters))
+    return transfers
+
+
+def _offloaded_optimizer(layout: Layout, owned: float) -> list[Transfer]:
+    """Gradients to the host, updated parameters back, and the optimizer states on NVMe.
+
+    Gradients go to the host in every micro-batch. From the second micro-batch on, the sum first comes back to the
+    device (async_accumulate_grad_in_cpu_via_gpu; stage3.py, partition_grads). The last sum goes to the host in fp32.
+    """
+    on_host = layout.offload_optimizer_ratio
+    sums = layout.gradient_accumulation_steps - 1 if layout.zero_stage >= 2 else 0
+    transfers = [Transfer("gradients to the host", "pcie", "backward",
+                          on_host * owned * (4 + 2 * sums * layout.element_bytes), overlaps=layout.overlap_comm)]
+    if layout.offload_param == "none":
+        transfers.append(Transfer("updated parameters from the host", "pcie", "step",
+                                  on_host * owned * layout.element_bytes))
+    if layout.offload_optimizer == "nvme":
+        element_bytes = 4 * (1 + layout.optimizer_moments + 1)  # master weight, optimizer states, gradient
+        transfers.append(Transfer("optimizer states: read and written", "disk", "step", 2 * owned * element_bytes))
+    return transfers
+
+
+def _offloaded_parameters(layout: Layout, owned: float, gathers: tuple[float, float]) -> list[Transfer]:
+    """Parameters to the device for every gather; with NVMe, read from disk and written after the step.
+
+    Each rank keeps `offload_param.max_in_cpu` elements in host memory, which are not on the disk.
+    """
+    size = owned * layout.element_bytes
+    on_disk = max(0.0, 1 - layout.offload_param_max_in_cpu / owned) if layout.offload_param == "nvme" else 0.0
+    transfers = []
+    for phase, count in zip(("forward", "backward"), gathers, strict=True):
+        read = size * layout.gradient_accumulation_steps * count
+        transfers.append(Transfer("parameters from the host", "pcie", phase, read, overlaps=True))
+        transfers.append(Transfer("parameters: read", "disk", phase, on_disk * read, overlaps=True))
+    return [*transfers, Transfer("parameters: written", "disk", "step", on_disk * size)]
 
 
 def _hidden_bytes(layout: Layout, shape: ModelShape) -> float:
-    """Of one micro-batch between two blocks, on one rank."""
+    """Bytes of the hidden states of one micro-batch on one rank."""
     tokens = layout.micro_batch_size * layout.seq_length / layout.sequence_parallel_size
     return tokens * shape.hidden_size * layout.element_bytes
 
 
 def _pipeline(layout: Layout, shape: ModelShape) -> list[Transfer]:
-    """Activations to the next stage and their gradients to the one before; tied embeddings summed over the stages."""
+    """Activations and their gradients between pipeline stages, and the sum of a tied matrix's gradients."""
     stages = layout.pipeline_stages
     if stages == 1:
         return []
     size = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
     stride = layout.world_size // stages
-    rows = [Transfer("activations to the next stage", "network", "forward", size, 2, stride),
-            Transfer("gradients to the stage before", "network", "backward", size, 2, stride)]
+    transfers = [Transfer("activations to the next pipeline stage", "network", "forward", size, 2, stride),
+                 Transfer("gradients to the previous pipeline stage", "network", "backward", size, 2, stride)]
     if shape.tie_word_embeddings:
         tied = shape.vocab_size * shape.hidden_size * layout.grad_accum_bytes / layout.tensor_parallel_size
-        rows.append(Transfer("tied gradients: all-reduce", "network", "step", tied, 2, stride * (stages - 1)))
-    return rows
+        transfers.append(Transfer("tied gradients: all-reduce", "network", "step", tied, 2, stride * (stages - 1)))
+    return transfers
 
 
-def _shared_layers(layout: Layout, shape: ModelShape) -> list[Transfer]:
-    """Inside the blocks: tensor parallelism's two all-reduces a pass (Megatron-LM, arXiv 1909.08053), Ulysses' four
-    all-to-alls (arXiv 2309.14509), and two all-to-alls of every expert layer (DeepSpeed-MoE, arXiv 2201.05596).
+def _model_parallel(layout: Layout, shape: ModelShape) -> list[Transfer]:
+    """Collectives inside the blocks, in every pass.
+
+    Tensor parallelism: two all-reduces a block (Megatron-LM, arXiv 1909.08053). Ulysses: four all-to-alls a block
+    (arXiv 2309.14509). Experts: two all-to-alls a layer with experts (DeepSpeed-MoE, arXiv 2201.05596).
     """
     blocks = shape.num_layers / layout.pipeline_stages
     hidden = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
-    rows = []
-    for phase, times in (("forward", 1.0), ("backward", passes(layout))):
+    transfers = []
+    for phase, passes in (("forward", 1.0), ("backward", forward_passes(layout))):
         for what, ranks, stride, size in (
                 ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
                  4 * blocks * hidden),
                 ("expert all-to-all", layout.expert_parallel_size, layout.tensor_parallel_size,
                  2 * shape.num_moe_layers() / layout.pipeline_stages * hidden * shape.experts_per_token)):
-            rows.append(Transfer(what, "network", phase, size * times * (ranks - 1) / ranks, ranks, stride))
-    return rows
+            transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride))
+    return transfers

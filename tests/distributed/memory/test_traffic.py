@@ -72,7 +72,7 @@ def test_network_bytes_of_a_step(name: str, sent: dict[str, list[dict[str, float
         said = sum(row.bytes for row in rows if kind in row.what)
         for rank in sent[name]:
             assert rank[kind] == pytest.approx(said, rel=within), kind
-    said = sum(row.bytes for row in rows if "stage" in row.what)  # by a rank with neighbours on both sides
+    said = sum(row.bytes for row in rows if "stage" in row.what)  # of a rank with neighbours on both sides
     assert sum(rank["send"] for rank in sent[name]) == pytest.approx(said, rel=0.01, abs=64)
     for rank in sent[name]:
         others = {kind: size for kind, size in rank.items() if kind in ("reduce", "broadcast") and size}

@@ -8,7 +8,8 @@ from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.estimate.rank_memory import estimate_memory
 from pretrain.memory.hardware import make_cluster
-from pretrain.memory.search.combinations import Axes, combine
+from pretrain.memory.search.axes import Axes
+from pretrain.memory.search.candidates import generate_candidates
 from pretrain.memory.search.compare import Workload, memory_shortage
 from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
 from pretrain.model.config import load_model_config
@@ -20,7 +21,7 @@ def test_the_result_fits_and_the_next_size_does_not(target: str) -> None:
     cluster = make_cluster(gpu="a100-40", world_size=8, nodes=None, gpus_per_node=None)
     workload = Workload(cluster, shape.num_parameters(), shape, load_model_config("gpt3-1.3b"), "gpt3-1.3b")
     axes = Axes(zero_stages=(1, 3), offloads=("none", "all_cpu"), pipeline_stages=(1, 2), micro_batch_sizes=(1,))
-    found = find_largest(target, combine(axes, cluster, shape).candidates, workload)
+    found = find_largest(target, generate_candidates(axes, cluster, shape).candidates, workload)
     assert len(found) >= 6
     for largest in found:
         assert largest.value > 0
