@@ -43,12 +43,14 @@ def launcher_parser(program: str) -> Parser:
         help="seconds between the failure of one host and the forced end of the others (default: %(default)s)")
     add("--check_only", action="store_true", help="validate the run and its hosts, but do not start it")
     passed = parser.add_argument_group("passed on to `deepspeed`")
-    for flag in ("--venv_script", "--enable_each_rank_log", "--bind_core_list"):
-        passed.add_argument(flag)
-    passed.add_argument("--log_level", choices=("debug", "info", "warning", "error", "critical"),
-                        help="log level of DeepSpeed's launcher (default: critical on one host, warning on several)")
-    passed.add_argument("--quiet", "-q", dest="log_level", action="store_const", const="error")
-    passed.add_argument("--bind_cores_to_rank", action="store_true")
+    add = passed.add_argument
+    add("--venv_script", help="script that activates the Python environment on each host")
+    add("--enable_each_rank_log", help="folder for one log file per rank")
+    add("--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own")
+    add("--bind_core_list", help="cores for --bind_cores_to_rank, such as 0-3,8 (default: all)")
+    add("--log_level", choices=("debug", "info", "warning", "error", "critical"),
+        help="log level of DeepSpeed's launcher (default: critical on one host, warning on several)")
+    add("--quiet", "-q", dest="log_level", action="store_const", const="error", help="same as --log_level error")
     return parser
 
 
