@@ -1,4 +1,4 @@
 """Cluster health check (tools/check_cluster.py): every rank measures its host; rank 0 reports faults and outliers.
 
-Imports cluster/hosts and the layers below cluster/; never supervise/ or the launch modules.
+Imports cluster/hosts, checkpoint, config, distributed, engine and errors; never supervise/ or the launch modules.
 """

@@ -1,4 +1,4 @@
 """Hosts of a run: hostfile, preflight checks, remote commands, rank environment, and shutdown of all hosts together.
 
-Imports cluster/launcher_flags and the layers below cluster/; never supervise/ or health/.
+Imports config/arguments, distributed, cli and errors; never supervise/, health/ or the launch modules.
 """

@@ -21,7 +21,7 @@ _HOST_FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_a
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
-    """Return the command with `--` before the flags of train.py, if its launcher allows to leave it out."""
+    """Return the command with `--` before the flags of train.py, for launchers that do not require it."""
     launcher = command[:_train_flags_index(command)] or command
     at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN_LAUNCHERS), None)
     if at is None:
