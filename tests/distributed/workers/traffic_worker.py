@@ -1,4 +1,4 @@
-"""One rank: what real engines send in a step, as torch's own collectives see it.
+"""Rank of tests/distributed/memory/test_traffic.py: counts the bytes of one step of real engines.
 
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
 """
@@ -16,7 +16,8 @@ from pretrain.engine.steps import train_batch
 from tests.distributed.workers.worker import end, engine_of, loader_of, plan_of
 from tests.support.cases_loop import each_case
 
-# operator of c10d -> (kind, which argument holds the whole tensor, multiples of it that a ring sends, for n ranks)
+# c10d operator -> (name, index of the argument with the complete tensor, factor: a ring of n ranks sends factor(n)
+# times the tensor's bytes)
 OPERATORS = {
     "allreduce_": ("all-reduce", 0, lambda n: 2 * (n - 1) / n), "reduce_": ("reduce", 0, lambda n: (n - 1) / n),
     "_allgather_base_": ("all-gather", 0, lambda n: (n - 1) / n),
@@ -26,42 +27,42 @@ OPERATORS = {
     "reduce_scatter_": ("reduce-scatter", 1, lambda n: (n - 1) / n), "send": ("send", 0, lambda n: 1.0),
     "broadcast_": ("broadcast", 0, lambda n: (n - 1) / n),
 }
-SMALL = 64  # elements: norms, losses, flags, shapes
+SMALL = 64  # elements; smaller tensors are norms, losses, flags and shapes, and are not counted
 
 
-class Counter(TorchDispatchMode):
-    """Bytes that this rank sends, by kind."""
+class ByteCounter(TorchDispatchMode):
+    """Counts the bytes that this rank sends, by collective."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent = dict.fromkeys((kind for kind, _, _ in OPERATORS.values()), 0.0)
+        self.sent = dict.fromkeys((name for name, _, _ in OPERATORS.values()), 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname in OPERATORS:
-            kind, position, factor = OPERATORS[func._opname]
+            name, position, factor = OPERATORS[func._opname]
             ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
             for tensor in tree_leaves(args[position]):
                 if torch.is_tensor(tensor) and tensor.numel() > SMALL:
-                    self.sent[kind] += factor(ranks) * tensor.numel() * tensor.element_size()
+                    self.sent[name] += factor(ranks) * tensor.numel() * tensor.element_size()
         elif func.namespace == "c10d" and func._opname not in ("recv_", "barrier", "monitored_barrier_"):
             raise NotImplementedError(f"c10d.{func._opname}")
         return func(*args, **(kwargs or {}))
 
 
 def disk_bytes() -> dict[str, int]:
-    """What this process has read from and written to disks so far."""
+    """Bytes that this process has read from and written to disks so far."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(rows[name]) for name in ("read_bytes", "write_bytes")}
 
 
 def traffic(case: dict[str, Any]) -> list[dict[str, float]]:
-    """What each rank sent in its second step, by kind, and what its disk moved."""
+    """Run two steps; return the bytes of each rank's second step, by collective and for its disk."""
     plan = plan_of(case)
     engine = engine_of(plan)
     loader = loader_of(engine, plan)
     train_batch(engine, loader.step(0))
     before = disk_bytes()
-    with Counter() as counter:
+    with ByteCounter() as counter:
         train_batch(engine, loader.step(plan.layout.global_batch_size))
     after = disk_bytes()
     loader.close()
