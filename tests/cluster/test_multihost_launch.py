@@ -35,8 +35,8 @@ def _command(hosts: Hosts, folder: Path, *words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _started(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iterator["subprocess.Popen[str]"]:
-    """launch/cluster.sh as a process. At the end, also of a failed test, all processes of its hosts are killed."""
+def _launched(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run launch/cluster.sh as a process. Afterwards, even if the test fails, kill all processes on its hosts."""
     command = [*_command(hosts, folder, *words), "--", *flags]
     process = subprocess.Popen(command, env=hosts.environ, cwd=folder, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)
@@ -146,7 +146,7 @@ def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, 
 def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
-    with _started(hosts, tmp_path, flags) as process:
+    with _launched(hosts, tmp_path, flags) as process:
         _wait_for_rows(run, 2, process)
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=LIMIT_S)[0]
@@ -154,7 +154,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
         hosts.wait_until_empty()
     found = newest_complete(run / "checkpoints")
     assert found is not None
-    with _started(hosts, tmp_path, flags, "--grace", "1") as process:
+    with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
         _wait_for_rows(run, len(rows(run)) + 2, process)
         os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice the failure by itself
         os.kill(_rank(hosts.b), signal.SIGKILL)
@@ -205,7 +205,7 @@ def test_a_cut_network_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path)
     """gloo waits for the process group's time-out on both hosts; then each host ends by itself."""
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
-    with _started(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,
+    with _launched(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,
                   flags, "--grace", "1") as process:
         _wait_for_rows(run, 2, process)
         hosts.b.set_link("down")

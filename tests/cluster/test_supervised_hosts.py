@@ -15,12 +15,12 @@ from pretrain.cluster.supervise.host_checks import default_transport, ranks_on, 
 from tests.cluster.workers.ssh_hosts import Host, Hosts, two_hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
 from tests.support.supervised import (
-    end_tree,
-    ended,
     flag_pairs,
+    kill_tree,
     read_restart_log,
     rows,
     supervise,
+    wait_for_end,
     wait_for_rows,
     wait_until,
 )
@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield hosts
 
 
-def lose(host: Host) -> None:
+def kill_host(host: Host) -> None:
     """Kill the host's sshd, connections and ranks."""
     host.sshd.kill()
     for word in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True).stdout.split():
@@ -78,7 +78,7 @@ def test_ranks_on_another_host_are_listed_signalled_and_ended(pair: Hosts, tmp_p
     assert unhealthy_hosts([pair.a.address, address], command, transport, LIMIT_S) == {pair.a.address: "no netb"}
 
 
-def launch(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
+def start_supervised(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
     """Start a supervised run on both hosts. Its output goes to FOLDER/log."""
     (folder / "zero2.json").write_text(json.dumps(JSON))
     hostfile = pair.hostfile(folder / "hosts")
@@ -102,16 +102,16 @@ def check_losses(corpus: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_supervisor_waits_for_a_host_without_network(corpus: str, tmp_path: Path, pair: Hosts) -> None:
-    supervisor = launch(["--max_restarts", "100", "--backoff_max_s", "2"], corpus, tmp_path, pair)
+    supervisor = start_supervised(["--max_restarts", "100", "--backoff_max_s", "2"], corpus, tmp_path, pair)
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
         pair.b.set_link("down")
         wait_until(lambda: len(read_restart_log(tmp_path / "run")[0]) >= 2)
         pair.b.set_link("up")
-        code, _ = ended(supervisor)
+        code, _ = wait_for_end(supervisor)
     finally:
         pair.b.set_link("up")
-        end_tree(supervisor)
+        kill_tree(supervisor)
         print((tmp_path / "log").read_text()[-8000:])
     assert code == 0
     pair.wait_until_empty()
@@ -127,13 +127,13 @@ def test_the_supervisor_waits_for_a_host_without_network(corpus: str, tmp_path: 
 
 @pytest.mark.slow
 def test_with_min_hosts_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> None:
-    supervisor = launch(["--min_hosts", "1", "--max_restarts", "2"], corpus, tmp_path, pair)
+    supervisor = start_supervised(["--min_hosts", "1", "--max_restarts", "2"], corpus, tmp_path, pair)
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)
-        lose(pair.b)
-        code, _ = ended(supervisor)
+        kill_host(pair.b)
+        code, _ = wait_for_end(supervisor)
     finally:
-        end_tree(supervisor)
+        kill_tree(supervisor)
         print((tmp_path / "log").read_text()[-8000:])
     assert code == 0
     pair.a.wait_until_empty()

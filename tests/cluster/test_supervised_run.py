@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from tests.support.launch import LIMIT_S, ROOT, free_port, run_forked
-from tests.support.supervised import end_tree, ended, flag_pairs, read_restart_log, rows, supervise, wait_for_rows
+from tests.support.supervised import (
+    flag_pairs,
+    kill_tree,
+    read_restart_log,
+    rows,
+    supervise,
+    wait_for_end,
+    wait_for_rows,
+)
 
 pytestmark = pytest.mark.slow
 STEPS = 60
@@ -63,10 +71,10 @@ def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
                 if kills:
                     wait_for_rows(supervisor, run, len(rows(run)) + 2)
                     supervisor.send_signal(signal.SIGUSR1)
-                codes.append(ended(supervisor)[0])
+                codes.append(wait_for_end(supervisor)[0])
                 walls.append(time.monotonic() - begin)
             finally:
-                end_tree(supervisor)
+                kill_tree(supervisor)
     print(*(line for line in (folder / "log").read_text().splitlines() if line.startswith("supervise: ")), sep="\n")
     return {"run": run, "codes": codes, "walls": walls, "victims": victims, "folder": folder}
 

@@ -27,7 +27,7 @@ from pretrain.cluster.supervise.launch_command import (
 from pretrain.cluster.supervise.progress import RunProgress, kept_step_seconds
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
 from pretrain.errors import ConfigError
-from tests.support.supervised import ended, read_restart_log, supervise, wait_until
+from tests.support.supervised import read_restart_log, supervise, wait_for_end, wait_until
 
 BEGAN = '{"event": "start", "step": 0, "reason": ""}'
 FINISHED = '{"event": "stop", "step": 9, "reason": "finished"}'
@@ -36,7 +36,7 @@ FINISHED = '{"event": "stop", "step": 9, "reason": "finished"}'
 def supervised(run: Path, script: str, *flags: str, **settings: Any) -> tuple[int, str]:
     """Supervise a bash script that runs in the run folder. Returns (exit code, stderr)."""
     run.mkdir(exist_ok=True)
-    done = ended(supervise(["--save", str(run), *flags, "--", "bash", "-c", f"cd {run}; {script}"],
+    done = wait_for_end(supervise(["--save", str(run), *flags, "--", "bash", "-c", f"cd {run}; {script}"],
                            stderr=subprocess.PIPE, **settings))
     assert "Traceback" not in done[1]
     return done
@@ -116,7 +116,7 @@ def test_signals_are_passed_on_and_no_process_remains(tmp_path: Path, number: si
     orphan = int((tmp_path / "orphan").read_text())
     assert psutil.pid_exists(orphan)
     process.send_signal(number)
-    code, stderr = ended(process)
+    code, stderr = wait_for_end(process)
     assert code == 75, stderr
     (start,), _ = read_restart_log(tmp_path)
     assert (start["exit_code"], start["reason"]) == (75, "saved on SIGUSR1")
@@ -130,7 +130,7 @@ def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Pat
     alone = subprocess.Popen(command, env={**os.environ, "RANK": "0"})
     try:
         wait_until(rank.with_suffix(".began").exists)
-        code, stderr = ended(supervise(["--", *command], stderr=subprocess.PIPE))
+        code, stderr = wait_for_end(supervise(["--", *command], stderr=subprocess.PIPE))
     finally:
         alone.kill()
         alone.wait()
@@ -140,12 +140,12 @@ def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Pat
     first = supervise(["--", *command], stderr=subprocess.PIPE)
     try:
         wait_until(rank.with_suffix(".began").exists)  # signals are passed on from then on
-        code, stderr = ended(supervise(["--", *command], stderr=subprocess.PIPE))
+        code, stderr = wait_for_end(supervise(["--", *command], stderr=subprocess.PIPE))
         assert code == 2
         assert "another supervisor is already running" in stderr
     finally:
         first.terminate()
-        assert ended(first)[0] == 75
+        assert wait_for_end(first)[0] == 75
 
 
 # ---- hosts
@@ -163,7 +163,7 @@ def fewer_hosts(folder: Path, *, batch: int) -> tuple[int, str]:
     (folder / "deepspeed").write_text(f"#!/bin/bash\necho \"$@\" > {folder}/words\n"
                                       f"echo '{FINISHED}' >> {folder}/run/events.jsonl\n")
     (folder / "deepspeed").chmod(0o755)
-    return ended(supervise(["--min_hosts", "1", "--health_command", "true", "--", str(folder / "deepspeed"),
+    return wait_for_end(supervise(["--min_hosts", "1", "--health_command", "true", "--", str(folder / "deepspeed"),
                             "--hostfile", str(folder / "hosts"), "--master_addr=host.invalid", "train.py", "--save",
                             str(folder / "run")], stderr=subprocess.PIPE))
 
@@ -193,7 +193,7 @@ def test_without_min_hosts_the_supervisor_waits_for_the_host(tmp_path: Path) -> 
     fails_once = f"test -e {tmp_path}/healthy || {{ touch {tmp_path}/healthy; echo no disk >&2; false; }}"
     (tmp_path / "deepspeed").write_text(f"#!/bin/bash\necho '{FINISHED}' >> {tmp_path}/run/events.jsonl\n")
     (tmp_path / "deepspeed").chmod(0o755)
-    code, stderr = ended(supervise(["--hostfile", str(tmp_path / "hosts"), "--health_command", fails_once, "--",
+    code, stderr = wait_for_end(supervise(["--hostfile", str(tmp_path / "hosts"), "--health_command", fails_once, "--",
                                   str(tmp_path / "deepspeed"), "train.py", "--save", str(tmp_path / "run")],
                                  stderr=subprocess.PIPE))
     assert code == 0, stderr

@@ -1,6 +1,5 @@
 """Start launch/supervise.py as a process, and wait for its progress."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,23 +18,24 @@ from tests.support.launch import LIMIT_S, ROOT
 def supervise(words: list[str], *, environ: dict[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
     """Start `launch/supervise.py WORDS` with short pauses between restarts."""
     scripts = str(Path(sys.executable).parent)
-    environ = environ or {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
-               "DS_ACCELERATOR": "cpu"}
+    environ = environ or {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
+                          "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     return subprocess.Popen([sys.executable, str(ROOT / "launch" / "supervise.py"), "--backoff_s", "0.1", *words],
                             env=environ, text=True, start_new_session=True, **settings)
 
 
-def ended(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
+def wait_for_end(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
     """Wait for the end of the supervisor. Returns (exit code, stderr). Kills it after the time-out."""
     try:
         stderr = process.communicate(timeout=timeout)[1]
     except subprocess.TimeoutExpired:
-        end_tree(process)
+        kill_tree(process)
         raise
     return process.returncode, stderr or ""
 
 
-def end_tree(process: subprocess.Popen[str]) -> None:
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """Kill the process and all its descendants, if it still runs."""
     if process.poll() is None:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
@@ -43,9 +43,10 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition()` is true. Fails after the time-out."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"the condition is not true after {LIMIT_S} s"
         time.sleep(0.05)
 
 
@@ -55,12 +56,8 @@ def flag_pairs(words: list[str]) -> list[tuple[str, str]]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the training rows of metrics.jsonl. Ignores a last line that is only partly written."""
-    path, found = run / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        if line.endswith("}"):
-            found.append(json.loads(line))
-    return [row for row in found if "loss" in row]
+    """Return the training rows of metrics.jsonl, without a last line that is only partly written."""
+    return [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
 
 
 def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -70,6 +67,7 @@ def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:
+    """Wait until metrics.jsonl has `number` training rows. Fails if the supervisor ends, or after the time-out."""
     deadline = time.monotonic() + LIMIT_S
     while len(rows(run)) < number:
         assert supervisor.poll() is None, "the supervisor has ended"
