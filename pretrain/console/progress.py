@@ -1,4 +1,4 @@
-"""Progress in bytes: a live bar in a terminal, a line now and then in a log."""
+"""Show progress in bytes: a live bar in a terminal, a line every 10 s in a log."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressBar:
-    """A context manager; writes to stderr, if it is `active`."""
+    """Context manager that shows progress on stderr if `active`."""
 
     def __init__(self, title: str, total_bytes: int, *, active: bool = True) -> None:
         self._active, self._lock = active, threading.Lock()
@@ -26,7 +26,7 @@ class ProgressBar:
         self._task = self._bar.add_task(title, total=self._total, note="")
 
     def advance(self, num_bytes: int, note: str) -> None:
-        """From any thread."""
+        """Add bytes that are done; may be called from any thread."""
         with self._lock:
             self._done, self._note = self._done + num_bytes, note
         self._bar.update(self._task, completed=self._done, note=self._status())

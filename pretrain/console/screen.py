@@ -1,4 +1,4 @@
-"""What a run prints: lines that stay and, in a terminal, a status line below them that is rewritten in place."""
+"""Print lines that remain and, in a terminal, a status line below them that is updated in place."""
 
 import contextlib
 import os
@@ -9,24 +9,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-_SECONDS_BETWEEN = 0.2  # of two status lines
+_STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"
-_SMALLEST = 20  # columns; a terminal that reports fewer is not believed
+_FEWEST_COLUMNS = 20  # a smaller reported width is taken for an error
 
 
 def terminal_columns(stream: TextIO) -> int | None:
-    """Width of the terminal that `stream` writes to; None where it is no terminal, or one that does not say."""
+    """Return the width of the terminal that `stream` writes to; None if it is not a terminal or has no width."""
     with contextlib.suppress(OSError, ValueError):
         columns = os.get_terminal_size(stream.fileno()).columns
-        return columns if columns >= _SMALLEST else None
+        return columns if columns >= _FEWEST_COLUMNS else None
     return None
 
 
 def is_watched(stream: TextIO) -> bool:
-    """Whether a person looks at `stream` as it is written: a terminal, and this run is in its foreground.
+    """Return whether `stream` is a terminal and this process is in its foreground, so that a person sees updates.
 
-    A terminal is not enough: Open MPI gives each rank one of its own, whatever becomes of the output (4.1.4). And a job
-    that the shell runs in the background must not rewrite the line in which the next command is typed.
+    A terminal alone is not enough. Open MPI 4.1.4 gives each rank a terminal, even if the output goes to a file. And a
+    background job of a shell must not overwrite the line in which the user types the next command.
     """
     try:
         return os.environ.get("TERM", "dumb") != "dumb" and stream.isatty() and _is_foreground(stream.fileno())
@@ -35,9 +35,10 @@ def is_watched(stream: TextIO) -> bool:
 
 
 def _is_foreground(descriptor: int) -> bool:
-    """Whether this process, or the nearest one above it that has this controlling terminal, is in its foreground.
+    """Return whether this process is in the foreground of the terminal `descriptor`.
 
-    ds-pretrain and launch/supervise.py start their launcher in a session of its own, which has no terminal.
+    If another terminal or none controls this process, its nearest ancestor with this controlling terminal decides,
+    because ds-pretrain and launch/supervise.py start their launcher in a new session, which has no terminal.
     """
     terminal, pid = os.fstat(descriptor).st_rdev, os.getpid()
     while pid > 0:
@@ -50,20 +51,21 @@ def _is_foreground(descriptor: int) -> bool:
 
 
 class Screen:
-    """Context manager that prints to stdout if it is `active`. Only a watched terminal has the status line."""
+    """Context manager that prints to stdout if `active`. Only a watched terminal shows the status line."""
 
     def __init__(self, *, active: bool = True) -> None:
-        self._active, self._stream = active and sys.stdout is not None, sys.stdout  # it is None where it was closed
-        self._may_be_watched = self._active and self._stream.isatty()  # a file or a pipe costs nothing more
+        self._active, self._stream = active and sys.stdout is not None, sys.stdout  # None if it was closed
+        # checked once, so that files and pipes cost nothing
+        self._may_be_watched = self._active and self._stream.isatty()
         self._status, self._shown_at = "", 0.0
 
     @property
     def columns(self) -> int | None:
-        """How many characters a line has room for; None: any number."""
+        """Number of characters that fit on a line; None: unlimited."""
         return terminal_columns(self._stream) if self._may_be_watched else None
 
     def line(self, text: str) -> None:
-        """Print a line that stays, above the status line."""
+        """Print a line that remains, above the status line."""
         if not self._active:
             return
         if self.columns is not None and len(text) > self.columns:
@@ -76,12 +78,12 @@ class Screen:
             self._write(f"{text}\n")
 
     def wants_status(self) -> bool:
-        """Whether it is time for another status line."""
-        return (self._may_be_watched and time.monotonic() - self._shown_at >= _SECONDS_BETWEEN
+        """Return whether the next status line is due."""
+        return (self._may_be_watched and time.monotonic() - self._shown_at >= _STATUS_INTERVAL_S
                 and is_watched(self._stream))
 
     def status(self, text: str) -> None:
-        """Show what the run is doing, in place of the status line before."""
+        """Replace the status line."""
         if self._may_be_watched and is_watched(self._stream):
             self._shown_at, self._status = time.monotonic(), text
             self._write(_CLEAR_LINE + self._cut(text))
@@ -93,19 +95,19 @@ class Screen:
         self._status = ""
 
     def _cut(self, text: str) -> str:
-        """A status line that wraps could not be rewritten."""
+        """Truncate a status line to the terminal's width, because a wrapped line cannot be overwritten."""
         return text[:(self.columns or 80) - 1]
 
     def _write(self, text: str) -> None:
-        """Print, or do nothing: a failed write is no reason to stop training.
+        """Print, and ignore failures, which must not stop the training.
 
-        `... | tee log` loses its reader by the Ctrl-C that asks for a save; a log may be on a full disk.
+        In `... | tee log` Ctrl-C, which requests a save, also ends tee. The disk of a log may be full.
         """
         try:
             self._stream.write(text)
             self._stream.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # the flush at exit works then
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # so that the flush at exit succeeds
         except OSError:
             pass
 

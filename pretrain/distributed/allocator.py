@@ -1,9 +1,9 @@
-"""Memory that is freed stays with the process, on CPUs.
+"""Keep freed memory in the process, on CPUs.
 
-glibc gives large freed blocks back to the kernel, so the temporaries of every step are mapped, zeroed and faulted in
-anew, page by page. Two ways out: jemalloc, where it is installed, told to give nothing back; otherwise glibc's own
-heap, told not to shrink, which scatters what is free. Measured with a step of 34 M parameters (8 x 512 tokens, bf16,
-ZeRO-1) on 2 AVX512_BF16 cores: jemalloc peaks at 1.22 GB, glibc at 1.45 to 1.64 GB, both in the same time.
+glibc returns large freed blocks to the kernel, so the temporaries of each step are mapped, zeroed and faulted in again,
+page by page. There are two remedies: jemalloc, if installed, set to return nothing; otherwise glibc's heap, set not to
+shrink, which fragments more. Measured with a model of 34 M parameters (8 x 512 tokens, bf16, ZeRO-1) on 2 AVX512_BF16
+cores: the peak is 1.22 GB with jemalloc and 1.45 to 1.64 GB with glibc, at the same speed.
 """
 
 import ctypes
@@ -15,17 +15,17 @@ from pathlib import Path
 from pretrain.distributed.device import wants_cpu
 
 _JEMALLOC = "libjemalloc.so.2"
-_DECIDED = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}
+_USER_SETTINGS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"}
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_LARGEST = 2**31 - 1
+_LARGEST = 2**31 - 1  # bytes; mallopt takes an int
 
 
 def restart_with_jemalloc() -> None:
-    """Start this program anew with jemalloc in place of malloc, under the same process id.
+    """Restart this program with jemalloc instead of glibc's malloc, under the same process id.
 
-    Nothing where it trains on a GPU, where `jemalloc_environment` is empty, or where the process was not started as
-    `python PROGRAM` (but as a fork of another, or with -m). To be called first: it is over in a tenth of a second then.
+    Does nothing if the program trains on a GPU, if `jemalloc_environment` is empty, or if the process was not started
+    as `python PROGRAM` (but with -m, or as a fork). Call it first: then a restart takes only 0.1 s.
     """
     values = jemalloc_environment(os.environ) if wants_cpu() else {}
     if values and sys.argv[0] in sys.orig_argv:
@@ -33,12 +33,12 @@ def restart_with_jemalloc() -> None:
 
 
 def jemalloc_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that preload jemalloc, from this Python's own prefix or where the system has libraries.
+    """Return the variables that preload jemalloc, from this Python's prefix or from the system's libraries.
 
-    Empty where it is not installed, and where MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ (see mallopt(3)) or LD_PRELOAD
-    is set: whoever did has decided otherwise. A MALLOC_CONF of the user's own stays.
+    Empty if jemalloc is not installed, or if the user has set MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ (see mallopt(3))
+    or LD_PRELOAD. A MALLOC_CONF of the user is kept.
     """
-    if sys.platform != "linux" or _DECIDED & environ.keys():
+    if sys.platform != "linux" or _USER_SETTINGS & environ.keys():
         return {}
     library = next((name for name in (str(Path(sys.prefix, "lib", _JEMALLOC)), _JEMALLOC) if _loads(name)), None)
     if library is None:
@@ -51,16 +51,16 @@ def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError as error:
-        return "static TLS" in str(error)  # too late for it in this process, not in one that preloads it
+        return "static TLS" in str(error)  # cannot be loaded this late, but can be preloaded
     return True
 
 
 def keep_freed_memory() -> bool:
-    """Serve all of glibc's malloc from a heap that never shrinks, for the rest of this process.
+    """Make glibc's malloc use a heap that never shrinks, for the rest of this process.
 
-    False, and nothing done: not glibc's malloc, or the environment decides (see `jemalloc_environment`).
+    Returns False and does nothing if malloc is not glibc's, or if the user has set it (see `jemalloc_environment`).
     """
-    if _DECIDED & os.environ.keys():
+    if _USER_SETTINGS & os.environ.keys():
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,7 +1,7 @@
-"""What ranks agree on beside the step.
+"""Collective operations on Python values, and waiting for other ranks.
 
-No rank waits in a collective for another one's disk or network: that may take longer than the process group's
-time-out, which would end the job. Whoever waits asks again and again instead.
+A rank must not wait inside a collective for another rank's disk or network, because that may take longer than the
+time-out of the process group, which would end the job. Waiting ranks poll instead.
 """
 
 import time
@@ -14,27 +14,28 @@ import torch.distributed as dist
 from pretrain.errors import ConfigError, SaveError
 
 T = TypeVar("T")
-_ANNOUNCED_S = 10.0  # far below every process group's time-out
+_BROADCAST_INTERVAL_S = 10.0  # far below every process group's time-out
 _POLL_S = 0.05
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def from_rank_0(action: Callable[[], T]) -> T:
-    """What `action` returns or raises (ConfigError, SaveError, OSError) on rank 0, on every rank.
+    """Run `action` on rank 0, and return its result or raise its error on every rank.
 
-    It may take long. On rank 0 it runs in a thread of its own; the others do not run it.
+    Only ConfigError, SaveError and OSError are passed on. `action` may take long: it runs in a thread, while all ranks
+    poll for its end.
     """
     outcome: list[Any] = [False, None, None]  # done, value, error
     with ThreadPoolExecutor(1, thread_name_prefix="rank-0") as pool:
         future = pool.submit(action) if dist.get_rank() == 0 else None
         while not outcome[0]:
-            if future is not None and wait([future], timeout=_ANNOUNCED_S).done:
+            if future is not None and wait([future], timeout=_BROADCAST_INTERVAL_S).done:
                 try:
                     outcome = [True, future.result(), None]
                 except (ConfigError, SaveError, OSError) as error:

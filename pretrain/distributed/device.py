@@ -1,4 +1,4 @@
-"""What the machine can compute in, found without importing torch."""
+"""Detect the device of this machine and its data types, without importing torch."""
 
 import importlib.util
 import os
@@ -11,22 +11,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or the CPU) of this machine, as far as the checks need to know it."""
+    """The accelerator (or the CPU) of this machine."""
 
     kind: str  # "cpu" or "cuda"
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
-    memory_bytes: int  # of one accelerator, or of the machine; 0: unknown
-    compiles: bool = True  # whether DeepSpeed can compile operators for it: on cuda, whether nvcc is there
+    memory_bytes: int  # of one accelerator, or of the host if it is the CPU; 0: unknown
+    compiles: bool = True  # DeepSpeed can compile operators for it; on cuda that needs nvcc
 
 
 def detect_device() -> Device:
-    """The device that torch and DeepSpeed are going to pick; `DS_ACCELERATOR=cpu` overrides, as for DeepSpeed."""
+    """Return the device that torch and DeepSpeed will use; `DS_ACCELERATOR=cpu` overrides, as in DeepSpeed."""
     return cpu_device() if wants_cpu() else cuda_device()
 
 
 def cpu_device() -> Device:
-    """bf16 runs on every CPU (emulated where it must be); fp16 needs AVX512_FP16, or matrix products take minutes."""
+    """Describe the CPU. bf16 runs on every CPU, if need be emulated; fp16 is usable only with AVX512_FP16."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -39,7 +39,7 @@ def cpu_device() -> Device:
 
 
 def cuda_device() -> Device:
-    """The first NVIDIA device; an Ampere one is assumed where nvidia-smi says nothing."""
+    """Describe the first NVIDIA device; an Ampere GPU is assumed if nvidia-smi fails."""
     capability, memory_bytes = 8.0, 0
     found = re.match(r"(\d+\.\d+)\s*,\s*(\d+)", next(iter(nvidia_smi("compute_cap,memory.total")), ""))
     if found:
@@ -49,7 +49,7 @@ def cuda_device() -> Device:
 
 
 def nvidia_smi(fields: str) -> list[str]:
-    """A line a GPU, as nvidia-smi lists them: the values of `fields` (by comma), sizes in MiB; [] where it fails."""
+    """Return one line per GPU with the values of `fields` (comma-separated), sizes in MiB; [] if nvidia-smi fails."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -59,25 +59,25 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def has_nvcc() -> bool:
-    """Where torch looks for it: CUDA_HOME, PATH, /usr/local/cuda."""
+    """Return whether nvcc is where torch looks for it: in CUDA_HOME, PATH or /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
 
 
 def wants_cpu() -> bool:
-    """Whether `detect_device` says CPU; asks no driver."""
+    """Return whether `detect_device` returns the CPU, without calling a driver."""
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
         return chosen == "cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return True
-    # containers may expose any one of the devices; WSL has its own name for them
+    # containers may expose any subset of the devices; WSL has another name for them
     visible = Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
     return not visible or not _torch_has_cuda()
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build: its version.py says so, in a line, without the 1.5 s import."""
+    """Return whether the installed torch is a CUDA build, from its version.py: importing torch takes 1.5 s."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""Print why a run is rejected: one line on each host, the last one of the output."""
+"""Print why a run is rejected: one line per host, after all other output."""
 
 import os
 import socket
@@ -11,8 +11,8 @@ import psutil
 from pretrain.console.status import clear_status
 from pretrain.distributed.world import World
 
-_ENDED_WITHIN_S = 5.0  # by the launcher, once the first rank has ended
-_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # on a busy machine the first rank may be far behind
+_ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after the first one
+_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # longer, because on a busy machine the first rank may lag far behind
 _DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 # Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
 _PRINT_AFTER = """
@@ -25,16 +25,16 @@ os.write(2, os.fsencode(sys.argv[2] + "\\n"))
 
 
 def print_error(world: World, error: Exception) -> None:
-    """Print why the run is rejected, from each host: what is missing on one of them may exist on the others.
+    """Print why the run is rejected, once per host, because hosts may have different errors.
 
-    The other ranks of a host wait, because launchers end all ranks once the first one has ended. A rank that is still
-    there after the wait has found an error that its host's first rank has not, and prints it.
+    The first rank of each host prints. Its other ranks wait, because launchers end all ranks after the first one has
+    ended. A rank that has not been ended after the wait has an error that the first rank does not have, and prints it.
     """
     launcher = _deepspeed_launcher()
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
     if world.local_rank != 0:
         time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
-        if not (launcher or _ends_all(world)):  # such as srun: each rank would print
+        if not (launcher or _ends_all(world)):  # for example srun: each rank would print the same error
             return
         host = f"rank {world.rank} on {host}"
     line = f"ds-pretrain: error: {host}{error}"
@@ -44,12 +44,12 @@ def print_error(world: World, error: Exception) -> None:
 
 
 def _ends_all(world: World) -> bool:
-    """Whether the launcher, torchrun or one of MPI, ends the other ranks when one has failed."""
+    """Return whether the launcher (torchrun or an MPI launcher) ends the other ranks when one has failed."""
     return "TORCHELASTIC_RUN_ID" in os.environ or world.launcher in ("openmpi", "pmi", "mpi")
 
 
 def _deepspeed_launcher() -> psutil.Process | None:
-    """DeepSpeed's launcher of this host, if it started this process."""
+    """Return the process of DeepSpeed's launcher on this host if it started this process, else None."""
     try:
         launcher = psutil.Process().parent()
         return launcher if launcher is not None and _DEEPSPEED_LAUNCHER in launcher.cmdline() else None
@@ -58,11 +58,12 @@ def _deepspeed_launcher() -> psutil.Process | None:
 
 
 def _print_after(launcher: psutil.Process, line: str) -> bool:
-    """Print `line` after what DeepSpeed's launcher logs about a rank that failed.
+    """Print `line` after the log lines that DeepSpeed's launcher writes about a failed rank.
 
-    The launcher ends as soon as it has logged that; the `deepspeed` command, which waits for it, takes far longer to
-    end than the process that prints (0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
-    Returns False and does nothing if the launcher logs nothing.
+    A separate process waits for the end of the launcher, then prints. The launcher ends after it has logged, and the
+    `deepspeed` command, which waits for the launcher, takes far longer to end than the printing process (DeepSpeed
+    0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
+    Returns False and does nothing if the launcher logs nothing, or if this is not possible here.
     """
     try:
         if "--log_level=critical" in launcher.cmdline():
@@ -71,6 +72,6 @@ def _print_after(launcher: psutil.Process, line: str) -> bool:
         subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],
                          pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          start_new_session=True)
-    except (psutil.Error, OSError, AttributeError):  # no such system call: an old kernel, or not Linux
+    except (psutil.Error, OSError, AttributeError):  # pidfd_open does not exist: an old kernel, or not Linux
         return False
     return True

@@ -1,4 +1,4 @@
-"""This process's memory, and what the ones that it starts need."""
+"""Memory and end of this process, and ports and environment for processes that it starts."""
 
 import atexit
 import errno
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-_FIRST_FREE_PORT = 1024  # those below are reserved
-_ENOUGH_PORTS = 4096  # for programs that choose at the same moment
+_FIRST_FREE_PORT = 1024  # lower ports are reserved
+_ENOUGH_PORTS = 4096  # to make collisions of simultaneous programs unlikely
 _TRIES = 100
 
 
 def resident_bytes() -> tuple[int, int]:
-    """(now, highest) resident set of this process: VmRSS and VmHWM of proc(5)."""
+    """Return the current and the highest resident set of this process: VmRSS and VmHWM of proc(5)."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         values = dict(line.split(":", 1) for line in file)
     now, highest = (int(values[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
@@ -25,7 +25,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server of this host can listen on a TCP port: on every address, as torch's TCPStore does."""
+    """Return whether a server can listen on a TCP port of this host, on all addresses, as torch's TCPStore does."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,16 +40,16 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, chosen at random: programs that start at the same moment get different ones.
+    """Return a free TCP port, chosen at random, so that simultaneous programs rarely collide.
 
-    It lies below the range from which the kernel takes ports for outgoing connections: one from there may be taken
-    again before the rank that is to listen on it has imported torch.
+    The port is below the range that the kernel uses for outgoing connections. A port in this range could be taken
+    before the rank that shall listen on it has imported torch.
     """
     kernel_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_of_kernel = int(kernel_range.read_text().split()[0]) if kernel_range.exists() else 32768
-    enough = first_of_kernel - _FIRST_FREE_PORT >= _ENOUGH_PORTS  # some clusters give the kernel nearly all
+    enough = first_of_kernel - _FIRST_FREE_PORT >= _ENOUGH_PORTS  # some clusters give the kernel nearly all ports
     ports = range(_FIRST_FREE_PORT, first_of_kernel if enough else 2**16)
-    generator = random.SystemRandom()  # a program's own seed must not make two runs choose the same port
+    generator = random.SystemRandom()  # independent of a program's seed, so that two runs choose different ports
     tries = (generator.choice(ports) for _ in range(_TRIES))
     return next((port for port in tries if port_is_free(port)), 0) or _any_port()
 
@@ -61,7 +61,7 @@ def _any_port() -> int:
 
 
 def package_environment() -> dict[str, str]:
-    """This process's environment, for one that imports this package wherever it runs: the same checkout first."""
+    """Return this process's environment with this checkout first in PYTHONPATH, for child processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -69,12 +69,12 @@ def package_environment() -> dict[str, str]:
 def end_process(code: int) -> NoReturn:
     """End this process with an exit code, after its exit handlers, but without finalizing the interpreter.
 
-    A thread of gloo frees the tensors of a collective a moment after the collective is over, which takes the
-    interpreter's lock. If the interpreter is being finalized at that moment, Python <= 3.13 ends the thread in the
-    middle of a destructor, and C++ aborts: "terminate called without an active exception", SIGABRT, after all work was
-    done (torch 2.13, PyObjectSlot::decref). Guarded by tests/distributed/memory/test_abort.py.
+    A thread of gloo frees the tensors of a collective shortly after the collective, which needs the interpreter's lock.
+    If the interpreter is being finalized at that moment, Python <= 3.13 ends the thread inside a destructor, and C++
+    aborts with "terminate called without an active exception" (SIGABRT), after all work was done (torch 2.13,
+    PyObjectSlot::decref). Guarded by tests/distributed/memory/test_abort.py.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as sys.exit does
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as sys.exit does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

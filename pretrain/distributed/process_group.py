@@ -1,4 +1,4 @@
-"""Form the process group of a run, with the time-out and the network interface that it needs."""
+"""Form the process group of a run, with the right time-out and network interface."""
 
 import os
 from collections.abc import MutableMapping
@@ -7,11 +7,14 @@ from pretrain.distributed.host import interface_towards
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 
-_FAR_ADDRESS = "203.0.113.1"  # of a network for examples; only the route to it is asked for
+_FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only to find the route
 
 
 def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
-    """Between hosts gloo binds to the address of this host's name, often 127.0.0.1, unless an interface is named."""
+    """Set GLOO_SOCKET_IFNAME for runs on several hosts.
+
+    Without it gloo binds to the address of the host's name, which is often 127.0.0.1.
+    """
     on_one_host = int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
     if on_one_host or "GLOO_SOCKET_IFNAME" in environ:
         return
@@ -21,24 +24,24 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def taken_port(world: World) -> ConfigError:
-    """Error for a MASTER_PORT that another program listens on, with the remedy of the launcher in use."""
-    remedy = "MASTER_PORT=N before its command"
+    """Return the error for a MASTER_PORT that another program listens on, with the remedy for the launcher in use."""
+    remedy = "set MASTER_PORT=N before the launcher's command"
     if world.launcher == "none":
-        remedy = "unset MASTER_PORT: one process takes a free port by itself"
+        remedy = "unset MASTER_PORT: a single process chooses a free port by itself"
     elif "TORCHELASTIC_RUN_ID" in os.environ:
-        remedy = "torchrun --master_port N"
-    elif "CROSS_RANK" in os.environ:  # of deepspeed/launcher/launch.py
-        remedy = "deepspeed --master_port N, or ds-pretrain, which chooses a free one"
+        remedy = "choose another port with torchrun --master_port N"
+    elif "CROSS_RANK" in os.environ:  # set by deepspeed/launcher/launch.py
+        remedy = "choose another port with deepspeed --master_port N, or use ds-pretrain, which finds a free one"
     elif world.launcher in ("openmpi", "pmi", "mpi"):
-        remedy = "MASTER_PORT=N before mpirun (Open MPI: mpirun -x MASTER_PORT=N)"
+        remedy = "set MASTER_PORT=N before mpirun (Open MPI: mpirun -x MASTER_PORT=N)"
     elif world.launcher == "slurm":
-        remedy = "MASTER_PORT=N before srun"
-    return ConfigError("MASTER_PORT", found=f"{os.environ['MASTER_PORT']}, which another program listens on",
-                       expected="a free port on rank 0's host", remedy=remedy)
+        remedy = "set MASTER_PORT=N before srun"
+    port = os.environ["MASTER_PORT"]
+    return ConfigError("MASTER_PORT", problem=f"another program listens on port {port} of rank 0's host", remedy=remedy)
 
 
 def init_process_group(world: World) -> None:
-    """Form the process group; every rank checks that it has the size that the launcher promised."""
+    """Form the process group. Each rank checks that it has the world size that the launcher announced."""
     import deepspeed
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
@@ -61,4 +64,5 @@ def init_process_group(world: World) -> None:
         get_accelerator().set_device(world.local_rank)
     formed = torch.distributed.get_world_size()
     if formed != world.size:
-        raise ConfigError("world size", found=formed, expected=f"{world.size}, as {world.launcher} says")
+        raise ConfigError("world size", found=formed,
+                          expected=f"{world.size}, according to the variables of {world.launcher}")

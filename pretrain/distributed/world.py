@@ -1,9 +1,8 @@
-"""Ranks of a run, from the environment that its launcher set.
+"""Rank and world size of this process, from the environment variables of its launcher.
 
-Ranks come from whichever launcher started us: `deepspeed`/torchrun (RANK ...), Open MPI (OMPI_COMM_WORLD_*),
-MPICH and Intel MPI (PMI_*), SLURM's srun (SLURM_*), or any other MPI launcher (PMIX_RANK alone: MPI itself is asked).
-torch itself reads only the first kind; a job started by the others would otherwise train N times alone as rank 0 of 1,
-without a word.
+Launchers are `deepspeed` and torchrun (RANK ...), Open MPI (OMPI_COMM_WORLD_*), MPICH and Intel MPI (PMI_*), SLURM's
+srun (SLURM_*), and other MPI launchers (PMIX_RANK alone; MPI itself provides the rest). torch reads only the variables
+of the first kind. With another launcher each process would silently train alone, as rank 0 of 1.
 """
 
 import os
@@ -22,7 +21,7 @@ DEFAULT_MASTER_PORT = "29500"  # torch's, DeepSpeed's and torchrun's
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all of them. `local_*` counts the processes of this host."""
+    """Rank of this process and number of processes; `local_*` refer to this host."""
 
     rank: int
     size: int
@@ -35,6 +34,7 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
+    """Return an environment variable as an integer; ConfigError if it is not one."""
     try:
         return int(environ[name])
     except ValueError:
@@ -42,7 +42,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
-    """The tasks of this node, out of those of all: SLURM writes 2(x3),1 for 2 on each of three nodes and 1 on one."""
+    """Return the number of tasks on this node. SLURM writes 2(x3),1 for three nodes with 2 tasks and one with 1."""
     counts: list[int] = []
     try:
         for part in environ[name].split(","):
@@ -54,15 +54,15 @@ def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
 
 
 def world_from_environment(environ: Mapping[str, str]) -> World:
-    """Rank and world size as the launcher wrote them; a world of one where no launcher did.
+    """Read rank and world size from the variables of the launcher; without a launcher return a world of one.
 
-    A batch shell of SLURM (SLURM_PROCID set, no step) counts as no launcher: only srun's steps have ranks.
+    In a batch script of SLURM, SLURM_PROCID is set but there is no step. That is no launcher: only srun starts ranks.
     """
     for launcher, (rank, size, local_rank, local_size) in LAUNCHER_VARIABLES.items():
         if rank not in environ or size not in environ:
             continue
         if launcher == "pmi" and local_rank not in environ and "SLURM_LOCALID" in environ:
-            continue  # srun --mpi=pmi2 sets PMI_RANK too, but only SLURM's variables know the place on the host
+            continue  # srun --mpi=pmi2 also sets PMI_RANK, but only SLURM's variables have the local rank
         if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
             continue
         count = _slurm_local_size if launcher == "slurm" else _integer
@@ -78,7 +78,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
 
 
 def _mpi() -> Any:
-    """mpi4py's MPI, with the library of the launcher where several are installed."""
+    """Return mpi4py's MPI, with the launcher's library if several are installed."""
     if any(name.startswith("OMPI_") for name in os.environ):
         os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
     from mpi4py import MPI
@@ -87,42 +87,40 @@ def _mpi() -> Any:
 
 
 def _mpi_world(rank: int) -> World:
-    """Of a launcher that says no more than the rank: MPI knows the rest."""
+    """Return the world of a launcher that sets only the rank; MPI provides the rest."""
     try:
         ranks = _mpi().COMM_WORLD
         if ranks.Get_rank() != rank:
-            raise RuntimeError(f"MPI library and launcher do not belong together: rank {ranks.Get_rank()}")
+            raise RuntimeError(f"the MPI library reports rank {ranks.Get_rank()}")
     except (ImportError, RuntimeError) as error:
-        raise ConfigError("PMIX_RANK", found=f"{rank}, but mpi4py cannot ask for the others ({error})",
-                          expected="the launcher's own MPI library",
-                          remedy="set RANK, WORLD_SIZE and LOCAL_RANK") from None
+        raise ConfigError("PMIX_RANK", problem=f"mpi4py cannot get the world size of rank {rank} ({error})",
+                          remedy="use the launcher's MPI library, or set RANK, WORLD_SIZE and LOCAL_RANK") from None
     host = ranks.Split_type(_mpi().COMM_TYPE_SHARED)
     return World(rank=ranks.Get_rank(), size=ranks.Get_size(), local_rank=host.Get_rank(), local_size=host.Get_size(),
                  launcher="mpi")
 
 
 def _mpi_head_address(world: World) -> str:
-    """The first address of rank 0's host, which MPI sends to all ranks. Collective."""
+    """Return the first address of rank 0's host, broadcast by MPI; collective."""
     try:
         ranks = _mpi().COMM_WORLD
         if ranks.Get_size() != world.size:
-            raise RuntimeError(f"MPI library and launcher do not belong together: {ranks.Get_size()} ranks")
+            raise RuntimeError(f"the MPI library reports {ranks.Get_size()} ranks, the launcher {world.size}")
         mine = _output("hostname", "-I")
         return str(ranks.bcast(mine[0] if mine else socket.gethostname()))
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError("MASTER_ADDR", found=f"unset, and mpi4py cannot find it ({error})",
-                          expected="the address of rank 0's host",
+        raise ConfigError("MASTER_ADDR", problem=f"mpi4py cannot find the address of rank 0's host ({error})",
                           remedy="export it before mpirun (for example mpirun -x MASTER_ADDR=...)") from None
 
 
 def _slurm_head_address(node_list: str) -> str:
-    """The address by which SLURM reaches the first node: its name need not be one that resolves."""
+    """Return the address by which SLURM reaches the first node, whose name may not resolve."""
     try:
         names = _output("scontrol", "show", "hostnames", node_list)
         return _output("sinfo", "--noheader", "--nodes", names[0], "--format", "%o")[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        raise ConfigError("MASTER_ADDR", found=f"unset, and scontrol and sinfo cannot tell that of {node_list!r}",
-                          expected="the address of the first node", remedy="export MASTER_ADDR before srun") from None
+        raise ConfigError("MASTER_ADDR", problem=f"scontrol and sinfo give no address for the first of {node_list!r}",
+                          remedy="export MASTER_ADDR before srun") from None
 
 
 def _output(*command: str) -> list[str]:
@@ -130,12 +128,12 @@ def _output(*command: str) -> list[str]:
 
 
 def export_world(world: World, environ: MutableMapping[str, str]) -> None:
-    """Write the variables that torch and DeepSpeed read, where the launcher left them unset."""
+    """Set the variables that torch and DeepSpeed read, unless the launcher has set them."""
     environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
     environ.setdefault("LOCAL_SIZE", environ["LOCAL_WORLD_SIZE"])
     if world.launcher == "none":
-        environ.setdefault("MASTER_PORT", str(free_port()))  # nobody else needs to know it
+        environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
     if "MASTER_ADDR" not in environ:
         if world.launcher == "slurm" and world.size > 1:
@@ -148,7 +146,7 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def running_environment() -> World:
-    """`world_from_environment` of this process, exported for torch and DeepSpeed."""
+    """Return the world of this process, and export its variables for torch and DeepSpeed."""
     world = world_from_environment(os.environ)
     export_world(world, os.environ)
     return world

@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's operators ahead of the first run, several at a time; a run compiles what it lacks one by one.
+"""Compile DeepSpeed's operators before the first run, in parallel. A run compiles missing operators one by one.
 
     python -m pretrain.engine.build_ops [--offload]
 """
@@ -12,28 +12,28 @@ from pretrain.cli import Parser, run_main
 from pretrain.distributed.device import detect_device, has_nvcc
 from pretrain.engine.prepare import prepare_deepspeed
 
-# op_builder class name -> its purpose; the longest to compile first
+# op_builder class -> purpose; slowest compilation first
 _OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
             "CPULionBuilder": "offloaded Lion"}
 _OPERATORS = {
     "cpu": {"FusedAdamBuilder": "Adam and AdamW", "ShareMemCommBuilder": "collectives within a host"},
-    "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's own serve"},
+    "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's optimizers are used"},
 }
 _GIB_PER_COMPILER = 1.5
 
 
 def missing_operator(name: str) -> str:
-    """"" if this machine can have the operator (by its op_builder class), otherwise why not."""
+    """Return why this machine cannot compile an operator, or "" if it can. `name` is an op_builder class."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(name)
     if builder is not None and builder.is_compatible(verbose=False):
         return ""
-    return "needs Debian's libaio-dev" if name == "AsyncIOBuilder" else "not for this machine"
+    return "needs the Debian package libaio-dev" if name == "AsyncIOBuilder" else "not supported on this machine"
 
 
 def _build(name: str) -> str:
-    """"" once the operator is compiled (now or earlier), otherwise why it cannot be."""
+    """Compile an operator unless it is compiled. Return "", or why this failed."""
     from deepspeed.accelerator import get_accelerator
 
     missing = missing_operator(name)
@@ -41,20 +41,20 @@ def _build(name: str) -> str:
         return missing
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # a compiler's failure, of any type: reported by its last line
+    except Exception as error:  # compilers fail with any type of error: report its last line
         return str(error).strip().splitlines()[-1]
     return ""
 
 
 def _compilers_at_once() -> int:
-    """Number of compilers: one a core, or fewer where memory is short."""
+    """Return the number of parallel compilers: one per core, or fewer if memory is short."""
     import psutil
 
     return max(1, min(len(os.sched_getaffinity(0)), int(psutil.virtual_memory().available / 2**30 / _GIB_PER_COMPILER)))
 
 
 def build_operators(*, offload: bool) -> bool:
-    """Compile what this device uses; True if all of it is there."""
+    """Compile the operators of this device. Return whether all of them are available."""
     prepare_deepspeed(detect_device())
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -63,7 +63,7 @@ def build_operators(*, offload: bool) -> bool:
     accelerator = get_accelerator()
     operators = {**(_OFFLOAD if offload else {}), **_OPERATORS.get(accelerator.device_name(), {})}
     compilers = _compilers_at_once()
-    os.environ.setdefault("MAX_JOBS", str(max(1, compilers // len(operators))))  # that ninja starts for one operator
+    os.environ.setdefault("MAX_JOBS", str(max(1, compilers // len(operators))))  # ninja's jobs per operator
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=compilers) as pool:
         failures = dict(zip(operators, pool.map(_build, operators), strict=True))
@@ -76,7 +76,8 @@ def build_operators(*, offload: bool) -> bool:
 
 def main() -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--offload", action="store_true", help="also those for offload to host memory and NVMe")
+    parser.add_argument("--offload", action="store_true",
+                        help="also compile the operators for offload to host memory and NVMe")
     return 0 if build_operators(offload=parser.parse_args().offload) else 1
 
 

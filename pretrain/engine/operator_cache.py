@@ -1,24 +1,24 @@
-"""DeepSpeed's compiled operators: built fast, and found again by every environment that can load them.
+"""Compile DeepSpeed's operators quickly, and share them between all environments that can load them.
 
-DeepSpeed 0.19.8 compiles an operator when it is first used (`OpBuilder.jit_load` in ops/op_builder/builder.py), with
-`torch.utils.cpp_extension.load` of torch 2.13. `cache_operators` replaces that function, because as it is
+DeepSpeed 0.19.8 compiles an operator at its first use (ops/op_builder/builder.py, `OpBuilder.jit_load`) with
+`torch.utils.cpp_extension.load` of torch 2.13. `cache_operators` replaces this function, which has three problems:
 
-- every source file (twelve for async_io) parses all of torch's C++ headers, with `-g`. Here an operator is one file
-  that includes the others, without `-g` and without the headers of the C++ frontend (`torch/all.h`), which no operator
-  uses: `torch/extension.h` skips them for TORCH_INDUCTOR_CPP_WRAPPER. All other flags (`-O3 -march=native`) remain.
-- everything is compiled again when the path of the environment, the checkout or ninja changes, or its version, and
-  nothing is when the CPU changes, which ends with SIGILL where hosts share a home folder. Here the folder's name has a
-  hash of what the library depends on.
-- a run that is killed meanwhile leaves a file (torch/utils/file_baton.py) for which every later start waits for ever.
-  Here the lock is the process's own.
+- Each source file (twelve for async_io) parses all of torch's C++ headers, with `-g`. Here one file includes the
+  sources of an operator. It is compiled without `-g` and without the headers of the C++ frontend (`torch/all.h`), which
+  no operator uses: `torch/extension.h` skips them for TORCH_INDUCTOR_CPP_WRAPPER. The other flags (`-O3
+  -march=native`) are the same.
+- Operators are compiled again when the path of the environment, of the checkout or of ninja changes. They are not
+  compiled again when the CPU changes, which ends with SIGILL if hosts share a home folder. Here the folder's name
+  contains a hash of everything that the library depends on.
+- A run that is killed during a compilation leaves a file (torch/utils/file_baton.py), for which every later start waits
+  forever. Here the lock belongs to the process and ends with it.
 
-On two quiet cores (Xeon with AMX, gcc 12, November 2026) `time python -m pretrain.engine.build_ops` takes 24 s for the
-two operators of the quickstart and `--offload` 57 s for all five. As it was, the five took 437 s of CPU time without
-`-g`, and more with it. FusedAdam and CPUAdam give the same bits both ways.
+Measured on two idle cores (Xeon with AMX, gcc 12, November 2026): `python -m pretrain.engine.build_ops` takes 24 s for
+the two operators of the quickstart, and 57 s with `--offload` for all five. DeepSpeed's way takes 437 s of CPU time for
+the five without `-g`, and more with it. FusedAdam and CPUAdam give the same bits both ways.
 
-Where an operator does not compile in this way, it is compiled in DeepSpeed's. `tests/engine/test_operator_cache.py`
-fails if that happened to one of those that `launch/setup.sh` builds, and on the day that torch no longer waits for dead
-processes.
+If an operator does not compile this way, it is compiled in DeepSpeed's way. `tests/engine/test_operator_cache.py` fails
+if that is so for an operator of `launch/setup.sh`, and once torch no longer waits for dead processes.
 """
 
 import contextlib
@@ -46,24 +46,24 @@ from pretrain.console.screen import is_watched
 from pretrain.errors import ConfigError
 from pretrain.model.kernels.cpu_kernels import cpu_features
 
-_TORCHS_LOAD = torch.utils.cpp_extension.load
-# Static variables that two sources of one operator declare under the same name (csrc/cpu/comm, csrc/aio).
+_TORCH_LOAD = torch.utils.cpp_extension.load
+# Static variables that two sources of one operator declare with the same name (csrc/cpu/comm, csrc/aio).
 _CLASHING_STATICS = ("c_block_size", "c_io_queue_depth", "c_library_name", "is_initialized", "world_rank", "world_size")
 _LOG_INTERVAL_S = 60.0
 
 
 def cache_operators() -> None:
-    """Make DeepSpeed load its operators with `_load`. Call this before it loads the first one."""
+    """Make DeepSpeed load its operators with `_load`. Call this before DeepSpeed loads an operator."""
     torch.utils.cpp_extension.load = _load  # type: ignore[assignment]
 
 
 def cache_folder() -> Path:
-    """Where torch keeps compiled extensions; the operators' folders have names that begin with `deepspeed_`."""
+    """Return torch's folder of compiled extensions; the folders of operators begin with `deepspeed_`."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root())
 
 
 def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
-    """`torch.utils.cpp_extension.load` for the arguments that DeepSpeed gives it."""
+    """Replace `torch.utils.cpp_extension.load`, for the arguments that DeepSpeed uses."""
     folder = cache_folder() / f"deepspeed_{name.removeprefix('deepspeed_')}_{_fingerprint(name, sources, settings)}"
     module = _import_built(folder)
     if module is not None:
@@ -72,18 +72,17 @@ def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "process_lock").open("w")
     except OSError as error:
-        raise ConfigError(f"the folder of compiled operators, {cache_folder()}", found=error.strerror,
-                          expected="a folder that can be written",
-                          remedy="TORCH_EXTENSIONS_DIR names another one") from None
-    with lock:  # the lock ends with the file's descriptor, and so with the process
+        raise ConfigError(str(cache_folder()), problem=f"compiled operators cannot be written here: {error.strerror}",
+                          remedy="choose another folder with TORCH_EXTENSIONS_DIR") from None
+    with lock:  # closing the file, also by the end of the process, releases the lock
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / "lock").unlink(missing_ok=True)  # torch's, of a process that was killed
+            (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a killed process
         return _import_built(folder) or _build(name, sources, settings, folder)
 
 
 def _import_built(folder: Path) -> ModuleType | None:
-    """The operator from its folder, where it has been built; None where it has not."""
+    """Load the operator from its folder; None if it is not compiled or cannot be loaded."""
     try:
         name = (folder / "built").read_text(encoding="utf-8")
     except OSError:
@@ -94,7 +93,7 @@ def _import_built(folder: Path) -> ModuleType | None:
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError:  # a library that it was built with is gone: it is built again
+    except ImportError:  # a library that it was linked with is missing: compile it again
         return None
     return module
 
@@ -102,8 +101,9 @@ def _import_built(folder: Path) -> ModuleType | None:
 def _build(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType:
     compiler = torch.utils.cpp_extension.get_cxx_compiler()
     if shutil.which((shlex.split(compiler) or [""])[0]) is None:  # CXX may be `ccache g++`
-        raise ConfigError(f"DeepSpeed's operator {name}", found=f"no C++ compiler ({compiler})",
-                          expected="one to compile it with", remedy="sudo apt-get install g++")
+        raise ConfigError(f"DeepSpeed's operator {name}",
+                          problem=f"it cannot be compiled without a C++ compiler ({compiler})",
+                          remedy="sudo apt-get install g++")
     settings = {**settings, "build_directory": str(folder)}
     with _announced(name):
         module = _build_as_one_file(name, sources, settings, folder) or _build_as_deepspeed(
@@ -113,10 +113,10 @@ def _build(name: str, sources: list[str], settings: dict[str, Any], folder: Path
 
 
 def _build_as_one_file(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType | None:
-    """Returns None for CUDA sources, and where compilation fails."""
+    """Compile all sources as one file. Returns None for CUDA sources, and if the compilation fails."""
     if not _is_cpp(sources):
         return None
-    # Not all headers guard against a second inclusion: GCC's #import does it for them.
+    # Not all headers have include guards; GCC's #import includes each header once.
     headers = sorted({header for source in sources for header in Path(source).parent.glob("*.h")})
     lines = ["#include <torch/extension.h>", *(f'#import "{header}"' for header in headers)]
     for number, source in enumerate(sources):
@@ -128,7 +128,7 @@ def _build_as_one_file(name: str, sources: list[str], settings: dict[str, Any], 
     flags = [flag for flag in settings.get("extra_cflags") or [] if flag != "-g"]
     settings = {**settings, "extra_cflags": [*flags, "-DTORCH_INDUCTOR_CPP_WRAPPER"]}
     try:
-        return _TORCHS_LOAD(name, sources=[str(one_file)], **settings)
+        return _TORCH_LOAD(name, sources=[str(one_file)], **settings)
     except (RuntimeError, ImportError) as error:
         (folder / "one_file.log").write_text(str(error), encoding="utf-8")
         return None
@@ -136,14 +136,13 @@ def _build_as_one_file(name: str, sources: list[str], settings: dict[str, Any], 
 
 def _build_as_deepspeed(name: str, sources: list[str], settings: dict[str, Any], folder: Path) -> ModuleType:
     try:
-        return _TORCHS_LOAD(name, sources=sources, **settings)
+        return _TORCH_LOAD(name, sources=sources, **settings)
     except (RuntimeError, ImportError) as error:
         log = folder / "build.log"
         log.write_text(str(error), encoding="utf-8")
         lines = str(error).splitlines()
         first = next((line for line in lines if "error:" in line or "Error:" in line), lines[-1])
-        raise ConfigError(f"DeepSpeed's operator {name}", found=f"that it does not compile: {first.strip()}",
-                          expected="a C++ compiler and headers that fit this PyTorch",
+        raise ConfigError(f"DeepSpeed's operator {name}", problem=f"it does not compile: {first.strip()}",
                           remedy=f"The compiler's messages are in {log}") from None
 
 
@@ -152,11 +151,11 @@ def _is_cpp(sources: list[str]) -> bool:
 
 
 def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str:
-    """Hash of all that the library is made from and made for.
+    """Return a hash of sources, flags, versions and CPU features.
 
-    Neither paths of the environment nor the compiler are part of it: a machine without one can use what another built.
+    Paths and the compiler are not part of it, so that a machine without a compiler can use the library of another one.
     """
-    # DeepSpeed sets the variable while it builds for CUDA, in whichever thread.
+    # DeepSpeed sets this variable during builds for CUDA, also in other threads: ignore it for C++.
     cuda_architectures = None if _is_cpp(sources) else os.environ.get("TORCH_CUDA_ARCH_LIST")
     flags = [settings.get(key) for key in ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")]
     parts = [name, importlib.metadata.version("deepspeed"), torch.__version__, sysconfig.get_config_var("SOABI"),
@@ -165,13 +164,13 @@ def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-_since: dict[str, float] = {}  # operators that this process compiles at the moment
+_since: dict[str, float] = {}  # operator -> start of its compilation, in this process
 _changed = threading.Condition()
 
 
 @contextlib.contextmanager
 def _announced(name: str) -> Iterator[None]:
-    """Report that an operator is being compiled: a terminal gets a line that counts seconds, a log one a minute."""
+    """Report a compilation: a terminal shows a line that counts seconds, a log gets one line per minute."""
     with _changed:
         if not _since:
             threading.Thread(target=_report, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer."""
+"""Parameter groups of the optimizer: with and without weight decay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 
 def parameter_groups(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups: matrices, with the optimizer's own weight decay, and vectors (norms, biases), without any.
+    """Return two groups: matrices with the optimizer's weight decay, and vectors (norms, biases) without.
 
-    Under `zero.Init` a parameter's own shape is that of its partition; `ds_shape` is the whole one's.
+    Under `zero.Init` the shape of a parameter is that of its partition; `ds_shape` is the complete shape.
     """
     matrices: list[torch.nn.Parameter] = []
     vectors: list[torch.nn.Parameter] = []

@@ -10,13 +10,14 @@ from pretrain.patches.imports import silence_renamed_collectives
 
 
 def prepare_deepspeed(device: Device) -> None:
-    """Prepare this process for DeepSpeed, before DeepSpeed is imported (imports torch).
+    """Prepare this process for the import of DeepSpeed. Imports torch.
 
-    Names the accelerator, which DeepSpeed would otherwise guess with a warning; puts this environment's `ninja` first
-    in PATH; lets DeepSpeed ask for the CPU's features once, not for each operator (a second each); and lets it find
-    its compiled operators where `operator_cache` keeps them.
+    - Set the accelerator; otherwise DeepSpeed guesses it and prints a warning.
+    - Put this environment's `ninja` first in PATH.
+    - Cache the CPU's features; DeepSpeed 0.19.8 (ops/op_builder/builder.py) reads them for each operator, 1 s each.
+    - Load compiled operators from the cache of `operator_cache`.
     """
-    import cpuinfo  # starts a process when it is imported
+    import cpuinfo  # here, because its import starts a process
 
     from pretrain.engine.operator_cache import cache_operators
 

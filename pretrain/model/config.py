@@ -1,6 +1,6 @@
-"""What is trained: a transformers config.json, read into one dataclass whatever the architecture.
+"""Read a transformers config.json of any supported architecture into one dataclass.
 
-Imports neither torch nor transformers, so that a run is judged in well under a second.
+Imports neither torch nor transformers, so that a run is validated in well under a second.
 """
 
 import copy
@@ -23,15 +23,15 @@ from pretrain.model.config_keys import (
 )
 
 PRESETS = Path(__file__).parent / "presets"
-# transformers' word -> ours
+# name in transformers -> our name
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
                 "swish": "silu"}
 
 
-# Far beyond any model, and small enough to be refused before lists of layers or tables of tokens are made of them.
+# Far beyond any model. Larger values are rejected before lists or tables of this size are created.
 _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
-_LARGEST_TABLE = 2**24  # of positions that are learned
+_LARGEST_TABLE = 2**24  # learned positions
 _LARGEST_THETA = 1e12
 _OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # other architectures, not misspellings
 
@@ -40,7 +40,7 @@ _OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4")  # other architect
 class ModelConfig:
     """One decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
 
-    architecture: str  # "gpt2", "gpt_neox" or "llama": whose config.json, and whose names in an export
+    architecture: str  # "gpt2", "gpt_neox" or "llama": format of the config.json, and names of weights in an export
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -55,7 +55,7 @@ class ModelConfig:
     gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
     position: str  # "learned" or "rope"
     rope_theta: float
-    rotary_size: int  # the first so many elements of a head rotate; 0 where positions are learned
+    rotary_size: int  # number of elements of a head that rotate, from the first; 0 with learned positions
     rope_scaling: dict[str, Any] | None  # {"rope_type": "linear" | "llama3", "factor": ...}
     parallel_residual: bool  # x + attention(norm1(x)) + mlp(norm2(x))
     qkv_bias: bool
@@ -66,15 +66,15 @@ class ModelConfig:
     attention_dropout: float
     residual_dropout: float
     initializer_range: float  # standard deviation of the initial matrices
-    scale_residual_init: bool  # divided by sqrt(2 * num_layers) for the two projections that end in the residual
-    hf_config: dict[str, Any]  # the config.json, overrides applied
+    scale_residual_init: bool  # divide it by sqrt(2 * num_layers) for projections into the residual stream
+    hf_config: dict[str, Any]  # the config.json with overrides applied
 
     def key(self, field: str) -> str:
-        """The config.json key of a field: `num_layers` is `n_layer` for gpt2."""
+        """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
         return KEY_NAMES[self.architecture].get(field, field)
 
     def layer_parameters(self) -> int:
-        """Parameters of one block."""
+        """Return the number of parameters of one block."""
         norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
         heads = self.num_heads * self.head_size
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
@@ -85,7 +85,7 @@ class ModelConfig:
         return 2 * norm + attention + mlp
 
     def num_parameters(self) -> int:
-        """All parameters; a tied matrix counts once."""
+        """Return the number of all parameters; a tied matrix counts once."""
         final_norm = self.hidden_size * (2 if self.norm == "layernorm" else 1)
         vocab = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         positions = self.max_positions * self.hidden_size if self.position == "learned" else 0
@@ -93,11 +93,12 @@ class ModelConfig:
 
 
 def preset_names() -> list[str]:
-    """Names that `--model` takes, beside files and folders."""
+    """Return the names of the presets that `--model` accepts."""
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
 def find_config(model: str) -> Path:
+    """Return the config.json of a preset's name, a file or a folder. Raises ConfigError if there is none."""
     preset = PRESETS / f"{model}.json"
     if model in preset_names():
         return preset
@@ -114,17 +115,18 @@ def find_config(model: str) -> Path:
 
 
 def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
-    """The model that `--model` and `--model_overrides` name.
+    """Load the model config that `--model` and `--model_overrides` specify.
 
     Args:
         model: preset name, path of a config.json, or of a folder that holds one.
-        overrides: `key=value,key=value` in the words of that config.json.
+        overrides: `key=value,key=value` with keys of that config.json.
 
     Raises:
-        ConfigError: no such preset or file, an architecture, key or value that is not implemented, a bad override.
+        ConfigError: the preset or file does not exist, an override is invalid, or an architecture, key or value is not
+            implemented.
     """
     if not model:
-        raise ConfigError("--model", found="nothing", expected=f"a config.json, its folder, or one of "
+        raise ConfigError("--model", problem="it is required", remedy="give a config.json, its folder, or one of "
                           f"{', '.join(preset_names())}")
     path = find_config(model)
     where = f"--model {model}" if path.parent == PRESETS else str(path)
@@ -132,7 +134,7 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 
 
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
-    """The model of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
+    """Return the model config of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
     architecture = values.get("model_type")
     if not isinstance(architecture, str) or architecture not in _READERS:
         found = "nothing" if architecture is None else json.dumps(architecture)
@@ -164,7 +166,7 @@ def _activation(name: str, where: str) -> str:
 
 
 def _ratio(whole: int, part: int) -> int:
-    return whole // part if part > 0 else 0  # _check_sizes refuses the 0
+    return whole // part if part > 0 else 0  # _check_sizes rejects the 0
 
 
 def _gpt2(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def _gpt2(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _gpt_neox(values: dict[str, Any], where: str) -> dict[str, Any]:
     head_size = _ratio(values["hidden_size"], values["num_attention_heads"])
-    rope = _rope(values, where, theta_key="rotary_emb_base", share_key="rotary_pct", head_size=head_size)
+    rope = _rope(values, where, theta_key="rotary_emb_base", fraction_key="rotary_pct", head_size=head_size)
     bias = values["attention_bias"]
     return {
         "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"],
@@ -214,7 +216,7 @@ def _llama(values: dict[str, Any], where: str) -> dict[str, Any]:
         "intermediate_size": values["intermediate_size"], "max_positions": values["max_position_embeddings"],
         "norm": "rmsnorm", "norm_eps": values["rms_norm_eps"],
         "activation": _activation(values["hidden_act"], f"{where}: hidden_act"), "gated_mlp": True,
-        "position": "rope", **_rope(values, where, theta_key="rope_theta", share_key=None, head_size=head_size),
+        "position": "rope", **_rope(values, where, theta_key="rope_theta", fraction_key=None, head_size=head_size),
         "parallel_residual": False, "qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": values["mlp_bias"],
         "tie_word_embeddings": values["tie_word_embeddings"], "embedding_dropout": 0.0,
         "attention_dropout": values["attention_dropout"] or 0.0, "residual_dropout": 0.0,
@@ -225,11 +227,12 @@ def _llama(values: dict[str, Any], where: str) -> dict[str, Any]:
 _READERS = {"gpt2": _gpt2, "gpt_neox": _gpt_neox, "llama": _llama}
 
 
-def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str | None,
+def _rope(values: dict[str, Any], where: str, *, theta_key: str, fraction_key: str | None,
           head_size: int) -> dict[str, Any]:
-    """Rotary fields, from the older words (rope_theta, rope_scaling, rotary_pct ...) or from `rope_parameters`."""
+    """Return the rotary fields, from the older keys (rope_theta, rope_scaling, rotary_pct ...) or `rope_parameters`."""
     if values["rope_scaling"] and values["rope_parameters"]:
-        raise ConfigError(f"{where}: rope_scaling", found="rope_parameters beside it", expected="one of the two")
+        raise ConfigError(f"{where}: rope_scaling", problem="the config also has rope_parameters",
+                          remedy="keep one of them")
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     nested = dict(values[key] or {})
     for name, value in nested.items():
@@ -242,29 +245,30 @@ def _rope(values: dict[str, Any], where: str, *, theta_key: str, share_key: str 
     theta = nested.pop("rope_theta", None)
     if theta is None:
         theta = 10000.0 if values[theta_key] is None else values[theta_key]
-    share = nested.pop("partial_rotary_factor", None)
-    if share is None:
-        share = values[share_key] if share_key else 1.0
-    if share_key is None and share != 1.0:
-        raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=share, expected="1.0 for this architecture")
+    fraction = nested.pop("partial_rotary_factor", None)
+    if fraction is None:
+        fraction = values[fraction_key] if fraction_key else 1.0
+    if fraction_key is None and fraction != 1.0:
+        raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=fraction, expected="1.0 for this architecture")
     if not 0 < theta <= _LARGEST_THETA:
         raise ConfigError(f"{where}: {names.get('rope_theta', theta_key)}", found=theta,
                           expected=f"a number above 0, up to {_LARGEST_THETA:g}")
-    if not 0 < share <= 1:
-        raise ConfigError(f"{where}: {names.get('partial_rotary_factor', share_key)}", found=share,
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{where}: {names.get('partial_rotary_factor', fraction_key)}", found=fraction,
                           expected="a fraction above 0, up to 1")
-    for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", share)):  # gpt_neox files may say it twice
+    for name, resolved in (("rope_theta", theta), ("partial_rotary_factor", fraction)):  # gpt_neox may have both
         if values.get(name) is not None and name != theta_key and values[name] != resolved:
             raise ConfigError(f"{where}: {name}", found=values[name],
-                              expected=f"{resolved}, as the file's other rotary keys say")
+                              expected=f"{resolved}, as in the other rotary keys of this file")
     scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
-    return {"rope_theta": float(theta), "rotary_size": int(head_size * share), "rope_scaling": scaling}
+    return {"rope_theta": float(theta), "rotary_size": int(head_size * fraction), "rope_scaling": scaling}
 
 
 def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dict[str, Any] | None:
+    """Return the checked scaling of rotary positions; None without scaling."""
     nested = dict(nested)
-    old_word = nested.pop("type", "default")
-    kind = nested.pop("rope_type", old_word)
+    old_key = nested.pop("type", "default")
+    kind = nested.pop("rope_type", old_key)
     wanted = {"default": [], "linear": ["factor"],
               "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
     if kind not in wanted:
@@ -272,9 +276,9 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
     if kind == "llama3":
         nested.setdefault("original_max_position_embeddings", max_positions)
     for name in sorted(set(nested) ^ set(wanted[kind])):
-        found = "an unknown key" if name in nested else "nothing"
-        raise ConfigError(f"{where}.{shorten(name)}", found=found,
-                          expected=f"the keys {listing(wanted[kind])} for {kind}")
+        problem = "this is not a known key" if name in nested else "it is missing"
+        raise ConfigError(f"{where}.{shorten(name)}", problem=problem,
+                          remedy=f"{kind} has the keys {listing(wanted[kind]) or 'rope_type'}")
     for name, value in nested.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number above 0")
@@ -285,7 +289,7 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:
-    """ConfigError for sizes that give no model."""
+    """Raise ConfigError for sizes with which no model can be built."""
     for field, largest in _LARGEST.items():
         value = getattr(config, field)
         if not 0 < value <= largest:

@@ -1,6 +1,6 @@
-"""The words of a transformers config.json: which keys each architecture has, what they mean, which we refuse.
+"""Keys of a transformers config.json: which keys each architecture has, their types, and which are rejected.
 
-Tables and their reading only; `config.py` makes a ModelConfig of them. Imports no torch: the check runs before it.
+config.py builds a ModelConfig from them. Imports no torch, because runs are validated before torch is imported.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 
-# Keys that change the model, with transformers' defaults (which also give the type). None: see NULLABLE.
+# Keys that change the model, with transformers' defaults, which also determine the types. None: see NULLABLE.
 KEYS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
@@ -35,13 +35,13 @@ KEYS: dict[str, dict[str, Any]] = {
     },
 }
 
-# The type of the keys whose default is None; all of them may be null.
+# Types of the keys whose default is None. These keys may be null.
 NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,
 }
 
-# ModelConfig's word -> the architecture's word, where they differ: for error messages and "did you mean".
+# ModelConfig's field -> key of the architecture, if they differ: for error messages and "did you mean".
 KEY_NAMES: dict[str, dict[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_positions": "n_positions",
@@ -61,7 +61,7 @@ KEY_NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# Keys that change the maths in a way that we do not compute: only the value that leaves it unchanged is accepted.
+# Keys that change the model in ways that are not implemented: only the value without a change is accepted.
 FIXED: dict[str, Any] = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False, "pretraining_tp": 1, "quantization_config": None, "sliding_window": None,
@@ -69,7 +69,7 @@ FIXED: dict[str, Any] = {
     "layer_types": None, "cross_attention_hidden_size": None, "chunk_size_feed_forward": 0,
 }
 
-# Keys that do not change what is trained: generation, classification heads, bookkeeping.
+# Keys that do not change the trained model: generation, classification heads, metadata.
 IGNORED = frozenset(
     """architectures model_type torch_dtype dtype transformers_version name_or_path finetuning_task tokenizer_class
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
@@ -84,15 +84,16 @@ IGNORED = frozenset(
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from a JSON object; ValueError if a key is repeated."""
     keys = [key for key, _ in pairs]
     twice = {key for key in keys if keys.count(key) > 1}
     if twice:
-        raise ValueError(f'the key "{min(twice)}" twice')
+        raise ValueError(f'it has the key "{min(twice)}" twice')
     return dict(pairs)
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """A config.json as a dict. ConfigError: unreadable, not JSON, no object, a key twice, nested too deeply."""
+    """Read a config.json. Raises ConfigError if it is unreadable, not a JSON object, too deep, or repeats a key."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError:
@@ -109,7 +110,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def known_keys(architecture: str) -> set[str]:
-    """Every key that a config.json of this architecture may have."""
+    """Return all keys that a config.json of this architecture may have."""
     return set(KEYS[architecture]) | set(FIXED) | IGNORED
 
 
@@ -124,13 +125,12 @@ def own_key(word: str, architecture: str) -> str:
 
 
 def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> None:
-    """ConfigError for a key that we do not know, and for one whose maths we do not compute."""
+    """Raise ConfigError for unknown keys, and for values in FIXED that are not implemented."""
     known = known_keys(architecture)
     for key, value in values.items():
         if key not in known and not key.startswith("_"):
-            raise ConfigError(f"{where}: {shorten(key)}", found="an unknown key",
-                              expected=f"a key of a {architecture} config",
-                              remedy="Remove it if the model is the same without it",
+            raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {architecture} config",
+                              remedy="Remove it if it does not change the model",
                               word=own_key(key, architecture), known=KEYS[architecture])
         if key in FIXED and value is not None and (value != FIXED[key] or isinstance(value, bool) !=
                                                    isinstance(FIXED[key], bool)):
@@ -140,12 +140,13 @@ def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> N
 
 
 def _type_of(key: str, architecture: str) -> type:
+    """Return the type of a key's values other than null."""
     default = KEYS[architecture].get(key, FIXED.get(key))
     return NULLABLE.get(key, str) if default is None else type(default)
 
 
 def check_model_types(values: dict[str, Any], architecture: str, where: str) -> None:
-    """ConfigError where a key that changes the model has a value of another type than it should."""
+    """Raise ConfigError for keys in KEYS whose value has the wrong type."""
     for key in KEYS[architecture]:
         value, wanted = values.get(key), _type_of(key, architecture)
         if key not in values or (value is None and (key in NULLABLE or key == "attention_dropout")):
@@ -162,7 +163,7 @@ TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def _parse_value(text: str, wanted: type) -> Any:
-    """`text` as a value of type `wanted`; ValueError where it is none."""
+    """Parse `text` as a value of type `wanted`; ValueError or KeyError if it is not one."""
     if wanted is bool:
         return {"true": True, "false": False}[text.lower()]
     if wanted in (int, float):
@@ -173,7 +174,7 @@ def _parse_value(text: str, wanted: type) -> Any:
 
 
 def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> dict[str, Any]:
-    """`n_layer=4,vocab_size=8000` as typed values. ConfigError names the key; `current` is the file's content."""
+    """Parse `n_layer=4,vocab_size=8000` into typed values. `current` is the file's content. Raises ConfigError."""
     changed: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
@@ -181,15 +182,16 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
         if not equals or not key or not value:
             raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
         if key not in known_keys(architecture) or key == "model_type":
-            raise ConfigError(shorten(where), found="an unknown key", expected=f"a key of a {architecture} config.json",
+            raise ConfigError(shorten(where), problem=f"this is not a key of a {architecture} config.json",
                               word=own_key(key, architecture), known=KEYS[architecture])
         if key in changed:
-            raise ConfigError(where, found="the key twice", expected="one value a key")
+            raise ConfigError(where, problem="the key is given twice")
         changed[key] = _override_value(key, value, architecture, current, where)
     return changed
 
 
 def _override_value(key: str, text: str, architecture: str, current: dict[str, Any], where: str) -> Any:
+    """Parse the value of an override; ConfigError if it has the wrong type."""
     if text.lower() in ("none", "null") and (key in NULLABLE or current.get(key) is None):
         return None
     if key in KEYS[architecture] or FIXED.get(key) is not None:
@@ -199,10 +201,10 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     try:
         return _parse_value(text, wanted)
     except (ValueError, KeyError):
-        remedy = "Write such a value into a config.json of your own" if wanted not in (bool, int, float) else ""
+        remedy = "Write such a value into a config.json" if wanted not in (bool, int, float) else ""
         raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names for an error message."""
+    """Join names for an error message."""
     return ", ".join(sorted(names))

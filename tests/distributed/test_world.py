@@ -33,12 +33,12 @@ def test_world_from_environment(name: str) -> None:
 @pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"},
                                      {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
                                       "SLURM_STEP_TASKS_PER_NODE": "1(y2)"}])
-def test_impossible_ranks_are_refused(environ: dict[str, str]) -> None:
+def test_impossible_ranks_are_rejected(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"RANK|TASKS_PER_NODE"):
         world_from_environment(environ)
 
 
-def test_export_fills_what_torch_reads() -> None:
+def test_export_sets_the_variables_that_torch_reads() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
                "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     export_world(world_from_environment(environ), environ)
@@ -52,7 +52,7 @@ def test_several_hosts_need_an_address() -> None:
         export_world(world_from_environment(environ), environ)
 
 
-def test_one_process_takes_a_free_port_and_others_are_told_where_to_choose_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_takes_a_free_port_and_launchers_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     first: dict[str, str] = {}
     export_world(ALONE, first)
     assert first["MASTER_PORT"] != "29500"
@@ -67,5 +67,5 @@ def test_one_process_takes_a_free_port_and_others_are_told_where_to_choose_one(m
         with monkeypatch.context() as context:
             context.setenv(variable, "0")
             error = str(taken_port(World(rank=0, size=2, local_rank=0, local_size=2, launcher=launcher)))
-        assert error.startswith("MASTER_PORT: found 1234, which another program listens on")
+        assert error.startswith("MASTER_PORT: another program listens on port 1234 of rank 0's host")
         assert remedy in error

@@ -1,4 +1,4 @@
-"""Compiled operators are built once for all environments of the same versions; a build that is killed blocks nobody."""
+"""Operators are compiled once for all environments with the same versions, also after a killed compilation."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from pretrain.engine import operator_cache
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
-# not .cpp, so that it is compiled as it is: without torch's headers, in a fraction of a second
+# not .cpp, so that it is compiled unchanged: without torch's headers, in a fraction of a second
 TOY = """
 #include <Python.h>
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "toy", nullptr, -1, nullptr};
@@ -30,7 +30,7 @@ print("loaded")
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each test has a cache of its own, and this environment's ninja."""
+    """Give each test its own cache, and this environment's ninja."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     scripts = str(Path(sys.executable).parent)
     monkeypatch.setenv("PATH", os.pathsep.join([scripts, os.environ["PATH"]]))
@@ -44,7 +44,7 @@ def _source(folder: Path, text: str = TOY) -> str:
 
 
 def _compiler(folder: Path, first: str = "") -> str:
-    """The real compiler, which notes each compilation of toy.cc in FOLDER/count, and does `first` before it."""
+    """Return a compiler that counts compilations of toy.cc in FOLDER/count and runs `first` before."""
     script = folder / "c++"
     script.write_text(textwrap.dedent(f"""\
         #!/bin/bash
@@ -61,8 +61,10 @@ def _start(source: str, **environ: str) -> "subprocess.Popen[str]":
 
 
 def test_killed_builds_and_simultaneous_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that is killed blocks nobody. Of two that start at once one compiles and the other one finds the library;
-    so does a later one whose sources lie elsewhere, as in another environment."""
+    """A killed compilation does not block later ones. Of two simultaneous processes only one compiles.
+
+    A later process with the same sources in another folder, as in another environment, loads the same library.
+    """
     here, elsewhere = _source(tmp_path / "here"), _source(tmp_path / "elsewhere")
     killer = _compiler(tmp_path, "kill -9 $BUILDER; exit 1")
     assert _start(here, CXX=killer).wait(timeout=300) == -9
@@ -83,7 +85,7 @@ def test_killed_builds_and_simultaneous_ones(tmp_path: Path, monkeypatch: pytest
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_a_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_covers_sources_flags_and_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _source(tmp_path / "here")
     settings = {"extra_cflags": ["-O3"], "extra_include_paths": ["/somewhere"]}
     first = operator_cache._fingerprint("toy", [source], settings)
@@ -96,11 +98,11 @@ def test_what_a_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(others - {first}) == 3
 
 
-def test_what_does_not_compile_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"operator toy: found that it does not compile: .*error: .*build\.log"):
+def test_a_failed_compilation_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"operator toy: it does not compile: .*error: .*build\.log"):
         operator_cache._load("toy", [_source(tmp_path / "wrong", "#include <Python.h>\nno C++")])
     monkeypatch.setenv("CXX", "/no/compiler")
-    with pytest.raises(ConfigError, match=r"no C\+\+ compiler .*apt-get install g"):
+    with pytest.raises(ConfigError, match=r"without a C\+\+ compiler .*apt-get install g"):
         operator_cache._load("toy", [_source(tmp_path / "right")])
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/cache"))
@@ -108,8 +110,8 @@ def test_what_does_not_compile_is_one_line(tmp_path: Path, monkeypatch: pytest.M
         operator_cache._load("toy", [_source(tmp_path / "again")])
 
 
-def test_plain_torch_waits_for_ever_for_a_build_that_was_killed(tmp_path: Path) -> None:
-    """Fails on the day that upstream mends it: then `process_lock` is not needed."""
+def test_plain_torch_waits_forever_for_a_killed_build(tmp_path: Path) -> None:
+    """This test fails once torch has fixed the defect: then `process_lock` is not needed."""
     code = ("import sys; from torch.utils.file_baton import FileBaton as B; b = B(sys.argv[1])\n"
             "b.try_acquire() and sys.exit(0)\nprint('waits', flush=True); b.wait()")
     lock = str(tmp_path / "lock")

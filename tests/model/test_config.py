@@ -23,7 +23,7 @@ def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(("model", "words"), [
-    ("", "--model: found nothing"),
+    ("", "--model: it is required"),
     ("gpt2-xll", 'did you mean "gpt2-xl"?'),
     ("nonsense", "one of gpt2, gpt2-large"),
     ("no/such/folder", "there is no file no/such/folder"),
@@ -51,10 +51,10 @@ def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), [
-    ("gpt2", {"n_layers": 3}, 'n_layers: found an unknown key; expected a key of a gpt2 config. did you mean "n_layer'),
+    ("gpt2", {"n_layers": 3}, 'n_layers: this is not a key of a gpt2 config. did you mean "n_layer'),
     ("gpt2", {"num_hidden_layers": 3}, 'did you mean "n_layer"?'),
     ("llama", {"n_embd": 3}, 'did you mean "hidden_size"?'),
-    ("llama", {"qk_norm": True}, "qk_norm: found an unknown key"),
+    ("llama", {"qk_norm": True}, "qk_norm: this is not a key of a llama config"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: found true; expected false"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: found true"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention: found true"),
@@ -77,11 +77,12 @@ def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
     ("neox_parallel", {"rotary_pct": 0.0}, "rotary_pct: found 0"),
     ("neox_parallel", {"rope_theta": 5.0}, "rope_theta: found 5.0; expected 10000.0"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type: found 'yarn'"),
-    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: found nothing"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: it is missing"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor: found 0"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta: found an unknown"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta: this is not a known"),
     ("llama", {"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor: found 1.0"),
-    ("llama", {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_theta": 3.0}}, "expected one of the two"),
+    ("llama", {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_theta": 3.0}},
+     "the config also has rope_parameters"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: found 0.5; expected 1.0"),
 ])
 def test_unimplemented_and_impossible_models_are_rejected(tmp_path, name, changes, words):
@@ -91,14 +92,14 @@ def test_unimplemented_and_impossible_models_are_rejected(tmp_path, name, change
     assert path in message
 
 
-def test_keys_that_do_not_change_the_model_are_taken(tmp_path):
+def test_keys_that_do_not_change_the_model_are_accepted(tmp_path):
     values = {**SHAPES["gpt2"], "architectures": ["GPT2LMHeadModel"], "_name_or_path": "x", "torch_dtype": "float32",
               "eos_token_id": 5, "use_cache": True, "summary_type": "cls_index", "n_ctx": 64, "pruned_heads": {}}
     plain = load_model_config(write_config(tmp_path / "plain", SHAPES["gpt2"]))
     assert vars(load_model_config(write_config(tmp_path, values))) == {**vars(plain), "hf_config": values}
 
 
-def test_old_and_new_words_of_rotary_positions_mean_the_same(tmp_path):
+def test_old_and_new_rotary_keys_are_equivalent(tmp_path):
     base = {key: value for key, value in SHAPES["neox_sequential"].items() if not key.startswith("rotary")}
     old = load_model_config(write_config(tmp_path, {**base, "rotary_pct": 0.5, "rotary_emb_base": 700}))
     new = load_model_config(write_config(tmp_path, {**base, "rope_parameters": {
@@ -118,7 +119,7 @@ def test_overrides_change_the_model_and_keep_their_types():
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    ("n_layers=4", '--model_overrides n_layers: found an unknown key; expected a key of a gpt2 config.json. '
+    ("n_layers=4", '--model_overrides n_layers: this is not a key of a gpt2 config.json. '
                    'did you mean "n_layer"?'),
     ("num_layers=4", 'did you mean "n_layer"?'),
     ("hidden_size=4", 'did you mean "n_embd"?'),
@@ -127,12 +128,12 @@ def test_overrides_change_the_model_and_keep_their_types():
     ("n_layer=4.5", "n_layer: found '4.5'; expected a whole number"),
     ("n_layer=none", "n_layer: found 'none'"),
     ("tie_word_embeddings=yes", "tie_word_embeddings: found 'yes'; expected true or false"),
-    ("n_layer=2,n_layer=3", "n_layer: found the key twice"),
-    ("model_type=llama", "model_type: found an unknown key"),
+    ("n_layer=2,n_layer=3", "n_layer: the key is given twice"),
+    ("model_type=llama", "model_type: this is not a key of a gpt2 config.json"),
     ("scale_attn_by_inverse_layer_idx=true", "--model_overrides: scale_attn_by_inverse_layer_idx: found true"),
     ("n_head=5", "n_embd: found 768; expected a multiple of n_head (5)"),
 ])
-def test_bad_overrides_are_refused(overrides, words):
+def test_bad_overrides_are_rejected(overrides, words):
     assert words in refusal("gpt2", overrides)
 
 
@@ -140,7 +141,7 @@ def test_nested_values_have_no_override():
     assert "Write such a value into a config.json" in refusal("llama3-1b", "rope_scaling=linear")
 
 
-def test_every_field_has_its_word_in_the_config_json():
+def test_every_field_has_a_key_in_the_config_json():
     for name in preset_names():
         config = load_model_config(name)
         for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_positions"):
