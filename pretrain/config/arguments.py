@@ -1,7 +1,7 @@
-"""The flags of `pretrain/train.py`, which are also the keys of its YAML file.
+"""Flags of `pretrain/train.py`, which are also the keys of its YAML file.
 
-What DeepSpeed's JSON owns (batch sizes, precision, ZeRO, optimizer, clipping) is not here, except for the flags
-under "fills auto": they fill values that the JSON leaves at "auto", and are refused where it does not.
+Settings that the DeepSpeed JSON owns (batch sizes, precision, ZeRO, optimizer, clipping) have no flags, except those in
+`AutoArguments`: they fill values that the JSON leaves at "auto".
 """
 
 import argparse
@@ -10,7 +10,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import yaml
 
@@ -19,21 +19,20 @@ from pretrain.config.flag_help import help_text
 from pretrain.errors import ConfigError, shorten
 
 
-def _flag(default: Any, help: str, *, unset: str = "none", **words: str) -> Any:
-    """A field with argparse's settings. Its help ends with the default; `unset` says what its absence means."""
+def _flag(default: Any, help: str, *, unset: str = "none", **metadata: str) -> Any:
+    """Field with a help text for argparse, which ends with the default. `unset` describes a missing value."""
     if default is None or default == "":
         shown = unset
     else:
         shown = "off" if default is False else f"{default:g}" if isinstance(default, float) else str(default)
     shown = shown if "required" in shown else f"default: {shown}"
-    return field(default=default, metadata={"help": f"{help} ({shown})".replace("%", "%%"), **words})
+    return field(default=default, metadata={"help": f"{help} ({shown})".replace("%", "%%"), **metadata})
 
 
 @dataclass(frozen=True)
-class RunArguments:
-    """Everything about a run that neither the DeepSpeed JSON nor the model's config.json says."""
+class ModelArguments:
+    title: ClassVar[str] = "model and run folder"
 
-    # model and run folder
     deepspeed_config: str = _flag("", "DeepSpeed JSON file; comments and \"auto\" values are allowed", metavar="FILE",
                                   unset="required")
     model: str = _flag("", "preset such as gpt2, a transformers config.json, or a folder that holds one",
@@ -43,7 +42,11 @@ class RunArguments:
     save: str = _flag("", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl", metavar="RUN",
                       unset="required")
 
-    # data
+
+@dataclass(frozen=True)
+class DataArguments:
+    title: ClassVar[str] = "data"
+
     train_data: str = _flag("", "prefix of the .bin/.idx pair to train on", metavar="PREFIX", unset="required")
     valid_data: str | None = _flag(None, "prefix of a separate validation pair", metavar="PREFIX",
                                    unset="a part of --train_data, as --split says")
@@ -56,7 +59,11 @@ class RunArguments:
     seq_length: int = _flag(1024, "tokens in a sample")
     eod_mask_loss: bool = _flag(False, "ignore the prediction that follows an end-of-document token in the loss")
 
-    # length and schedule
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    title: ClassVar[str] = "length and schedule"
+
     train_steps: int | None = _flag(None, "optimizer steps of the whole run", unset="this or --train_tokens: required")
     train_tokens: int | None = _flag(None, "tokens of the whole run", unset="this or --train_steps: required")
     lr_schedule: str = _flag("cosine", "learning-rate schedule: cosine, linear, constant or wsd (warm-up, stable, "
@@ -67,14 +74,22 @@ class RunArguments:
     min_lr_ratio: float = _flag(0.1, "lowest learning rate, as a fraction of the peak rate")
     seed: int = _flag(1234, "seed of initial weights, data order and dropout")
 
-    # evaluation and logging
+
+@dataclass(frozen=True)
+class LoggingArguments:
+    title: ClassVar[str] = "evaluation and logging"
+
     log_interval: int = _flag(10, "steps between two logged steps: a line of output and a row of metrics.jsonl")
     eval_interval: int = _flag(1000, "steps between two evaluations; 0: only at the end")
     eval_steps: int = _flag(10, "global batches in an evaluation")
     deepspeed_log_level: str = _flag("error", "DeepSpeed's own messages: debug, info, warning or error",
                                      metavar="LEVEL")
 
-    # checkpoints
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    title: ClassVar[str] = "checkpoints"
+
     save_interval: int = _flag(1000, "steps between two checkpoints; 0: only at the end")
     resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: "
                                 "only into a run folder without checkpoints", metavar="auto|required|never")
@@ -90,7 +105,15 @@ class RunArguments:
                                                 "checkpoint; a start takes one from there if --save has none as recent",
                                           metavar="URL")
 
-    # values for "auto" in the DeepSpeed JSON; defaults: config/auto.py
+
+@dataclass(frozen=True)
+class AutoArguments:
+    """The defaults in these help texts are those of `auto.py`."""
+
+    title: ClassVar[str] = 'values for "auto"'
+    description: ClassVar[str] = ('Each fills a key that the DeepSpeed JSON leaves out or at "auto", and is rejected '
+                                  'where the JSON has another value. The default is that of "auto".')
+
     micro_batch_size: int | None = _flag(None, "train_micro_batch_size_per_gpu, samples", unset="1")
     gradient_accumulation_steps: int | None = _flag(None, "gradient_accumulation_steps", unset="1")
     global_batch_size: int | None = _flag(None, "train_batch_size: samples a step, all ranks together",
@@ -107,7 +130,11 @@ class RunArguments:
     nvme_path: str | None = _flag(None, "offload_*.nvme_path: a folder on a fast local disk", metavar="FOLDER",
                                   unset="the variable DS_PRETRAIN_NVME_PATH")
 
-    # speed and debugging
+
+@dataclass(frozen=True)
+class SpeedArguments:
+    title: ClassVar[str] = "speed and debugging"
+
     compile_blocks: bool = _flag(False, "torch.compile each block; for cuda, where it fuses what lies between the "
                                         "matrix products")
     tf32: bool = _flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
@@ -116,16 +143,29 @@ class RunArguments:
     emulate_fp16: bool = _flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
     peak_tflops: float | None = _flag(None, "peak TFLOP/s of one device in this precision, for MFU",
                                       unset="known from the GPU's name")
-    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # DeepSpeed's launcher sets it
+    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # set by DeepSpeed's launcher
+
+
+GROUPS = (ModelArguments, DataArguments, ScheduleArguments, LoggingArguments, CheckpointArguments, AutoArguments,
+          SpeedArguments)
+
+
+@dataclass(frozen=True)
+class RunArguments(SpeedArguments, AutoArguments, CheckpointArguments, LoggingArguments, ScheduleArguments,
+                   DataArguments, ModelArguments):
+    """Settings of a run that neither the DeepSpeed JSON nor the model's config.json has.
+
+    Dataclasses take the fields of their bases from the last to the first, so that --help begins with the model.
+    """
 
 
 _PATHS = ("deepspeed_config", "model", "save", "train_data", "valid_data", "test_data", "tokenizer", "nvme_path",
           "checkpoint_mirror")
-_STRINGS = {f.name: f.type in (str, "str", str | None, "str | None") for f in dataclasses.fields(RunArguments)}
+_TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
 
 
 def _parser() -> Any:
-    """HfArgumentParser, with its errors in our one-line form. Imported here: it takes half a second."""
+    """HfArgumentParser whose errors are ConfigErrors. Imported here, because the import takes half a second."""
     from transformers.hf_argparser import HfArgumentParser
 
     class Parser(HfArgumentParser):
@@ -133,15 +173,15 @@ def _parser() -> Any:
             raise argument_error(message, self._option_string_actions)
 
         def format_help(self) -> str:
-            return help_text(RunArguments)
+            return help_text(GROUPS)
 
     return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
 
 
 def read_yaml(path: str) -> dict[str, tuple[int, str]]:
-    """Read a run's YAML file: key -> (line, value as on the command line), without the keys that have no value.
+    """Read a run's YAML file: key -> (line, value as on the command line). Keys without a value are left out.
 
-    Keys are spelt with _. Raises ConfigError unless the file is a mapping of unique keys to single values.
+    Keys are returned with _ instead of -. Raises ConfigError unless the file maps unique keys to single values.
     """
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
@@ -149,9 +189,9 @@ def read_yaml(path: str) -> dict[str, tuple[int, str]]:
         if document is None:
             return {}
         if not isinstance(document, yaml.MappingNode):
-            raise ConfigError(f"--config {path}", found=_kind(document), expected="a mapping of flag: value")
-        _check_twice(path, document)
-        loader.flatten_mapping(document)  # what `<<: *name` merges comes first: later keys win
+            raise ConfigError(f"--config {path}", found=_node_type(document), expected="a mapping of flag: value")
+        _check_unique(path, document)
+        loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
         entries = [(str(key.value).replace("-", "_"), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
                    for key, value in document.value]
     except RecursionError:
@@ -167,14 +207,14 @@ def read_yaml(path: str) -> dict[str, tuple[int, str]]:
     return {name: (line, value) for name, line, value in entries if value is not None}
 
 
-def _kind(node: yaml.Node) -> str:
+def _node_type(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         return "a single value"
     return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
 
 
-def _check_twice(path: str, document: yaml.MappingNode) -> None:
-    """Raises ConfigError for a duplicate key, in either spelling (- or _): YAML would silently use the last one."""
+def _check_unique(path: str, document: yaml.MappingNode) -> None:
+    """Raises ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key, _ in document.value:
         name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
@@ -185,22 +225,22 @@ def _check_twice(path: str, document: yaml.MappingNode) -> None:
 
 
 def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | None:
-    """A scalar as on the command line; None for null. For flags of text, `no` and 0123 keep their spelling."""
+    """Return a scalar as on the command line, or None for null. Text flags keep the spelling of `no` and 0123."""
     where = f"{path}:{key.start_mark.line + 1}: {key.value}"
     if not isinstance(value, yaml.ScalarNode):
-        raise ConfigError(where, found=_kind(value), expected="a single value")
+        raise ConfigError(where, found=_node_type(value), expected="a single value")
     try:
-        meant = loader.construct_object(value)
-    except ValueError:  # a date such as 2024-99-99, or thousands of digits: the flag's own type rejects the text
-        meant = value.value
-    if meant is None:
+        parsed = loader.construct_object(value)
+    except ValueError:  # a date such as 2024-99-99, or thousands of digits: the type of the flag rejects the text
+        parsed = value.value
+    if parsed is None:
         return None
-    wants_text = _STRINGS.get(str(key.value).replace("-", "_"), False)
-    return str(value.value) if wants_text else str(meant)
+    is_text = str(key.value).replace("-", "_") in _TEXT_FLAGS
+    return str(value.value) if is_text else str(parsed)
 
 
 def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
-    """The keys of a YAML file as command-line words, so that both are validated by the same parser."""
+    """Return the keys of a YAML file as command-line words, so that one parser validates both."""
     words = []
     for name, (line, value) in read_yaml(path).items():
         if name not in names:
@@ -211,7 +251,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
 
 
 def _check_values(parsed: RunArguments) -> None:
-    """Raises ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths, of any flag."""
+    """Raises ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths."""
     for f in dataclasses.fields(parsed):
         value, flag = getattr(parsed, f.name), f"--{f.name}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -223,18 +263,18 @@ def _check_values(parsed: RunArguments) -> None:
         if not value:
             raise ConfigError(flag, problem="the value is empty", remedy="leave the flag out, or give it a value")
         if "\0" in value:
-            raise ConfigError(flag, problem=f"{shorten(value)!r} holds a NUL character")
+            raise ConfigError(flag, problem=f"{shorten(value)!r} contains a NUL character")
         if f.name in _PATHS and (problem := bad_path(value)):
             raise ConfigError(flag, problem=problem)
 
 
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:
-    """Flags, with those of `--config FILE.yaml` underneath. Raises ConfigError; `--help` exits 0."""
+    """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0."""
     words = list(sys.argv[1:] if argv is None else argv)
     names = [f.name for f in dataclasses.fields(RunArguments)]
-    before = Parser(add_help=False)
-    before.add_argument("--config", action="append", type=text)
-    known, words = before.parse_known_args(words)
+    config_parser = Parser(add_help=False)
+    config_parser.add_argument("--config", action="append", type=text)
+    known, words = config_parser.parse_known_args(words)
     if known.config and len(known.config) > 1:
         raise ConfigError("--config", found=f"{len(known.config)} files", expected="one", remedy="join them into one")
     if known.config:
