@@ -1,4 +1,4 @@
-"""Other programs get whole checkpoints: plain DeepSpeed loads the universal ones, safetensors hold the weights."""
+"""Conversions for other programs: plain DeepSpeed loads universal checkpoints, and safetensors hold the weights."""
 
 import json
 import os
@@ -21,14 +21,14 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.model.specs import as_module
 from tests.support.cases import case, config, flags
-from tests.support.layouts import SAVED, STEPS, Watch, fp16, plain, relative, run_layouts, staged
+from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-BF16 = {**plain(1, precision="bf16"), **FP32_SUMS}
-SOURCES = {"stage0": staged(0), "zero3": plain(3), "bf16": BF16, "fp16": fp16(staged(0))}
-# which DeepSpeed itself refuses to convert, or to load: 0 -> any, 1 <-> 3, ZeRO-3 -> pipeline
-UNIVERSAL = {"stage0-zero1": plain(1), "stage0-zero3": plain(3), "zero3-pipeline2": staged(1), "zero3-zero2": plain(2),
-             "bf16-zero3": plain(3, precision="bf16"), "fp16-zero2": fp16(plain(2))}
+BF16 = {**dp2(1, precision="bf16"), **FP32_SUMS}
+SOURCES = {"stage0": pp2(0), "zero3": dp2(3), "bf16": BF16, "fp16": fp16(pp2(0))}
+# pairs that DeepSpeed's own conversion rejects: ZeRO-0 to any, 1 to 3, 3 to 1, ZeRO-3 to pipeline
+UNIVERSAL = {"stage0-zero1": dp2(1), "stage0-zero3": dp2(3), "zero3-pipeline2": pp2(1), "zero3-zero2": dp2(2),
+             "bf16-zero3": dp2(3, precision="bf16"), "fp16-zero2": fp16(dp2(2))}
 WITHIN = {"bf16": 5e-3, "fp16": 2e-3}
 
 
@@ -55,15 +55,15 @@ def test_plain_deepspeed_loads_universal_checkpoints(corpus: str, work: Path, sa
     for name, after in loaded.items():
         before = saved[name.split("-")[0]]
         assert diff(Path(before["folder"]), Path(after["folder"])) == [], name
-        distance = relative(after["after"]["loss"], before["after"]["loss"])
-        print(f"universal {name}: nothing differs, losses within {distance:.1e}")
+        distance = relative_difference(after["after"]["loss"], before["after"]["loss"])
+        print(f"universal {name}: no difference, losses within {distance:.1e}")
         assert distance <= WITHIN.get(name.split("-")[0], 1e-5), name
         assert after["after"]["lr"] == before["after"]["lr"], name
         assert after["after"]["loss_scale"] == before["after"]["loss_scale"], name
         assert after["counters"] == [STEPS, 0], name
 
 
-def test_a_conversion_is_done_once_and_never_half(work: Path, saved: dict[str, Any],
+def test_a_conversion_is_atomic_and_not_repeated(work: Path, saved: dict[str, Any],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = Path(saved["zero3"]["folder"]), work / "once"
     with monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str
     assert sum(map(len, parts.values())) == len(weights)
 
 
-def test_diff_names_what_differs(saved: dict[str, Any]) -> None:
+def test_diff_names_each_differing_state(saved: dict[str, Any]) -> None:
     a, b = Path(saved["stage0"]["folder"]), Path(saved["bf16"]["folder"])
     assert diff(a, a) == []
     found = diff(a, b)
@@ -116,7 +116,7 @@ def test_diff_names_what_differs(saved: dict[str, Any]) -> None:
     assert str(one) == f"2.mlp.up.weight fp32: differs by up to {expected:.3g}"
 
 
-def test_an_index_that_misses_a_piece_is_named(work: Path, saved: dict[str, Any]) -> None:
+def test_an_incomplete_shard_index_is_rejected(work: Path, saved: dict[str, Any]) -> None:
     folder = work / "missing"
     folder.mkdir()
     for path in Path(saved["zero3"]["folder"]).iterdir():
@@ -127,7 +127,7 @@ def test_an_index_that_misses_a_piece_is_named(work: Path, saved: dict[str, Any]
 
 
 def test_memory_is_bounded(corpus: str, work: Path) -> None:
-    """On a checkpoint of 250 MB: host memory beside what stays, in units of its largest file."""
+    """On a checkpoint of 250 MB, conversions and loading need at most twice its largest file as temporary memory."""
     wide = flags(corpus, hidden=512, layers=5, steps=1, seq_length=8)
     name, values = "wide", config(1, micro=1, accumulation=1)
     folder = Path(run_layouts({name: (2, case(name, "train_and_save", values, wide, saved_step=1))},
@@ -137,13 +137,13 @@ def test_memory_is_bounded(corpus: str, work: Path) -> None:
     used: dict[str, int] = {}
     for what, action in (("convert", lambda: convert(folder, work / "wide-universal")),
                          ("consolidate", lambda: consolidate(folder, work / "wide-bf16", dtype="bf16"))):
-        with Watch() as watch:
+        with MemoryWatch() as watch:
             action()
         used[what] = watch.peak - watch.before
     loaded = run_layouts({name: (2, case(name, "memory_of_load", config(3, micro=1, accumulation=1), wide,
                                          source=str(folder)))}, work / "wide-load")[name]
     used["load into ZeRO-3"] = loaded["peak"] - max(loaded["after"], loaded["before"])
     for what, num_bytes in used.items():
-        print(f"{what}: {num_bytes / 1e6:.0f} MB beside what stays; checkpoint {sum(sizes) / 1e6:.0f} MB, "
+        print(f"{what}: {num_bytes / 1e6:.0f} MB of temporary memory; checkpoint {sum(sizes) / 1e6:.0f} MB, "
               f"largest file {max(sizes) / 1e6:.0f} MB")
         assert num_bytes <= 2 * max(sizes), what

@@ -26,12 +26,12 @@ from pretrain.errors import ConfigError
 from tests.support.checkpoints import LAYOUTS, STEPS, copy_checkpoints, newest_verified, real_run
 from tests.support.launch import ROOT
 
-FLIPS = 150  # a layout
+FLIPS = 150  # flipped bits in each layout
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def checkpoints(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real checkpoints that a test may damage, and has to repair."""
+    """Three real checkpoints. A test may damage them and has to repair them."""
     run = real_run(request.param, corpus, tmp_path_factory)
     return copy_checkpoints(run, tmp_path_factory.mktemp("copy") / "checkpoints")
 
@@ -41,22 +41,22 @@ def _newest(checkpoints: Path) -> Path:
 
 
 def _is_detected(checkpoints: Path, name: str) -> bool:
-    """The newest checkpoint is refused with the file's name, and just the one before is chosen."""
+    """Return whether the newest checkpoint is rejected with the file's name, and the previous one is chosen."""
     folder = _newest(checkpoints)
     try:
-        complaints = find_damage(folder, read_manifest(folder))
+        problems = find_damage(folder, read_manifest(folder))
     except ConfigError as error:
-        complaints = [str(error)]
+        problems = [str(error)]
     chosen = newest_verified(checkpoints)
-    return any(line.startswith(str(folder / name)) for line in complaints) \
+    return any(line.startswith(str(folder / name)) for line in problems) \
         and chosen is not None and chosen[1].step == STEPS - 1
 
 
-def test_real_checkpoints_are_whole(checkpoints: Path) -> None:
-    whole, complaints = complete_checkpoints(checkpoints)
-    assert [manifest.step for _, manifest in whole] == [3, 2, 1]
-    assert complaints == []
-    for folder, manifest in whole:
+def test_real_checkpoints_are_complete(checkpoints: Path) -> None:
+    complete, errors = complete_checkpoints(checkpoints)
+    assert [manifest.step for _, manifest in complete] == [3, 2, 1]
+    assert errors == []
+    for folder, manifest in complete:
         assert find_damage(folder, manifest) == []
         assert manifest.files.keys() == set(files_in(folder))
         assert len(manifest.files) >= 7
@@ -71,8 +71,8 @@ def test_every_flipped_bit_is_detected(checkpoints: Path) -> None:
     for name in flips:
         path = folder / name
         content = path.read_bytes()
-        place, bit = numbers.randrange(len(content)), numbers.randrange(8)
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1:])
+        position, bit = numbers.randrange(len(content)), numbers.randrange(8)
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1:])
         detected += _is_detected(checkpoints, name)
         path.write_bytes(content)
     print(f"flipped bits detected: {detected} of {FLIPS} in {len(names)} files")
@@ -80,35 +80,36 @@ def test_every_flipped_bit_is_detected(checkpoints: Path) -> None:
     assert newest_verified(checkpoints) == (folder, read_manifest(folder))
 
 
-def test_every_bit_of_the_manifest_counts(checkpoints: Path) -> None:
+def test_a_flipped_bit_in_any_byte_of_the_manifest_is_detected(checkpoints: Path) -> None:
     content = (_newest(checkpoints) / MANIFEST).read_bytes()
-    taken = 0
-    for place in range(len(content)):
-        changed = content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1:]
+    accepted = 0
+    for position in range(len(content)):
+        changed = content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1:]
         try:
             Manifest.from_json(changed.decode())
-            taken += 1
+            accepted += 1
         except ValueError:
             continue
-    print(f"manifests with a flipped bit that were taken: {taken} of {len(content)}")
-    assert taken == 0
+    print(f"manifests with a flipped bit that were accepted: {accepted} of {len(content)}")
+    assert accepted == 0
 
 
 def _damages(folder: Path, name: str) -> dict[str, Callable[[Path], object]]:
-    """What may happen to a file, by name."""
+    """Return functions that damage a file, by a name of the damage."""
     size = (folder / name).stat().st_size
-    harms: dict[str, Callable[[Path], object]] = {
+    damages: dict[str, Callable[[Path], object]] = {
         f"truncated to {percent} %": lambda path, percent=percent: os.truncate(path, size * percent // 100)
         for percent in (0, 1, 50, 99)}
-    harms["deleted"] = lambda path: path.unlink()
-    harms["grown"] = lambda path: path.write_bytes(path.read_bytes() + b"\0")
-    harms["zeroed"] = lambda path: path.write_bytes(bytes(size))
-    harms["a folder"] = lambda path: (path.unlink(), path.mkdir())
-    harms["a link"] = lambda path: (path.rename(path.parents[1] / "elsewhere"), path.symlink_to("../elsewhere"))
-    return harms
+    damages["deleted"] = lambda path: path.unlink()
+    damages["grown"] = lambda path: path.write_bytes(path.read_bytes() + b"\0")
+    damages["zeroed"] = lambda path: path.write_bytes(bytes(size))
+    damages["a folder"] = lambda path: (path.unlink(), path.mkdir())
+    damages["a link"] = lambda path: (path.rename(path.parents[1] / "elsewhere"), path.symlink_to("../elsewhere"))
+    return damages
 
 
 def _repair(path: Path, content: bytes) -> None:
+    """Undo any of `_damages`."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -121,16 +122,16 @@ def test_damaged_files_are_detected(checkpoints: Path) -> None:
     folder, cases = _newest(checkpoints), 0
     for name in [*files_in(folder), MANIFEST]:
         content = (folder / name).read_bytes()
-        for harm, does in _damages(folder, name).items():
-            if (name, harm) == (MANIFEST, "a link"):
-                continue  # what a manifest says is judged, not where it lies
-            does(folder / name)
-            assert _is_detected(checkpoints, name), (name, harm)
-            if not harm.startswith(("zeroed", "a link")):  # sizes suffice, before anything is read
+        for damage, apply in _damages(folder, name).items():
+            if (name, damage) == (MANIFEST, "a link"):
+                continue  # a manifest is validated by its content; it may be a link
+            apply(folder / name)
+            assert _is_detected(checkpoints, name), (name, damage)
+            if not damage.startswith(("zeroed", "a link")):  # wrong sizes are found without hashing
                 found = newest_complete(checkpoints)
                 assert found is not None
-                assert found[1].step == STEPS - 1, (name, harm)
-                assert name in found[2][0], (name, harm)
+                assert found[1].step == STEPS - 1, (name, damage)
+                assert name in found[2][0], (name, damage)
             _repair(folder / name, content)
             cases += 1
     print(f"damaged files detected: {cases} of {cases}")
@@ -141,27 +142,27 @@ def test_swapped_files_are_detected(checkpoints: Path) -> None:
     folder = _newest(checkpoints)
     manifest = read_manifest(folder)
     names, swapped = sorted(manifest.files, key=lambda name: manifest.files[name].bytes), 0
-    for one, other in itertools.pairwise(names):  # neighbours by size: some pairs are of equal size
-        if manifest.files[one] == manifest.files[other]:
+    for first, second in itertools.pairwise(names):  # neighbors by size, so that some pairs have equal sizes
+        if manifest.files[first] == manifest.files[second]:
             continue
-        contents = (folder / one).read_bytes(), (folder / other).read_bytes()
-        (folder / one).write_bytes(contents[1])
-        (folder / other).write_bytes(contents[0])
-        assert _is_detected(checkpoints, one) or _is_detected(checkpoints, other), (one, other)
-        for name, content in zip((one, other), contents, strict=True):
+        contents = (folder / first).read_bytes(), (folder / second).read_bytes()
+        (folder / first).write_bytes(contents[1])
+        (folder / second).write_bytes(contents[0])
+        assert _is_detected(checkpoints, first) or _is_detected(checkpoints, second), (first, second)
+        for name, content in zip((first, second), contents, strict=True):
             (folder / name).write_bytes(content)
         swapped += 1
     print(f"swapped pairs detected: {swapped} of {swapped}")
     assert swapped >= 5
 
 
-def test_foreign_and_exchanged_things_are_detected(checkpoints: Path) -> None:
+def test_unknown_files_and_exchanged_manifests_are_detected(checkpoints: Path) -> None:
     folder = _newest(checkpoints)
-    for foreign in ("layer_99-model_states.pt", "sub/x", ".hidden"):
-        (folder / foreign).parent.mkdir(exist_ok=True)
-        (folder / foreign).symlink_to("/nowhere")
-        assert _is_detected(checkpoints, foreign)
-        (folder / foreign).unlink()
+    for unknown in ("layer_99-model_states.pt", "sub/x", ".hidden"):
+        (folder / unknown).parent.mkdir(exist_ok=True)
+        (folder / unknown).symlink_to("/nowhere")
+        assert _is_detected(checkpoints, unknown)
+        (folder / unknown).unlink()
     (folder / "sub").rmdir()
     content, older = (folder / MANIFEST).read_bytes(), checkpoints / f"global_step{STEPS - 1}" / MANIFEST
     (folder / MANIFEST).write_bytes(older.read_bytes())
@@ -174,13 +175,13 @@ def test_foreign_and_exchanged_things_are_detected(checkpoints: Path) -> None:
     assert newest_verified(checkpoints) == (folder, manifest)
 
 
-def test_hashed_file_is_what_was_written(tmp_path: Path) -> None:
+def test_hashed_file_has_the_content_and_hash_of_what_was_written(tmp_path: Path) -> None:
     numbers = random.Random(1)
     sizes = [0, 1, 2**16 - 1, 2**16, 2**24 + 1, *(numbers.randrange(2**17) for _ in range(50))]
-    expected, again = bytearray(), bytearray(2**24 + 1)
+    expected, buffer = bytearray(), bytearray(2**24 + 1)
     with HashedFile(tmp_path / "file") as file:
         for size in sizes:
-            piece = memoryview(again)[:size]  # one buffer, used again: nothing may look at it after the write
+            piece = memoryview(buffer)[:size]  # the buffer is reused: HashedFile must not read it after the write
             piece[:] = numbers.randbytes(size)
             assert file.write(piece) == size
             expected += piece
@@ -192,7 +193,7 @@ def test_hashed_file_is_what_was_written(tmp_path: Path) -> None:
         HashedFile(tmp_path / "file")
 
 
-def test_hashed_file_serves_torch_save(tmp_path: Path) -> None:
+def test_torch_save_writes_to_a_hashed_file(tmp_path: Path) -> None:
     import torch
 
     tensors = {"large": torch.randn(2**20), "small": torch.arange(3), "text": "x"}
@@ -201,14 +202,14 @@ def test_hashed_file_serves_torch_save(tmp_path: Path) -> None:
     assert file.close().sha256 == sha256_of(tmp_path / "tensors.pt")
     loaded = torch.load(tmp_path / "tensors.pt", weights_only=True)
     assert torch.equal(loaded["large"], tensors["large"])
-    given_up = HashedFile(tmp_path / "given_up")
-    with pytest.raises(TypeError, match="module"), given_up:
-        torch.save({"not": sys}, given_up)
+    abandoned = HashedFile(tmp_path / "abandoned")
+    with pytest.raises(TypeError, match="module"), abandoned:
+        torch.save({"not": sys}, abandoned)
     with pytest.raises(OSError, match="abandoned after an error"):
-        given_up.close()
+        abandoned.close()
 
 
-def test_small_files_are_replaced_at_once(tmp_path: Path) -> None:
+def test_small_files_are_replaced_atomically(tmp_path: Path) -> None:
     write_atomically(tmp_path / "latest", "one")
     write_atomically(tmp_path / "latest", "two")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
@@ -216,13 +217,13 @@ def test_small_files_are_replaced_at_once(tmp_path: Path) -> None:
     assert 0 < free_bytes(tmp_path / "not" / "there") <= free_bytes(tmp_path)
 
 
-def test_files_are_shared_evenly_among_ranks() -> None:
+def test_files_are_divided_evenly_among_ranks() -> None:
     numbers = random.Random(2)
     sizes = {f"file{index}": numbers.choice([0, 10, 1000, 5000]) for index in range(200)}
     for ranks in (1, 3, 8):
-        shares = [files_of_rank(sizes, rank, ranks) for rank in range(ranks)]
-        assert sorted(name for names in shares for name in names) == sorted(sizes)
-        loads = [sum(sizes[name] for name in names) for names in shares]
+        names_by_rank = [files_of_rank(sizes, rank, ranks) for rank in range(ranks)]
+        assert sorted(name for names in names_by_rank for name in names) == sorted(sizes)
+        loads = [sum(sizes[name] for name in names) for names in names_by_rank]
         assert max(loads) - min(loads) <= 5000
     assert files_of_rank({"one": 5}, 1, 2) == []
 

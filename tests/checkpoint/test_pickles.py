@@ -1,4 +1,4 @@
-"""What checkpoint files may hold: enum members as any Python pickles them, no code, and what `verify` says of both."""
+"""Checkpoint pickles: enum members as every Python saves them, rejected code, and what `verify` reports."""
 
 import os
 import pickle
@@ -26,7 +26,7 @@ from tests.support.poison import Poison, put_into
 
 
 class Call:
-    """Pickled as the call `function(*arguments)`."""
+    """An object whose pickle calls `function(*arguments)`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -41,11 +41,12 @@ class Call:
 
 @pytest.fixture
 def as_in_3_11_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enum members are pickled as Python 3.11.0 to 3.11.3 do it, whatever Python this is."""
+    """Make this Python pickle members of ZeroStageEnum as Python 3.11.0 to 3.11.3 do."""
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
 
 
 def optimizer_file() -> dict[str, Any]:
+    """Return the content of a small optimizer file of DeepSpeed."""
     return {"optimizer_state_dict": {"zero_stage": ZeroStageEnum.gradients, "partition_count": (1, 2),
                                      "single_partition_of_fp32_groups": [torch.arange(5.0)],
                                      "param_slice_mappings": [OrderedDict(a=1)]}, "ds_version": "0.19.8"}
@@ -64,11 +65,11 @@ def test_every_python_saves_plain_ints(tmp_path: Path) -> None:
     assert loaded["partition_count"] == (1, 2)
     assert type(loaded["param_slice_mappings"][0]) is OrderedDict
     assert torch.equal(loaded["single_partition_of_fp32_groups"][0], torch.arange(5.0))
-    assert type(value["optimizer_state_dict"]["zero_stage"]) is ZeroStageEnum, "the engine's own state is as it was"
+    assert type(value["optimizer_state_dict"]["zero_stage"]) is ZeroStageEnum, "saving changed the engine's own state"
 
 
 @pytest.mark.usefixtures("as_in_3_11_2")
-def test_what_such_pythons_saved_is_read(tmp_path: Path) -> None:
+def test_files_of_python_3_11_2_are_read(tmp_path: Path) -> None:
     torch.save([*ZeroStageEnum, optimizer_file()], tmp_path / "theirs.pt")
     assert "__builtin__ getattr" in pickle_globals(tmp_path / "theirs.pt")
     *stages, file = load_pickle(tmp_path / "theirs.pt", mmap=True)
@@ -107,7 +108,7 @@ def test_other_protocols_do_not_hide_a_class(tmp_path: Path, protocol: int) -> N
         load_pickle(tmp_path / "file.pt")
 
 
-def test_what_the_scan_passes_is_what_the_reader_admits(tmp_path: Path) -> None:
+def test_the_scan_accepts_only_what_the_reader_accepts(tmp_path: Path) -> None:
     known = _get_allowed_globals().keys()
     torch_only = {name.replace(" ", ".") for name in USUAL_GLOBALS if not name.startswith("deepspeed")}
     assert torch_only <= known
@@ -120,15 +121,15 @@ def test_what_the_scan_passes_is_what_the_reader_admits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_verify_reads_what_agrees_with_its_hash(layout: str, corpus: str, tmp_path: Path,
+def test_verify_reports_pickles_that_no_reader_loads(layout: str, corpus: str, tmp_path: Path,
                                                 tmp_path_factory: pytest.TempPathFactory,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle that no reader loads is named; what Python 3.11.2 saved is well."""
+    """The hashes agree in both cases: a pickle of Python 3.11.2 is accepted, a pickle with a foreign class is not."""
     newest = find_checkpoint(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
     folder, canary = newest.folder, tmp_path / "canary"
     assert newest.manifest is not None
     pickles = sorted(folder.glob("*.pt"))
-    assert all(has_only_usual_globals(path) for path in pickles), "verify needs no torch for what we save"
+    assert all(has_only_usual_globals(path) for path in pickles), "verify must not need torch for our own files"
     assert not any("ZeroStageEnum" in name for path in pickles for name in pickle_globals(path))
     assert verify(newest) == []
 
@@ -142,13 +143,13 @@ def test_verify_reads_what_agrees_with_its_hash(layout: str, corpus: str, tmp_pa
     assert verify(find_checkpoint(folder)) == []
 
     put_into(folder, path.name, {"module": Poison(str(canary)), "tensor": torch.zeros(3)})
-    (complaint,) = verify(find_checkpoint(folder))
-    assert complaint.startswith(f"{path}: found a pickle that needs ")
-    assert "system" in complaint
+    (problem,) = verify(find_checkpoint(folder))
+    assert problem.startswith(f"{path}: found a pickle that needs ")
+    assert "system" in problem
     assert not canary.exists()
 
 
 @pytest.mark.skipif(sys.version_info[:3] not in {(3, 11, 0), (3, 11, 1), (3, 11, 2), (3, 11, 3)},
-                    reason="the Pythons that pickle enum members through getattr")
-def test_this_python_does_it() -> None:
+                    reason="only Python 3.11.0 to 3.11.3 pickle enum members through getattr")
+def test_this_python_pickles_enums_through_getattr() -> None:
     assert b"getattr" in pickle.dumps(ZeroStageEnum.weights, 2)

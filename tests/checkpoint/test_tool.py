@@ -1,4 +1,4 @@
-"""tools/checkpoint.py, as a user types it, on real checkpoints of two ranks."""
+"""Run tools/checkpoint.py as a user does, on real checkpoints of two ranks."""
 
 import json
 import os
@@ -23,18 +23,20 @@ def tool(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def in_a_fork(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """The same in a process that has imported torch; its `stdout` has both streams."""
+    """Run the tool in a fork of a process that has imported torch; `stdout` holds both streams."""
     (done,) = run_ranks([str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], 1, cwd=folder)
     return done
 
 
 def passes(*words: object) -> list[str]:
+    """Run the tool, which must succeed, and return its lines."""
     done = tool(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
 def _fails(code: int, expected: str, *words: object) -> None:
+    """Run the tool, which must exit with `code` and print `expected`; bad input gives one line."""
     done = tool(*words)
     assert done.returncode == code, done.stdout + done.stderr
     text = done.stderr if code == 2 else done.stdout
@@ -46,7 +48,7 @@ def _fails(code: int, expected: str, *words: object) -> None:
 
 @pytest.fixture(params=list(LAYOUTS))
 def run(request: pytest.FixtureRequest, corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with three checkpoints, to damage."""
+    """A run folder with three checkpoints that the test may damage."""
     copy_checkpoints(real_run(request.param, corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
     return tmp_path / "run"
 
@@ -73,8 +75,8 @@ def test_list_and_verify(run: Path) -> None:
     _fails(1, f"{len(content) - 1} bytes", "verify", checkpoints / "global_step3")
 
 
-def test_one_resolver_for_all_tools(run: Path) -> None:
-    """tools/generate.py takes what tools/checkpoint.py takes: a run folder or one checkpoint."""
+def test_generate_accepts_the_same_folders(run: Path) -> None:
+    """tools/generate.py accepts a run folder or one checkpoint, as tools/checkpoint.py does."""
     checkpoints = run / "checkpoints"
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
@@ -82,9 +84,9 @@ def test_one_resolver_for_all_tools(run: Path) -> None:
         folder, manifest = select_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
-    for wrong, step, said in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
+    for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
                               (run / "none", None, "no such folder")):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             select_checkpoint(wrong, step)
     (run / "run.json").unlink()
     with pytest.raises(ConfigError, match="--tokenizer"):
@@ -93,14 +95,14 @@ def test_one_resolver_for_all_tools(run: Path) -> None:
 
 def test_prune(run: Path) -> None:
     assert passes("prune", run, "--keep_checkpoints", 3) == ["0 removed, 3 kept"]
-    (run / "checkpoints" / "global_step3" / "foreign").touch()
+    (run / "checkpoints" / "global_step3" / "unknown").touch()
     _fails(1, "no checkpoint was removed", "prune", run, "--keep-checkpoints=2")
-    (run / "checkpoints" / "global_step3" / "foreign").unlink()
+    (run / "checkpoints" / "global_step3" / "unknown").unlink()
     assert passes("prune", run, "--keep-checkpoints=2")[-1] == "1 removed, 2 kept"
     assert sorted(path.name for path in (run / "checkpoints").glob("global_step*")) == ["global_step2", "global_step3"]
 
 
-def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_bad_input_is_rejected_in_one_line(tmp_path: Path) -> None:
     _fails(2, "holds no checkpoint", "list", tmp_path)
     _fails(2, "holds no checkpoint", "diff", tmp_path, tmp_path)
     _fails(2, "found 'lst'", "lst", tmp_path)
@@ -123,7 +125,7 @@ def test_convert_diff_and_consolidate(run: Path, tmp_path: Path) -> None:
     assert converted.returncode == 0, converted.stdout
     assert re.fullmatch(rf"wrote {tmp_path}/universal: \d+ files, [\d.]+ MB", converted.stdout.splitlines()[-1])
     assert list((tmp_path / "universal").rglob("exp_avg.pt"))
-    consolidated = passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # as a process of its own
+    consolidated = passes("consolidate", run, tmp_path / "weights", "--dtype", "bf16")  # in a fresh process
     assert re.fullmatch(rf"wrote {tmp_path}/weights: 3 files, [\d.]+ MB", consolidated[-1])
     assert list((tmp_path / "weights").glob("*.safetensors"))
     damaged = checkpoints / "global_step3" / "rng_state_rank_00000.pt"

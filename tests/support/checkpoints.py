@@ -1,4 +1,4 @@
-"""Real checkpoints of two small runs of train.py, made once for all tests that only read or copy them."""
+"""Real checkpoints of two small runs of train.py, created once for all tests that only read or copy them."""
 
 import json
 import shutil
@@ -17,26 +17,26 @@ _made: dict[str, Path] = {}
 
 
 def real_run(layout: str, corpus: str, factory: pytest.TempPathFactory) -> Path:
-    """Run folder of 2 ranks with a checkpoint of each of `STEPS` steps. Only for reading."""
+    """Return the run folder of 2 ranks with a checkpoint of each of `STEPS` steps. It must not be changed."""
     if layout not in _made:
         folder = factory.mktemp(layout)
         (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
-        words = {**flags(corpus, steps=STEPS), "deepspeed_config": "ds.json", "save": "run",
-                 "save_interval": 1, "eval_interval": 1}
-        done = run_ranks([str(ROOT / "pretrain" / "train.py"), *(f"--{key}={word}" for key, word in words.items())], 2,
-                         cwd=folder, timeout=900)
+        values = {**flags(corpus, steps=STEPS), "deepspeed_config": "ds.json", "save": "run",
+                  "save_interval": 1, "eval_interval": 1}
+        done = run_ranks([str(ROOT / "pretrain" / "train.py"), *(f"--{key}={value}" for key, value in values.items())],
+                         2, cwd=folder, timeout=900)
         assert all(process.returncode == 0 for process in done), [process.stdout[-3000:] for process in done]
         _made[layout] = folder / "run"
     return _made[layout]
 
 
 def copy_checkpoints(run: Path, to: Path) -> Path:
-    """A checkpoints folder to damage."""
+    """Copy the run's checkpoints to the folder `to`, where a test may damage them."""
     return Path(shutil.copytree(run / "checkpoints", to, symlinks=True))
 
 
 def newest_verified(checkpoints: Path) -> tuple[Path, Manifest] | None:
-    """As a start chooses, in one process: the newest whole one whose files all have their hashes."""
+    """Return the newest checkpoint whose files all have their hashes, as a starting run would choose it."""
     for folder, manifest in complete_checkpoints(checkpoints)[0]:
         if not find_damage(folder, manifest):
             return folder, manifest

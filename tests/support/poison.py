@@ -1,4 +1,4 @@
-"""A file of a checkpoint replaced by a pickle that makes a file, under a manifest with the right hashes."""
+"""Replace a checkpoint's file by a pickle that runs a command when loaded, and adapt the manifest's hashes."""
 
 import os
 from dataclasses import replace
@@ -12,6 +12,8 @@ from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
 
 
 class Poison:
+    """An object whose pickle creates the file `canary` when it is loaded without an allow-list."""
+
     def __init__(self, canary: str) -> None:
         self.canary = canary
 
@@ -20,12 +22,12 @@ class Poison:
 
 
 def poison(folder: Path, name: str, canary: str) -> None:
-    """Whoever unpickles the file makes the file `canary`."""
+    """Replace a checkpoint's file by a pickle that creates the file `canary` when it is loaded."""
     put_into(folder, name, {"module": Poison(canary), "tensor": torch.zeros(3)})
 
 
 def put_into(folder: Path, name: str, value: Any) -> None:
-    """Replace a file of a checkpoint by the pickle of `value`, with a manifest that agrees."""
+    """Replace a checkpoint's file by the pickle of `value`, and record its size and hash in the manifest."""
     manifest = read_manifest(folder)
     torch.save(value, folder / name)
     record = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))

@@ -1,6 +1,6 @@
-"""A run goes on in any layout from a checkpoint of any other: weights and moments bit for bit, the losses that follow.
+"""Checkpoints resume in any other layout, with identical weights and optimizer states and equal losses.
 
-`pytest -m slow` tries the other pairs of layouts.
+`pytest -m slow` tests the remaining pairs of layouts.
 """
 
 import os
@@ -17,14 +17,14 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import missing_operator
 from tests.conftest import selected_params
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
-from tests.support.layouts import SAVED, STEPS, fp16, plain, relative, run_layouts, staged
+from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, relative_difference, run_layouts
 
 NO_NVME = missing_operator("AsyncIOBuilder")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks and a DeepSpeed JSON; 8 samples a step in every one."""
+    """A number of ranks and a DeepSpeed JSON. Every layout has 8 samples a step."""
 
     ranks: int
     config: dict[str, Any]
@@ -47,12 +47,12 @@ def _layouts(swap: Path) -> dict[str, Layout]:
     return found
 
 
-DOZEN = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
+FAST_PAIRS = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
          ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"), ("nvme", "pipeline2_data2"),
          ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme")]
 NAMES = ("zero0", "zero1", "zero2", "zero3", "nvme", "pipeline2", "pipeline2_data2", "pipeline4")
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
-    *([pytest.mark.slow] if pair not in DOZEN else []),
+    *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
     *([pytest.mark.skip(reason=f"NVMe offload: {NO_NVME}")] if NO_NVME and "nvme" in pair else [])])
     for pair in permutations(NAMES, 2)]
 
@@ -63,20 +63,20 @@ def _case(name: str, job: str, layout: Layout, run_flags: dict[str, Any], **othe
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Saved in every layout; loaded in others, and saved again at once."""
+    """Results of saving in every layout, loading in others (which save at once), and loading back."""
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")
-    run_flags = flags(corpus, hidden=128, steps=STEPS)  # so much that NVMe really swaps
+    run_flags = flags(corpus, hidden=128, steps=STEPS)  # large enough that tensors are really swapped to NVMe
     saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags))
                          for name, layout in layouts.items()}, folder / "save")
     pairs = [pair for pair in selected_params(request, "pair") if set(pair) <= layouts.keys()]
-    loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "go_on", layouts[b], run_flags, used=i % 2,
+    loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "resume", layouts[b], run_flags, used=i % 2,
                                                   source=saved[a]["folder"])) for i, (a, b) in enumerate(pairs)}
     loaded = run_layouts(loads, folder / "load")
-    backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "go_on", layouts[a], run_flags, train=False,
+    backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "resume", layouts[a], run_flags, train=False,
                                                       source=loaded[f"{a}-{b}"]["folder"]))
-             for a, b in pairs if layouts[a].ranks == 2}  # one launch instead of three
+             for a, b in pairs if layouts[a].ranks == 2}  # one launch instead of three: two ranks only
     return {"saved": saved, "loaded": loaded, "back": run_layouts(backs, folder / "back")}
 
 
@@ -84,7 +84,7 @@ def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
 def test_resume_in_another_layout(pair: tuple[str, str], matrix: dict[str, Any]) -> None:
     before, after = matrix["saved"][pair[0]], matrix["loaded"]["-".join(pair)]
     assert diff(Path(before["folder"]), Path(after["folder"])) == []
-    assert relative(after["after"]["loss"], before["after"]["loss"]) <= 1e-5
+    assert relative_difference(after["after"]["loss"], before["after"]["loss"]) <= 1e-5
     assert after["after"]["lr"] == before["after"]["lr"]
     assert len(set(after["seeds"])) == len(after["seeds"])
     assert after["counters"] == [STEPS, STEPS * 8, 0]
@@ -92,7 +92,7 @@ def test_resume_in_another_layout(pair: tuple[str, str], matrix: dict[str, Any])
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, Any]) -> None:
+def test_load_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, Any]) -> None:
     name = f"{pair[0]}-{pair[1]}-{pair[0]}"
     if name not in matrix["back"]:
         pytest.skip("only layouts of two ranks are loaded back")
@@ -103,7 +103,7 @@ def test_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, Any])
 
 @dataclass(frozen=True)
 class Change:
-    """Two layouts of two ranks; `within`: how far the losses after the change may be from those without it."""
+    """Two layouts of two ranks; `within` is the allowed relative difference of the losses after the change."""
 
     before: dict[str, Any]
     after: dict[str, Any]
@@ -113,6 +113,7 @@ class Change:
 
 
 def _with(values: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return the JSON with other or additional top-level keys."""
     return {**values, **others}
 
 
@@ -127,76 +128,78 @@ NADAM, ADAGRAD = _optimizer("NAdam"), _optimizer("Adagrad")
 TORCH_ADAM = _optimizer("AdamW", torch_adam=True)
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}}
 CHANGES = {
-    "bf16_to_fp32": Change(_with(plain(1, precision="bf16"), **FP32_SUMS), plain(2), 5e-3),
-    "bf16_stage0_to_offload": Change(staged(0, precision="bf16"), plain(2, precision="bf16", **OFFLOADED), 5e-3),
-    "bf16_offload_to_bf16_optimizer": Change(plain(2, precision="bf16", **OFFLOADED),
-                                             _with(staged(1, precision="bf16"), **FP32_SUMS), 5e-3),
-    "fp16_to_bf16": Change(fp16(staged(1)), plain(3, precision="bf16"), 5e-3),
-    "fp16_stage2_to_stage0": Change(fp16(plain(2)), fp16(staged(0)), 2e-3),
-    "fp16_stage0_to_stage3": Change(fp16(staged(0)), fp16(plain(3)), 2e-3),
-    "fp16_unfused_to_stage2": Change(fp16(_with(staged(0), **TORCH_ADAM)), fp16(_with(plain(2), **TORCH_ADAM)),
+    "bf16_to_fp32": Change(_with(dp2(1, precision="bf16"), **FP32_SUMS), dp2(2), 5e-3),
+    "bf16_stage0_to_offload": Change(pp2(0, precision="bf16"), dp2(2, precision="bf16", **OFFLOADED), 5e-3),
+    "bf16_offload_to_bf16_optimizer": Change(dp2(2, precision="bf16", **OFFLOADED),
+                                             _with(pp2(1, precision="bf16"), **FP32_SUMS), 5e-3),
+    "fp16_to_bf16": Change(fp16(pp2(1)), dp2(3, precision="bf16"), 5e-3),
+    "fp16_stage2_to_stage0": Change(fp16(dp2(2)), fp16(pp2(0)), 2e-3),
+    "fp16_stage0_to_stage3": Change(fp16(pp2(0)), fp16(dp2(3)), 2e-3),
+    "fp16_unfused_to_stage2": Change(fp16(_with(pp2(0), **TORCH_ADAM)), fp16(_with(dp2(2), **TORCH_ADAM)),
                                      2e-3),
-    "fp16_stage2_to_unfused": Change(fp16(_with(plain(2), **TORCH_ADAM)), fp16(_with(staged(0), **TORCH_ADAM)),
+    "fp16_stage2_to_unfused": Change(fp16(_with(dp2(2), **TORCH_ADAM)), fp16(_with(pp2(0), **TORCH_ADAM)),
                                      2e-3),
-    "offload_on": Change(staged(1), plain(3, **OFFLOADED, offload_param=CPU)),
-    "offload_off": Change(plain(3, **OFFLOADED), plain(1)),
-    "untied": Change(plain(3), staged(0), model={"overrides": "tie_word_embeddings=False"}),
-    "lion": Change(_with(plain(2, **OFFLOADED), **LION), _with(staged(1, **OFFLOADED), **LION)),
-    "sgd": Change(_with(staged(0), **SGD), _with(plain(2), **SGD)),
-    "sgd_without_momentum": Change(_with(plain(1), **_optimizer("SGD")), _with(plain(3), **_optimizer("SGD"))),
-    "nadam": Change(_with(plain(1), **NADAM), _with(staged(0), **NADAM)),
-    "warmup": Change(_with(plain(3), **WARMUP), _with(staged(1), **WARMUP)),
-    "torch_adam_to_fused": Change(_with(plain(3), **TORCH_ADAM), staged(0), 1e-4),
-    "adagrad": Change(_with(staged(0), **ADAGRAD), _with(plain(2, **OFFLOADED), **ADAGRAD)),
-    "round_robin": Change(plain(2, round_robin_gradients=True), plain(3)),
-    "to_round_robin": Change(plain(3), plain(2, round_robin_gradients=True)),
-    "same_stage_other_order": Change(plain(2), plain(2, round_robin_gradients=True)),
-    "aligned": Change(plain(1, precision="bf16"), plain(2, precision="bf16", parameter_alignment=True), 5e-3),
-    "small_sub_groups": Change(plain(3, sub_group_size=10_000), plain(3, sub_group_size=30_000, **OFFLOADED)),
-    "other_stage_bounds": Change(staged(1), _with(staged(1), pipeline={"stages": 2, "partition_method": "uniform"})),
-    "layers_of_all_ranks": Change(_with(plain(0), checkpoint={"parallel_write": {"pipeline_stage": True}}),
-                                  plain(3)),
-    "before_the_first_step": Change(plain(1), plain(3), saved_step=0),
+    "offload_on": Change(pp2(1), dp2(3, **OFFLOADED, offload_param=CPU)),
+    "offload_off": Change(dp2(3, **OFFLOADED), dp2(1)),
+    "untied": Change(dp2(3), pp2(0), model={"overrides": "tie_word_embeddings=False"}),
+    "lion": Change(_with(dp2(2, **OFFLOADED), **LION), _with(pp2(1, **OFFLOADED), **LION)),
+    "sgd": Change(_with(pp2(0), **SGD), _with(dp2(2), **SGD)),
+    "sgd_without_momentum": Change(_with(dp2(1), **_optimizer("SGD")), _with(dp2(3), **_optimizer("SGD"))),
+    "nadam": Change(_with(dp2(1), **NADAM), _with(pp2(0), **NADAM)),
+    "warmup": Change(_with(dp2(3), **WARMUP), _with(pp2(1), **WARMUP)),
+    "torch_adam_to_fused": Change(_with(dp2(3), **TORCH_ADAM), pp2(0), 1e-4),
+    "adagrad": Change(_with(pp2(0), **ADAGRAD), _with(dp2(2, **OFFLOADED), **ADAGRAD)),
+    "round_robin": Change(dp2(2, round_robin_gradients=True), dp2(3)),
+    "to_round_robin": Change(dp2(3), dp2(2, round_robin_gradients=True)),
+    "same_stage_other_order": Change(dp2(2), dp2(2, round_robin_gradients=True)),
+    "aligned": Change(dp2(1, precision="bf16"), dp2(2, precision="bf16", parameter_alignment=True), 5e-3),
+    "small_sub_groups": Change(dp2(3, sub_group_size=10_000), dp2(3, sub_group_size=30_000, **OFFLOADED)),
+    "other_stage_bounds": Change(pp2(1), _with(pp2(1), pipeline={"stages": 2, "partition_method": "uniform"})),
+    "layers_of_all_ranks": Change(_with(dp2(0), checkpoint={"parallel_write": {"pipeline_stage": True}}),
+                                  dp2(3)),
+    "before_the_first_step": Change(dp2(1), dp2(3), saved_step=0),
 }
 
 
 def _other_settings(values: dict[str, Any]) -> Change:
-    """The same layout, clipped otherwise, with a scale that grows every third step."""
+    """Change from a layout to itself with other gradient clipping and a loss scale that grows every third step."""
     return Change(fp16(values), _with(fp16(values), gradient_clipping=0.25,
                                       fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}), 5e-2)
 
 
 OTHER_SETTINGS = {f"other_settings_{i}": _other_settings(values) for i, values in enumerate(
-    [plain(2), plain(3), staged(0)])}
+    [dp2(2), dp2(3), pp2(0)])}
 CHANGES |= OTHER_SETTINGS
 
-# by name: what is saved, and the other run that is to take it
-REFUSED = {
-    "optimizer": (plain(1), _with(plain(2), **SGD), 64),
-    "shape": (plain(1), plain(2), 32),
-    "damaged": (staged(0), staged(1), 64),
+# name -> JSON that saves, JSON that loads, hidden size of the model that loads
+REJECTED = {
+    "optimizer": (dp2(1), _with(dp2(2), **SGD), 64),
+    "shape": (dp2(1), dp2(2), 32),
+    "damaged": (pp2(0), pp2(1), 64),
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What happened before and after each change, and each that is refused: losses and folders."""
+    """Results of the run that saves and of the run that loads, for each change and each rejected load."""
     folder = tmp_path_factory.mktemp("changes")
     before = {name: (change.before, change.model, change.saved_step) for name, change in CHANGES.items()}
-    before |= {name: (values, {}, SAVED) for name, (values, _, _) in REFUSED.items()}
-    after = {name: ("go_on", change.after, change.model, change.saved_step) for name, change in CHANGES.items()}
-    after |= {name: ("refused", values, {"hidden": hidden}, SAVED) for name, (_, values, hidden) in REFUSED.items()}
+    before |= {name: (values, {}, SAVED) for name, (values, _, _) in REJECTED.items()}
+    after = {name: ("resume", change.after, change.model, change.saved_step) for name, change in CHANGES.items()}
+    after |= {name: ("load_and_fail", values, {"hidden": hidden}, SAVED)
+              for name, (_, values, hidden) in REJECTED.items()}
 
-    def one(name: str, job: str, values: dict[str, Any], model: dict[str, Any], saved_step: int,
+    def two_rank_case(name: str, job: str, values: dict[str, Any], model: dict[str, Any], saved_step: int,
             source: str = "") -> tuple[int, dict[str, Any]]:
         run_flags = flags(corpus, steps=STEPS, emulate_fp16="fp16" in values, **model)
         return 2, case(name, job, values, run_flags, saved_step=saved_step, source=source)
 
-    saved = run_layouts({name: one(name, "train_and_save", *rest) for name, rest in before.items()}, folder / "before")
+    saved = run_layouts({name: two_rank_case(name, "train_and_save", *rest) for name, rest in before.items()},
+                        folder / "before")
     with open(Path(saved["damaged"]["folder"]) / "mp_rank_01_model_states.pt", "r+b") as file:
-        file.seek(-100, os.SEEK_END)  # the size stays
+        file.seek(-100, os.SEEK_END)  # damage the content, not the size
         file.write(bytes(100))
-    loaded = run_layouts({name: one(name, *rest, saved[name]["folder"]) for name, rest in after.items()},
+    loaded = run_layouts({name: two_rank_case(name, *rest, saved[name]["folder"]) for name, rest in after.items()},
                          folder / "after")
     return {name: (saved[name], loaded[name]) for name in loaded}
 
@@ -204,14 +207,14 @@ def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes(name: str, outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     before, after = outcomes[name]
-    distance = relative(after["after"]["loss"], before["after"]["loss"])
+    distance = relative_difference(after["after"]["loss"], before["after"]["loss"])
     print(f"{name}: {before['optimizer']} -> {after['optimizer']}, losses within {distance:.1e}")
     assert diff(Path(before["folder"]), Path(after["folder"])) == []
     assert distance <= CHANGES[name].within
     assert after["after"]["lr"] == before["after"]["lr"]
 
 
-def test_the_json_of_this_run_holds(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_settings_come_from_the_resuming_run(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name in OTHER_SETTINGS:
         before, after = outcomes[name]
         assert after["settings"] == [0.25, 3]
@@ -219,23 +222,23 @@ def test_the_json_of_this_run_holds(outcomes: dict[str, tuple[dict[str, Any], di
         assert after["after"]["loss_scale"] != before["after"]["loss_scale"]
 
 
-def test_loss_scale_comes_along(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_loss_scale_is_restored(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name, (before, after) in ((name, outcomes[name]) for name in CHANGES):
         if "fp16" in CHANGES[name].before and "fp16" in CHANGES[name].after and name not in OTHER_SETTINGS:
-            saved, now = (read_manifest(Path(result["folder"])).loss_scale for result in (before, after))
+            saved, resumed = (read_manifest(Path(result["folder"])).loss_scale for result in (before, after))
             assert saved is not None
-            assert now is not None
-            assert {key: saved[key] for key in saved.keys() & now.keys()} == {
-                key: now[key] for key in saved.keys() & now.keys()}, name
+            assert resumed is not None
+            assert {key: saved[key] for key in saved.keys() & resumed.keys()} == {
+                key: resumed[key] for key in saved.keys() & resumed.keys()}, name
             assert saved["cur_iter"] == SAVED
             assert after["after"]["loss_scale"] == before["after"]["loss_scale"], name
             assert len(set(after["after"]["loss_scale"])) > 1, name
 
 
-def test_refused_by_all_ranks_alike(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for name, reason in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
+def test_all_ranks_reject_with_the_same_error(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name, message in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
                          ("shape", "found shape (256, 64); expected (256, 32)"),
                          ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
-        said = outcomes[name][1]["said"]
-        assert reason in said[0], said
-        assert said[1] == said[0]
+        errors = outcomes[name][1]["errors"]
+        assert message in errors[0], errors
+        assert errors[1] == errors[0]

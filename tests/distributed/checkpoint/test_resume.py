@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted run, bit for bit, in the layout that saved: losses, weights, optimizer state."""
+"""In the layout that saved, a resumed run equals the uninterrupted run bit for bit: losses, weights, optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ NO_NVME = missing_operator("AsyncIOBuilder")
 
 def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
     small = flags(corpus, overrides=DROPOUT, steps=6)
-    wide = flags(corpus, overrides=DROPOUT, steps=6, hidden=256)  # sub-groups of more than 1 MiB are really swapped
+    wide = flags(corpus, overrides=DROPOUT, steps=6, hidden=256)  # only sub-groups of more than 1 MiB are swapped
     if ranks == 4:
         return [case("pipeline2_data2", "resume", config(1, precision="bf16", stages=2), small)]
     layouts = {
@@ -29,11 +29,11 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
               for name, stage, stages in (("fp16_pipeline2_zero0", 0, 2), ("fp16_zero2", 2, 1))]
     if not NO_NVME:
         disk = nvme(swap)
-        places = {"nvme_optimizer": {"offload_optimizer": disk}, "nvme_all": {"offload_optimizer": disk,
-                                                                               "offload_param": nvme_param(swap)},
-                  "nvme_param_cpu_optimizer": {"offload_optimizer": CPU, "offload_param": nvme_param(swap)}}
-        cases += [case(f"zero3_{name}{size}", "resume", config(3, precision="bf16", **place), run_flags)
-                  for name, place in places.items() for size, run_flags in (("", small), ("_wide", wide))
+        offloads = {"nvme_optimizer": {"offload_optimizer": disk},
+                    "nvme_all": {"offload_optimizer": disk, "offload_param": nvme_param(swap)},
+                    "nvme_param_cpu_optimizer": {"offload_optimizer": CPU, "offload_param": nvme_param(swap)}}
+        cases += [case(f"zero3_{name}{size}", "resume", config(3, precision="bf16", **offload), run_flags)
+                  for name, offload in offloads.items() for size, run_flags in (("", small), ("_wide", wide))
                   if size or name == "nvme_optimizer"]
     return cases
 

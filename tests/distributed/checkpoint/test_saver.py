@@ -1,5 +1,6 @@
-"""What surrounds a save: retention, the mirror, a full disk, a writer that is behind; and what a start refuses or
-passes over: damaged checkpoints and foreign pickles. Real runs of two ranks, all of one launch."""
+"""Real runs of two ranks, in one launch: retention, mirror, full disks and slow writers, and resuming from damaged
+checkpoints or foreign pickles.
+"""
 
 import json
 import os
@@ -19,7 +20,7 @@ STEPS = 6
 POISONED = ("layer_01-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "rng_state_rank_00001.pt")
 IS_ROOT = os.geteuid() == 0
-DISKS = {"one_fits": 4096, "none_fits": 3480}  # KiB; the second is found to be too small only while it is written to
+DISKS = {"one_fits": 4096, "none_fits": 3480}  # KiB; the second passes the check of free space but is too small
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disks(folder: Path) -> Iterator[dict[str, Path]]:
-    """File systems that hold one checkpoint of 3.54 MB, and nearly one; none where we may not mount any."""
+    """Mounted file systems that hold one checkpoint of 3.54 MB, or slightly less; {} without the right to mount."""
     mounted = {}
     for name, size in DISKS.items():
         (path := folder / f"disk_{name}").mkdir()
@@ -43,107 +44,135 @@ def disks(folder: Path) -> Iterator[dict[str, Path]]:
 
 @pytest.fixture(scope="module")
 def silent_port() -> Iterator[int]:
-    """A port of ours on which nobody listens, or can begin to."""
+    """A reserved port on which no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
 
 
+class CaseList:
+    """Collects the cases of one launch of forked.py; they run in order and share the folder."""
+
+    def __init__(self, corpus: str, folder: Path) -> None:
+        self.cases: list[dict[str, Any]] = []
+        self._corpus, self._folder = corpus, folder
+
+    def run(self, name: str, run_folder: str | Path, kind: str = "run", **more: Any) -> None:
+        """Add a run of train.py with `more` flags."""
+        values = {"log_interval": 1, "save_interval": 2, **flags(
+            self._corpus, steps=STEPS, deepspeed_config="ds.json", save=run_folder, **more)}
+        self.cases.append({"name": name, "kind": kind, "run": str(self._folder / run_folder),
+                           "flags": [f"--{key}={value}" for key, value in values.items()],
+                           "log": str(self._folder / Path(run_folder).name)})
+
+    def shell(self, command: str) -> None:
+        """Add a shell command, which runs in the folder."""
+        self.cases.append({"name": f"shell {len(self.cases)}", "kind": "shell", "command": command})
+
+
+DAMAGE_NEWEST = ("printf x | dd of=checkpoints/global_step6/layer_02-model_states.pt bs=1 seek=3000 conv=notrunc "
+                 "status=none")
+SAVE_MODES: tuple[tuple[str, dict[str, Any]], ...] = (("sync", {}), ("async", {"async_save": "true"}))
+
+
+def _add_mirror_cases(cases: CaseList, folder: Path, silent_port: int) -> None:
+    for mode, more in SAVE_MODES:
+        mirror = {"checkpoint_mirror": f"file://{folder}/mirror_{mode}", **more}
+        cases.run(f"{mode} to the mirror", mode, exit_step=4, **mirror)
+        cases.shell(f"rm -rf {mode}/checkpoints")
+        cases.run(f"{mode} from the mirror", mode, resume="required", **mirror)
+    mirror_damaged = folder / "mirror_damaged"
+    cases.shell(f"cp -r sync damaged; cp -r mirror_sync mirror_damaged; cd damaged; {DAMAGE_NEWEST}")
+    cases.run("damaged run folder", "damaged", train_steps=8, checkpoint_mirror=mirror_damaged)
+    cases.shell("rm -rf damaged/checkpoints; for i in mirror_damaged/*; do : > $i/layer_01-model_states.pt; done")
+    cases.run("damaged everywhere", "damaged", train_steps=9, checkpoint_mirror=mirror_damaged)
+    unreachable = f"ftp://127.0.0.1:{silent_port}/run"
+    cases.shell("cp -r reference no_mirror")
+    cases.run("no mirror", "no_mirror", train_steps=8, checkpoint_mirror=unreachable, keep_checkpoints=2)
+    cases.run("no checkpoint", "no_checkpoint", checkpoint_mirror=unreachable)
+
+
+def _add_interrupted_cases(cases: CaseList) -> None:
+    cases.run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=40, async_save="true")
+    for name, rank, more in (("USR1", 1, {}), ("TERM", 0, {"async_save": "true"}), ("INT", 1, {})):
+        cases.run(f"stopped by {name}", name, kind="signalled", train_steps=40, save_interval=0, **more)
+        cases.cases[-1] |= {"signal": name, "rank": rank}
+        cases.run(f"after {name}", name, train_steps=40, save_interval=0, **more)
+    cases.run("not stopped", "not_stopped", train_steps=40, save_interval=0)
+    cases.run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
+              train_steps=40)
+
+
+def _add_damaged_cases(cases: CaseList) -> None:
+    cases.shell(f"cp -r reference flipped; cd flipped; {DAMAGE_NEWEST}")
+    cases.run("flipped", "flipped", train_steps=8)
+    for number, name in enumerate(POISONED):
+        cases.shell(f"cp -r reference poisoned{number}")
+        cases.cases.append({"name": f"poison {number}", "kind": "poisoned", "file": name, "canary": f"canary{number}",
+                            "run": f"poisoned{number}/checkpoints/global_step6"})
+        cases.run(f"poisoned {number}", f"poisoned{number}", train_steps=8)
+
+
 @pytest.fixture(scope="module")
 def results(corpus: str, folder: Path, disks: dict[str, Path], silent_port: int) -> dict[str, Any]:
-    """Exit codes of every case, by name."""
+    """Exit codes of all runs, by name of the case."""
     (folder / "ds.json").write_text(json.dumps(config(1, precision="bf16")))
-    cases: list[dict[str, Any]] = []
-
-    def words(run: str | Path, **more: Any) -> list[str]:
-        values = flags(corpus, steps=STEPS, deepspeed_config="ds.json", save=run, **more)
-        return [f"--{name}={value}" for name, value in {"log_interval": 1, "save_interval": 2, **values}.items()]
-
-    def run(name: str, where: str | Path, kind: str = "run", **more: Any) -> None:
-        cases.append({"name": name, "kind": kind, "run": str(folder / where), "flags": words(where, **more),
-                      "log": str(folder / Path(where).name)})
-
-    def shell(command: str) -> None:
-        cases.append({"name": f"shell {len(cases)}", "kind": "shell", "command": command})
-
-    run("reference", "reference")
-    for how, more in (("sync", {}), ("async", {"async_save": "true"})):
-        mirror = {"checkpoint_mirror": f"file://{folder}/mirror_{how}", **more}
-        run(f"{how} to the mirror", how, exit_step=4, **mirror)
-        shell(f"rm -rf {how}/checkpoints")
-        run(f"{how} from the mirror", how, resume="required", **mirror)
-    damage_newest = "printf x | dd of=checkpoints/global_step6/layer_02-model_states.pt bs=1 seek=3000 conv=notrunc"
-    shell(f"cp -r sync damaged; cp -r mirror_sync mirror_damaged; cd damaged; {damage_newest} status=none")
-    run("damaged here", "damaged", train_steps=8, checkpoint_mirror=folder / "mirror_damaged")
-    shell("rm -rf damaged/checkpoints; for i in mirror_damaged/*; do : > $i/layer_01-model_states.pt; done")
-    run("damaged everywhere", "damaged", train_steps=9, checkpoint_mirror=folder / "mirror_damaged")
-    nobody = f"ftp://127.0.0.1:{silent_port}/run"
-    shell("cp -r reference no_mirror")
-    run("no mirror", "no_mirror", train_steps=8, checkpoint_mirror=nobody, keep_checkpoints=2)
-    run("nothing anywhere", "nothing", checkpoint_mirror=nobody)
-    run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=40, async_save="true")
-    for name, rank, more in (("USR1", 1, {}), ("TERM", 0, {"async_save": "true"}), ("INT", 1, {})):
-        run(f"stopped by {name}", name, kind="signalled", train_steps=40, save_interval=0, **more)
-        cases[-1] |= {"signal": name, "rank": rank}
-        run(f"after {name}", name, train_steps=40, save_interval=0, **more)
-    run("not stopped", "not_stopped", train_steps=40, save_interval=0)
-    run("kept", "kept", save_interval=1, eval_interval=1, keep_checkpoints=2, keep_every=3, keep_best=1)
-    run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
-        train_steps=40)
-    shell(f"cp -r reference flipped; cd flipped; {damage_newest} status=none")
-    run("flipped", "flipped", train_steps=8)
-    for number, name in enumerate(POISONED):
-        shell(f"cp -r reference poisoned{number}")
-        cases.append({"name": f"poison {number}", "kind": "poisoned", "file": name, "canary": f"canary{number}",
-                      "run": f"poisoned{number}/checkpoints/global_step6"})
-        run(f"poisoned {number}", f"poisoned{number}", train_steps=8)
-    for how, more in (("sync", {}), ("async", {"async_save": "true"})):
+    cases = CaseList(corpus, folder)
+    cases.run("reference", "reference")
+    _add_mirror_cases(cases, folder, silent_port)
+    _add_interrupted_cases(cases)
+    cases.run("kept", "kept", save_interval=1, eval_interval=1, keep_checkpoints=2, keep_every=3, keep_best=1)
+    _add_damaged_cases(cases)
+    for mode, more in SAVE_MODES:
         for name, disk in disks.items():
-            run(f"{name} {how}", disk / f"{name}_{how}", **more)
-            shell(f"cp -r {disk}/{name}_{how} .; rm -rf {disk}/{name}_{how}")
-    return run_forked(cases, folder)
+            cases.run(f"{name} {mode}", disk / f"{name}_{mode}", **more)
+            cases.shell(f"cp -r {disk}/{name}_{mode} .; rm -rf {disk}/{name}_{mode}")
+    return run_forked(cases.cases, folder)
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Rows of one kind in events.jsonl."""
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [row for row in rows if row["event"] == kind]
 
 
 def losses(run: Path) -> dict[int, float]:
+    """Training loss by step, from metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def log(run: Path) -> str:
+    """Output of all ranks."""
     return "".join(path.read_text() for path in sorted(run.parent.glob(f"{run.name}.*.log")))
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
-def test_a_lost_disk_is_made_good_by_the_mirror(results: dict[str, Any], folder: Path, how: str) -> None:
-    assert results[f"{how} to the mirror"]["status"] == results[f"{how} from the mirror"]["status"] == [0, 0]
-    assert sorted(path.name for path in (folder / f"mirror_{how}").iterdir()) == [
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_mirror_replaces_a_lost_checkpoints_folder(results: dict[str, Any], folder: Path, mode: str) -> None:
+    assert results[f"{mode} to the mirror"]["status"] == results[f"{mode} from the mirror"]["status"] == [0, 0]
+    assert sorted(path.name for path in (folder / f"mirror_{mode}").iterdir()) == [
         "global_step2", "global_step4", "global_step6"]
-    (resume,) = events(folder / how, "resume")
+    (resume,) = events(folder / mode, "resume")
     assert resume["step"] == 4
     assert results["reference"]["status"] == [0, 0]
-    assert losses(folder / how) == losses(folder / "reference")
+    assert losses(folder / mode) == losses(folder / "reference")
 
 
-def test_a_damaged_checkpoint_is_made_good_by_the_mirror(results: dict[str, Any], folder: Path) -> None:
-    assert results["damaged here"]["status"] == [0, 0]
+def test_the_mirror_replaces_a_damaged_checkpoint(results: dict[str, Any], folder: Path) -> None:
+    assert results["damaged run folder"]["status"] == [0, 0]
     assert events(folder / "damaged", "resume")[-1]["step"] == 6
     assert "global_step6/layer_02-model_states.pt: found SHA-256" in events(folder / "damaged", "verify")[-1]["reason"]
     assert losses(folder / "damaged")[6] == losses(folder / "reference")[6]
 
 
-def test_nothing_whole_anywhere_is_no_reason_to_begin_anew(results: dict[str, Any], folder: Path) -> None:
+def test_a_run_without_any_complete_checkpoint_does_not_begin_at_step_0(results: dict[str, Any], folder: Path) -> None:
     assert results["damaged everywhere"]["status"] == [2, 2]
     assert "checkpoints: no checkpoint is complete (" in log(folder / "damaged")
-    assert results["nothing anywhere"]["status"] == [2, 2]
-    assert "Connection refused" in log(folder / "nothing")
+    assert results["no checkpoint"]["status"] == [2, 2]
+    assert "Connection refused" in log(folder / "no_checkpoint")
 
 
-def test_a_mirror_that_is_away_ends_nothing(results: dict[str, Any], folder: Path) -> None:
+def test_an_unreachable_mirror_does_not_stop_the_run(results: dict[str, Any], folder: Path) -> None:
     run = folder / "no_mirror"
     assert results["no mirror"]["status"] == [0, 0]
     assert "Connection refused" in events(run, "verify")[-1]["reason"]
@@ -154,7 +183,7 @@ def test_a_mirror_that_is_away_ends_nothing(results: dict[str, Any], folder: Pat
     assert [row["path"].rpartition("/")[2] for row in events(run, "prune")] == ["global_step2", "global_step4"]
 
 
-def test_a_writer_that_is_killed_costs_one_save(results: dict[str, Any], folder: Path) -> None:
+def test_a_killed_writer_loses_at_most_one_save(results: dict[str, Any], folder: Path) -> None:
     run = folder / "lost_writer"
     assert results["lost writer"]["status"] == [0, 0]
     failed = {row["step"] for row in events(run, "save_failed")}
@@ -163,7 +192,7 @@ def test_a_writer_that_is_killed_costs_one_save(results: dict[str, Any], folder:
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM", "INT"])
-def test_a_signal_to_one_rank_saves_and_stops_all(results: dict[str, Any], folder: Path, name: str) -> None:
+def test_a_signal_to_one_rank_saves_and_stops_all_ranks(results: dict[str, Any], folder: Path, name: str) -> None:
     assert results[f"stopped by {name}"]["status"] == [75, 75]
     first, second = events(folder / name, "stop")
     assert first["reason"] == f"SIG{name}"
@@ -182,16 +211,16 @@ def test_retention(results: dict[str, Any], folder: Path) -> None:
     assert found == {3, 5, 6, best}
 
 
-def test_a_save_is_skipped_while_the_one_before_is_written(results: dict[str, Any], folder: Path) -> None:
+def test_a_save_is_skipped_while_the_previous_one_is_written(results: dict[str, Any], folder: Path) -> None:
     assert results["skipped"]["status"] == [0, 0]
     skipped = events(folder / "skipped", "save_skipped")
     saved = [row["step"] for row in events(folder / "skipped", "save")]
     assert skipped
     assert not {row["step"] for row in skipped} & set(saved)
-    assert saved[-1] == 40, "the last one waits"
+    assert saved[-1] == 40, "the last save must wait instead"
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(results: dict[str, Any], folder: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_and_skipped(results: dict[str, Any], folder: Path) -> None:
     assert results["flipped"]["status"] == [0, 0]
     (verify,) = events(folder / "flipped", "verify")
     assert "global_step6/layer_02-model_states.pt: found SHA-256" in verify["reason"]
@@ -201,7 +230,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(results: dict[str, Any], 
 
 
 @pytest.mark.parametrize("number", range(len(POISONED)))
-def test_a_foreign_pickle_is_named_and_not_run(results: dict[str, Any], folder: Path, number: int) -> None:
+def test_a_foreign_pickle_is_reported_and_not_run(results: dict[str, Any], folder: Path, number: int) -> None:
     assert results[f"poisoned {number}"]["status"] == [2, 2]
     lines = [line for line in log(folder / f"poisoned{number}").splitlines() if "error: " in line]
     assert len(lines) == 1, lines
@@ -211,12 +240,12 @@ def test_a_foreign_pickle_is_named_and_not_run(results: dict[str, Any], folder: 
 
 
 def opened_by_ranks(folder: Path, name: str) -> set[str]:
-    """Names of the files in the run's checkpoints that its training processes opened for writing."""
+    """Names of checkpoint files that the run's training processes opened for writing."""
     return {line for path in folder.glob(f"{name}.*.opened") for line in path.read_text().splitlines()}
 
 
-def test_training_waits_for_the_copy_alone(results: dict[str, Any], folder: Path) -> None:
-    """The training processes write no file of a checkpoint with --async_save, and all of them without it."""
+def test_only_the_writers_write_files_with_async_save(results: dict[str, Any], folder: Path) -> None:
+    """With --async_save the training processes write no checkpoint file; without it they write all."""
     assert results["reference"]["status"] == [0, 0]
     files = read_manifest(folder / "reference" / "checkpoints" / "global_step6").files.keys()
     assert len(files) > 6
@@ -227,19 +256,19 @@ def test_training_waits_for_the_copy_alone(results: dict[str, Any], folder: Path
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(("disk", "saved"), [("one_fits", [2]), ("none_fits", [])])
-def test_a_full_disk_costs_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
-                                         how: str) -> None:
-    if f"{disk} {how}" not in results:
+def test_a_full_disk_damages_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
+                                         mode: str) -> None:
+    if f"{disk} {mode}" not in results:
         pytest.skip("no tmpfs can be mounted here")
-    assert results[f"{disk} {how}"]["status"] == [1, 1]
-    run = folder / f"{disk}_{how}"
+    assert results[f"{disk} {mode}"]["status"] == [1, 1]
+    run = folder / f"{disk}_{mode}"
     assert [row["step"] for row in events(run, "save")] == saved
     failed = events(run, "save_failed")
     assert [row["step"] for row in failed] == [step for step in (2, 4, 6) if step not in saved]
     assert all(("bytes needed" if saved else "No space left") in row["reason"] for row in failed)
-    assert set(losses(run)) == set(range(1, STEPS + 1)), "training went on"
+    assert set(losses(run)) == set(range(1, STEPS + 1)), "training stopped after a failed save"
     assert [path.name for path in (run / "checkpoints").glob("*global_step*")] == [f"global_step{n}" for n in saved]
     lines = [line for line in log(run).splitlines() if "error: " in line]
     assert len(lines) == 1

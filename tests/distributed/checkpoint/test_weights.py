@@ -1,4 +1,4 @@
-"""The weights of a checkpoint are read whole from any layout, and are what transformers computes with."""
+"""CheckpointReader returns the same full weights from any layout, and transformers computes the same logits."""
 
 from pathlib import Path
 from typing import Any

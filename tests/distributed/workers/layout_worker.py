@@ -1,4 +1,4 @@
-"""One rank of the layout tests: trains and saves in one layout, or goes on from a checkpoint of another."""
+"""One rank of the layout tests: trains and saves in one layout, or resumes from a checkpoint of another."""
 
 import time
 from pathlib import Path
@@ -13,11 +13,11 @@ from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
 from tests.support.cases_loop import each_case
-from tests.support.layouts import Watch, anonymous_bytes
+from tests.support.layouts import MemoryWatch, anonymous_bytes
 
 
 def train_and_save(case: Case) -> dict[str, Any]:
-    """Train up to the checkpoint, save, and go on: what the others are compared with."""
+    """Train, save at `saved_step`, and continue training: the reference for the resumed runs."""
     plan = plan_of(case)
     engine = engine_of(plan)
     at = case["saved_step"]
@@ -30,8 +30,8 @@ def train_and_save(case: Case) -> dict[str, Any]:
     return result
 
 
-def go_on(case: Case) -> dict[str, Any]:
-    """Load another layout's checkpoint over an engine that has trained a step (or none), save at once, and train."""
+def resume(case: Case) -> dict[str, Any]:
+    """Load another layout's checkpoint into an engine that has trained `used` steps, save at once, and train."""
     plan = plan_of(case)
     engine = engine_of(plan)
     source, at = Path(case["source"]), case["saved_step"]
@@ -50,25 +50,25 @@ def go_on(case: Case) -> dict[str, Any]:
     return result
 
 
-def refused(case: Case) -> dict[str, Any]:
-    """What each rank says when it is to load a checkpoint that it cannot."""
+def load_and_fail(case: Case) -> dict[str, Any]:
+    """Load a checkpoint that must be rejected, and return the error of each rank."""
     plan = plan_of(case)
     engine = engine_of(plan)
     source = Path(case["source"])
-    said = "nothing"
+    message = "no error"
     try:
         load_checkpoint(engine, plan, source, read_manifest(source))
     except ConfigError as error:
-        said = str(error)
-    said_by_all = gather(said)
+        message = str(error)
+    messages = gather(message)
     end(engine)
-    return {"said": said_by_all}
+    return {"errors": messages}
 
 
 def load_universal(case: Case) -> dict[str, Any]:
-    """Load with DeepSpeed's own load_checkpoint what was converted for it, save at once, and train."""
+    """Load a universal checkpoint with DeepSpeed's own load_checkpoint, save at once, and train."""
     plan = plan_of(case)
-    plan.ds_config["checkpoint"] = {"load_universal": True}  # refused by check_run: --resume needs no conversion
+    plan.ds_config["checkpoint"] = {"load_universal": True}  # validation rejects this key for users
     engine = engine_of(plan)
     converted, at = Path(case["source"]), case["saved_step"]
     path, client_state = engine.load_checkpoint(str(converted.parent), tag=converted.name)
@@ -82,11 +82,11 @@ def load_universal(case: Case) -> dict[str, Any]:
 
 
 def memory_of_load(case: Case) -> dict[str, Any]:
-    """Load a large checkpoint into another layout: anonymous memory before, at its highest, and afterwards."""
+    """Load a large checkpoint into another layout, and return anonymous memory before, at its peak, and afterwards."""
     plan = plan_of(case)
     engine = engine_of(plan)
     source = Path(case["source"])
-    with Watch() as watch:
+    with MemoryWatch() as watch:
         load_checkpoint(engine, plan, source, read_manifest(source))
     result = {"before": watch.before, "peak": watch.peak, "after": anonymous_bytes()}
     end(engine)
@@ -94,7 +94,7 @@ def memory_of_load(case: Case) -> dict[str, Any]:
 
 
 def _settings(engine: Any) -> list[float]:
-    """What the JSON says of clipping and the loss scale, as the optimizer has it."""
+    """Return the optimizer's gradient clipping and loss scale window, which come from the JSON."""
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
     return [getattr(engine.optimizer, "clip_grad", -1), getattr(scaler, "scale_window", -1)]
 
