@@ -64,7 +64,7 @@ def test_plain_deepspeed_loads_universal_checkpoints(corpus: str, work: Path, sa
 
 
 def test_a_conversion_is_atomic_and_not_repeated(work: Path, saved: dict[str, Any],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = Path(saved["zero3"]["folder"]), work / "once"
     with monkeypatch.context() as patch:
         patch.setattr(universal, "_universal_optimizer", lambda *_: 1 / 0)

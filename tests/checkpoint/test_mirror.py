@@ -172,10 +172,11 @@ def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
 def test_unusable_mirrors_give_a_one_line_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # reserves a port on which no server listens
-        for bad_url, message in (("gopher9://host/run", "Protocol not known: gopher9"),
-                           ("sftp://me:hidden@host/run", "sftp://host/run: the mirror cannot be used: ImportError"),
-                           (f"ftp://me:hidden@127.0.0.1:{taken.getsockname()[1]}/run", "Connection refused"),
-                           ("/proc/run", "/proc/run: the mirror cannot be used")):
+        for bad_url, message in (
+                ("gopher9://host/run", "Protocol not known: gopher9"),
+                ("sftp://me:hidden@host/run", "sftp://host/run: the mirror cannot be used: ImportError"),
+                (f"ftp://me:hidden@127.0.0.1:{taken.getsockname()[1]}/run", "Connection refused"),
+                ("/proc/run", "/proc/run: the mirror cannot be used")):
             with pytest.raises(ConfigError, match=message) as caught:
                 check_mirror(bad_url)
             assert "hidden" not in str(caught.value)

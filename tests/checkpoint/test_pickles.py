@@ -122,8 +122,8 @@ def test_the_scan_accepts_only_what_the_reader_accepts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_verify_reports_pickles_that_no_reader_loads(layout: str, corpus: str, tmp_path: Path,
-                                                tmp_path_factory: pytest.TempPathFactory,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+                                                     tmp_path_factory: pytest.TempPathFactory,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The hashes agree in both cases: a pickle of Python 3.11.2 is accepted, a pickle with a foreign class is not."""
     newest = find_checkpoint(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
     folder, canary = newest.folder, tmp_path / "canary"

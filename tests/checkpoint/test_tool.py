@@ -85,7 +85,7 @@ def test_generate_accepts_the_same_folders(run: Path) -> None:
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
     for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
-                              (run / "none", None, "no such folder")):
+                                 (run / "none", None, "no such folder")):
         with pytest.raises(ConfigError, match=message):
             select_checkpoint(wrong, step)
     (run / "run.json").unlink()

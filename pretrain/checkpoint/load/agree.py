@@ -100,7 +100,7 @@ def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = files_of_rank(sizes, rank, size)
     with ThreadPoolExecutor(1) as pool, ProgressBar("verifying", sum(sizes[name] for name in mine),
-                                                 active=rank == 0) as progress:
+                                                    active=rank == 0) as progress:
         hashing = pool.submit(find_damage, folder, manifest, mine, advance=progress.advance)
         wait_until_all(hashing.done)
         found = hashing.result()

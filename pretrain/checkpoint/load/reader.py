@@ -190,11 +190,6 @@ class CheckpointReader:
             self._files[file] = load_pickle(self.folder / file, mmap=True)
         return self._files[file]
 
-    def close(self) -> None:
-        """Release the files. They are opened again when they are needed."""
-        self._files.clear()
-        self._flat.clear()
-
     def engine_state(self) -> dict[str, Any]:
         """Return what DeepSpeed saves besides tensors: global_steps, global_samples, skipped_steps, lr_scheduler ..."""
         names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

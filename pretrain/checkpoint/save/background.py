@@ -45,6 +45,7 @@ class BackgroundWriter:
 
     @staticmethod
     def _listen(process: subprocess.Popen[str], replies: "queue.Queue[Reply | None]") -> None:
+        """Put each reply of the writer into the queue, and None when the writer has ended."""
         assert process.stdout is not None
         try:
             for line in process.stdout:

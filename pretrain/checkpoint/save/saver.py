@@ -30,7 +30,7 @@ class Saver:
         self._plan, self._folder, self._screen = plan, folder, screen
         self._checkpoints = folder.path.absolute() / "checkpoints"
         self._after = AfterSave(keep_checkpoints=args.keep_checkpoints, keep_every=args.keep_every,
-                            keep_best=args.keep_best, mirror=args.checkpoint_mirror)
+                                keep_best=args.keep_best, mirror=args.checkpoint_mirror)
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
         self._failure = ""  # reason, if the newest save failed
@@ -46,7 +46,7 @@ class Saver:
         self._screen.status(f"step {step}  saving a checkpoint")
         self._report_other_ranks()
         position: dict[str, Any] = {"step": step, "consumed_samples": consumed_samples, "versions": versions(),
-                                  "eval_loss": eval_loss}
+                                    "eval_loss": eval_loss}
         try:
             if not self._plan.args.async_save:
                 self._write(engine, position, start)
@@ -84,9 +84,9 @@ class Saver:
 
     def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None) -> SaveJob:
         return SaveJob(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
-                   save_id=save_id, timeout_s=self._plan.args.save_timeout,
-                   locks_are_shared=self._locks_are_shared, names=names, after=self._after,
-                   snapshot=snapshot)
+                       save_id=save_id, timeout_s=self._plan.args.save_timeout,
+                       locks_are_shared=self._locks_are_shared, names=names, after=self._after,
+                       snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:
         """Return whether the snapshot's memory can be reused; the same on every rank."""

@@ -47,7 +47,7 @@ class AfterSave:
 class SnapshotFiles:
     """Files that the writer has to write. Paths are absolute."""
 
-    temporary: str
+    temporary: str  # folder in which the files are written
     files: list[Region]  # their locations in the snapshot
     error: str | None  # why the training process could not take the snapshot
     manifest: str | None  # JSON without files; None on ranks other than 0
@@ -58,10 +58,10 @@ class SaveJob:
     """One checkpoint, as one rank's training process describes it to its writer."""
 
     step: int
-    final: str
+    final: str  # folder of the checkpoint after the commit
     rank: int
     save_id: str
-    timeout_s: float
+    timeout_s: float  # for the other ranks' writers to write or copy their files
     locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
     names: list[str]  # files that this rank copies to the mirror
     after: AfterSave
@@ -96,6 +96,7 @@ def _read_job(line: str) -> SaveJob:
 
 
 def _reply(reply: dict[str, Any]) -> None:
+    """Send a line of JSON to the training process."""
     with _REPLY_LOCK, contextlib.suppress(OSError):  # the training process may have ended
         os.write(1, json.dumps(reply).encode() + b"\n")
 

@@ -48,8 +48,8 @@ def _layouts(swap: Path) -> dict[str, Layout]:
 
 
 FAST_PAIRS = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
-         ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"), ("nvme", "pipeline2_data2"),
-         ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme")]
+              ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"),
+              ("nvme", "pipeline2_data2"), ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme")]
 NAMES = ("zero0", "zero1", "zero2", "zero3", "nvme", "pipeline2", "pipeline2_data2", "pipeline4")
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
@@ -190,7 +190,7 @@ def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
               for name, (_, values, hidden) in REJECTED.items()}
 
     def two_rank_case(name: str, job: str, values: dict[str, Any], model: dict[str, Any], saved_step: int,
-            source: str = "") -> tuple[int, dict[str, Any]]:
+                      source: str = "") -> tuple[int, dict[str, Any]]:
         run_flags = flags(corpus, steps=STEPS, emulate_fp16="fp16" in values, **model)
         return 2, case(name, job, values, run_flags, saved_step=saved_step, source=source)
 
@@ -237,8 +237,8 @@ def test_loss_scale_is_restored(outcomes: dict[str, tuple[dict[str, Any], dict[s
 
 def test_all_ranks_reject_with_the_same_error(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name, message in (("optimizer", "found FusedAdam in the checkpoint and SGD in this run"),
-                         ("shape", "found shape (256, 64); expected (256, 32)"),
-                         ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
+                          ("shape", "found shape (256, 64); expected (256, 32)"),
+                          ("damaged", "mp_rank_01_model_states.pt: found an unreadable file")):
         errors = outcomes[name][1]["errors"]
         assert message in errors[0], errors
         assert errors[1] == errors[0]

@@ -259,7 +259,7 @@ def test_only_the_writers_write_files_with_async_save(results: dict[str, Any], f
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(("disk", "saved"), [("one_fits", [2]), ("none_fits", [])])
 def test_a_full_disk_damages_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
-                                         mode: str) -> None:
+                                           mode: str) -> None:
     if f"{disk} {mode}" not in results:
         pytest.skip("no tmpfs can be mounted here")
     assert results[f"{disk} {mode}"]["status"] == [1, 1]

@@ -28,7 +28,7 @@ def folders(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     layouts = dict(LAYOUTS)
     if not NO_NVME:
         layouts["zero3_nvme"] = config(3, offload_optimizer=nvme(base / "swap"),
-                                      offload_param=nvme_param(base / "swap"))
+                                       offload_param=nvme_param(base / "swap"))
     run_flags = flags(corpus, layers=2, hidden=256, steps=2)
     results = run_cases([case(name, "saved", values, run_flags) for name, values in layouts.items()], 2, base)
     return {name: Path(result["folder"]) for name, result in results.items()}
