@@ -58,17 +58,18 @@ def run(args: RunArguments, world: World) -> int:
     prepare_deepspeed(device)
     if not _uses_compiler(plan):
         avoid_compiler_imports()
-    from pretrain.memory.report.memory_watch import MemoryWatch, print_advice
+    from pretrain.memory.report.memory_watch import MemoryWatch
+    from pretrain.memory.report.out_of_memory_advice import advice, print_advice
     from pretrain.trainer import StepCallbacks, train  # imports torch and deepspeed
 
     watch = MemoryWatch.start(plan, world)
     try:
         return train(plan, world, StepCallbacks(watch.before_step, watch.after_step))
     except (MemoryError, RuntimeError, OSError) as error:
-        advice = watch.explain(error)
-        if not advice:
+        lines = advice(watch, error)
+        if not lines:
             raise
-        print_advice(advice, world)
+        print_advice(lines, world)
         return CRASHED
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which ZeRO stage, which offload, how many pipeline stages: memory and step time of the layouts of a model.
+"""Compare ZeRO stages, offload and pipeline stages for a model: memory and step time of each layout.
 
     python tools/compare_zero.py --model gpt3-13b --world_size 64
 """

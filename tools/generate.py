@@ -1,4 +1,4 @@
-"""Sample text from a run's checkpoint: tools/generate.py RUN --prompt 'def '"""
+"""Generate text from a checkpoint of a run: tools/generate.py RUN --prompt 'def '"""
 
 from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
 from pretrain.cli import Parser, number, path, place, run_main, whole_number
@@ -8,24 +8,26 @@ from pretrain.engine.prepare import prepare_deepspeed
 
 
 def main() -> None:
-    parser = Parser(description="Sample text from a checkpoint of any layout.")
-    parser.add_argument("run", type=path, metavar="RUN", help="run folder (what --save named), or one global_stepN")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
-    parser.add_argument("--step", type=whole_number(), metavar="N", help="which checkpoint (default: the newest one)")
+    parser = Parser(description="Generate text from a checkpoint of any layout.")
+    parser.add_argument("run", type=path, metavar="RUN",
+                        help="run folder (--save of the run), or one of its global_stepN folders")
+    parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+    parser.add_argument("--step", type=whole_number(), metavar="N",
+                        help="step of the checkpoint (default: the newest checkpoint)")
     parser.add_argument("--tokenizer", type=place, metavar="PATH",
-                        help="(default: the one that the run was started with)")
+                        help="tokenizer (default: the one of the run)")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N",
-                        help="(default: %(default)s)")
+                        help="most tokens to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.8, metavar="X",
-                        help="0: always the likeliest token (default: %(default)s)")
+                        help="0: always the most likely token (default: %(default)s)")
     parser.add_argument("--top_k", type=whole_number(), default=50, metavar="N",
-                        help="choose among the N likeliest tokens; 0: all (default: %(default)s)")
+                        help="choose among the N most likely tokens; 0: among all (default: %(default)s)")
     parser.add_argument("--top_p", type=number(0, 1, above=True), default=0.95, metavar="X",
-                        help="choose among the likeliest that together have this probability (default: %(default)s)")
+                        help="choose among the most likely tokens with this total probability (default: %(default)s)")
     parser.add_argument("--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="N",
-                        help="(default: %(default)s)")
+                        help="of the random numbers (default: %(default)s)")
     args = parser.parse_args()
-    # wrong paths are reported before torch is imported, which takes seconds
+    # report wrong paths before torch is imported, which takes seconds
     select_checkpoint(args.run, args.step)
     load_tokenizer(args.tokenizer or tokenizer_of(args.run))
     prepare_deepspeed(detect_device())

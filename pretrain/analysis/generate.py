@@ -1,4 +1,4 @@
-"""Text from a checkpoint of any layout: the weights are handed to transformers, whose `generate` samples."""
+"""Generate text from a checkpoint of any layout, with the transformers model and its `generate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pretrain.model.hf import to_transformers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; temperature 0 is greedy."""
+    """How the next tokens are chosen. Temperature 0 is greedy sampling."""
 
     max_new_tokens: int = 100
     temperature: float = 0.8
@@ -36,11 +36,14 @@ class TrainedModel:
     model: Any  # PreTrainedModel
     tokenizer: Tokenizer
     max_positions: int
-    unused_tokens: list[int]  # rows of the vocabulary that the tokenizer has no token for
+    unused_tokens: list[int]  # rows of the embedding without a token of the tokenizer
 
 
 def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
-    """Load the checkpoint in `path`; of a run folder the newest complete one, or that of `step`. Raises ConfigError."""
+    """Load the checkpoint folder `path`; from a run folder, the checkpoint of `step` or the newest complete one.
+
+    Raises ConfigError.
+    """
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
@@ -58,16 +61,20 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 
 
 def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
-    """The prompt and what follows it, until the end-of-document token, max_new_tokens or the model's last position."""
+    """Return the prompt and its continuation.
+
+    It ends at the end-of-document token, after max_new_tokens, or at the model's last position. Raises ConfigError if
+    the prompt is empty or too long.
+    """
     tokens = trained.tokenizer.encode(prompt)
     if not tokens and trained.tokenizer.eod_token is not None:
-        tokens = [trained.tokenizer.eod_token]  # documents follow it
-    room = trained.max_positions - len(tokens)
-    if not tokens or room < 1:
+        tokens = [trained.tokenizer.eod_token]  # a document begins after this token
+    free_positions = trained.max_positions - len(tokens)
+    if not tokens or free_positions < 1:
         raise ConfigError("--prompt", found=f"{len(tokens)} tokens", expected=f"1 to {trained.max_positions - 1}")
-    if room < sampling.max_new_tokens:
-        say(f"note: --max_new_tokens {sampling.max_new_tokens} is cut to {room}: the model has {trained.max_positions} "
-            f"positions, and the prompt takes {len(tokens)}")
+    if free_positions < sampling.max_new_tokens:
+        say(f"note: --max_new_tokens {sampling.max_new_tokens} is reduced to {free_positions}: the model has "
+            f"{trained.max_positions} positions, and the prompt takes {len(tokens)}")
     torch.manual_seed(sampling.seed)
     choice: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
@@ -75,7 +82,7 @@ def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
                   "top_p": sampling.top_p}
     inputs = torch.tensor([tokens], device=trained.model.device)
     output = trained.model.generate(inputs, attention_mask=torch.ones_like(inputs),
-                                    max_new_tokens=min(sampling.max_new_tokens, room),
+                                    max_new_tokens=min(sampling.max_new_tokens, free_positions),
                                     suppress_tokens=trained.unused_tokens or None,
                                     eos_token_id=trained.tokenizer.eod_token, pad_token_id=0, **choice)
     return trained.tokenizer.decode(output[0].tolist())

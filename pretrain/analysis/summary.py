@@ -1,4 +1,4 @@
-"""A run in a few lines: where it stands, its losses, and what it had to beat."""
+"""Summary of a run folder: progress, losses, and the unigram entropy to compare them with."""
 
 import json
 import math
@@ -13,23 +13,26 @@ from pretrain.monitor.rows import newest_start, read_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """Losses in nats a token; None where the run has not got so far or the data has no .meta.json."""
+    """Progress and losses of a run. Losses are in nats per token.
+
+    A value is None if the run has not reported it yet, or if the data has no .meta.json.
+    """
 
     step: int
     train_steps: int
     loss: float | None
     valid_loss: float | None
-    unigram_entropy: float | None  # of the validation tokens: what guessing by frequency alone would cost
+    unigram_entropy: float | None  # of the validation tokens: the loss of a model that knows only frequencies
     tokens_per_second: float | None
 
     @property
     def below_unigram_entropy(self) -> bool:
-        """Whether the model has learned more than how frequent each token is."""
+        """Whether the model has learned more than the frequency of each token."""
         return None not in (self.valid_loss, self.unigram_entropy) and self.valid_loss < self.unigram_entropy  # type: ignore[operator]
 
 
 def summarize(run: Path) -> Summary:
-    """Read from run.json and metrics.jsonl. Raises ConfigError for what is no run folder, and for damaged rows."""
+    """Read run.json and metrics.jsonl. Raises ConfigError if they are missing or damaged."""
     start, rows = newest_start(run), read_metrics(run)
     training = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if row.get("split") == "valid"]
@@ -45,10 +48,11 @@ def summarize(run: Path) -> Summary:
 
 
 def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
-    """A row's value; None where it has none. Raises ConfigError for what is no finite number."""
+    """Return a value of a row; None if it has none. Raises ConfigError if the value is not a finite number."""
     value = row.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected="a number", remedy="the row is damaged")
+        raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected="a finite number",
+                          remedy="The file is damaged")
     return value

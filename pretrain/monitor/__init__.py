@@ -1,1 +1,4 @@
-"""What a run reports: the files of its folder, the progress line, FLOPs and MFU."""
+"""What a run reports about itself: metrics rows, the progress line, MFU, and the files of the run folder.
+
+Imports engine/, config/, data/, model/, console/ and distributed/; never checkpoint/, resilience/ or cluster/.
+"""

@@ -1,4 +1,4 @@
-"""Steps -> rows of metrics.jsonl and lines on the screen. The device is read only on logged steps."""
+"""Meter: turns steps into rows of metrics.jsonl and lines on the screen. It reads the device in logged steps only."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from pretrain.monitor.run_folder import RunFolder
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(now, peak): the allocator's on a GPU, this process's resident set on a CPU."""
+    """Return (current, peak) memory: of torch's allocator on a GPU, resident memory of this process on a CPU."""
     device = get_accelerator()
     if device.device_name() != "cpu":
         return device.memory_allocated(), device.max_memory_allocated()
@@ -33,16 +33,17 @@ def _device_peak_tflops(plan: Plan) -> float | None:
         torch.cuda.get_device_name(), plan.layout.precision)
 
 
-def hours(seconds: float) -> str:
-    """1:02:03"""
-    whole, rest = divmod(int(seconds), 3600)
-    return f"{whole}:{rest // 60:02}:{rest % 60:02}"
+def format_duration(seconds: float) -> str:
+    """Format as hours, minutes and seconds: 1:02:03."""
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
 def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int | None) -> str:
-    """A row of metrics.jsonl for people. Where the terminal has `columns`, the last parts are left out until it fits.
+    """Format a row of metrics.jsonl as a line of text.
 
-    Those are the least important ones; the status line has the speed and the ETA too.
+    If the line is longer than `columns`, its last parts are dropped. They are the least important ones, and the status
+    line shows the speed and the ETA, too.
     """
     parts = [f"step {row['step']:>7}/{train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
              f"grad norm {row['grad_norm']:.3f}"]
@@ -50,16 +51,16 @@ def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int 
         parts.append(f"scale {row['loss_scale']:g} (skipped {row['skipped_steps']})")
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     parts.append(f"MFU {row['mfu']:.1%}" if row["mfu"] is not None else f"{row['tflops_per_device']:.2f} TFLOP/s")
-    parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {hours(row['eta_seconds'])}"]
+    parts += [f"{row['memory_bytes'] / 2**30:.1f} GiB", f"ETA {format_duration(row['eta_seconds'])}"]
     while columns is not None and len("  ".join(parts)) > columns and len(parts) > 2:
         parts.pop()
     return "  ".join(parts)
 
 
 class Meter:
-    """Times the steps between two logged ones and reports on rank 0: a line for each logged step and each evaluation.
+    """Times the steps between two logged steps, and reports on rank 0: a line per logged step and per evaluation.
 
-    In a terminal the status line says meanwhile which step the run is at, how fast it is, and when it ends.
+    On a terminal the status line also shows the current step, the speed and the remaining time.
     """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *, rank: int,
@@ -68,26 +69,26 @@ class Meter:
         self._flops_per_token = flops_per_token(plan.model, plan.args.seq_length)
         self._peak_tflops = _device_peak_tflops(plan)
         self._skipped_steps = engine.skipped_steps
-        self._step_seconds: float | None = None  # of the newest row
-        self.losses: dict[str, float] = {}  # the newest: "loss", "valid loss", "test loss"
+        self._step_seconds: float | None = None  # step time of the last row
+        self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
         self._last_step, self._last_time, self._data_seconds = first_step, time.perf_counter(), 0.0
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
-        """`load(consumed_samples)`, whose time counts as waiting for data."""
+        """Call `load(consumed_samples)`, and count its time as waiting for data."""
         start = time.perf_counter()
         micro_batches = load(consumed_samples)
         self._data_seconds += time.perf_counter() - start
         return micro_batches
 
     def restart(self, step: int) -> None:
-        """Leave out the time since the last row: an evaluation or a save."""
+        """Exclude the time since the last row from the next one, for example after an evaluation or a save."""
         self._last_step, self._last_time, self._data_seconds = step, time.perf_counter(), 0.0
 
     def due(self, step: int) -> bool:
         return step % self.plan.args.log_interval == 0 or step in (1, self.plan.train_steps)
 
     def log(self, step: int, loss: torch.Tensor, lr: float, consumed_samples: int) -> None:
-        """Report step number `step` (from 1), if it is a logged one. `lr` is the rate that it used."""
+        """Report step number `step` (from 1) if it is a logged step. `lr` is the learning rate of this step."""
         if self.engine.skipped_steps > self._skipped_steps:
             self._skipped_steps = self.engine.skipped_steps
             self.folder.event("skip", step=step, reason="overflow or NaN in the gradients")
@@ -98,7 +99,7 @@ class Meter:
         self.restart(step)
         self.folder.metrics(row)
         if self.engine.monitor.enabled and not self.plan.layout.uses_pipeline_module and self.rank == 0:
-            # DeepSpeed 0.19 writes the loss for its PipelineEngine only
+            # DeepSpeed 0.19.8 writes the loss to its monitors only in PipelineEngine
             self.engine.monitor.write_events([("Train/Samples/train_loss", row["loss"], consumed_samples)])
         self.losses["loss"], self._step_seconds = row["loss"], row["step_time_ms"] / 1e3
         self.screen.line(row_line(row, train_steps=self.plan.train_steps, fp16=self.plan.layout.precision == "fp16",
@@ -106,7 +107,7 @@ class Meter:
         self._show_progress(step)
 
     def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> float:
-        """Report an evaluation on the split `name` ("valid", "test"). Returns the loss as a number."""
+        """Report an evaluation on the split `name` ("valid", "test"). Return its loss as a number."""
         value = float(loss)
         perplexity = float(torch.tensor(value, dtype=torch.float64).exp())
         self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": value,
@@ -117,13 +118,13 @@ class Meter:
         return value
 
     def _show_progress(self, step: int) -> None:
-        """Show the status line. Before the first row, the host's time since the start gives the time of a step."""
+        """Show the status line. Until there is a row, estimate the step time from the time since the start."""
         if not self.screen.wants_status():
             return
         seconds = self._step_seconds or (time.perf_counter() - self._last_time) / max(step - self._last_step, 1)
         speed = self.plan.layout.tokens_per_step / seconds
         self.screen.status(f"step {step}/{self.plan.train_steps}  {speed:,.0f} tokens/s  "
-                           f"ETA {hours((self.plan.train_steps - step) * seconds)}")
+                           f"ETA {format_duration((self.plan.train_steps - step) * seconds)}")
 
     def _row(self, step: int, loss: float, lr: float, consumed_samples: int) -> dict[str, Any]:
         steps = max(step - self._last_step, 1)

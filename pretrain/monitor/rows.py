@@ -1,4 +1,4 @@
-"""Read what a run has written about itself: run.json, and the rows of events.jsonl, metrics.jsonl and the like."""
+"""Readers for the files of a run folder: run.json, and the rows of metrics.jsonl and events.jsonl."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,10 @@ from pretrain.errors import ConfigError
 
 
 def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """The rows of a .jsonl behind `offset` bytes, without lines that a kill cut short; none where there is no file."""
+    """Return the rows of a .jsonl file after the first `offset` bytes; no rows if there is no file.
+
+    Lines that are not valid JSON are skipped: a killed run may leave an incomplete last line.
+    """
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
@@ -24,28 +27,28 @@ def read_rows(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return read_rows(run / "metrics.jsonl")
 
 
 def read_starts(run: Path) -> list[dict[str, Any]]:
-    """The records of run.json, the newest last. Raises ConfigError for what is no run folder."""
+    """Return the records of run.json, one per start, the newest last. Raises ConfigError if there are none."""
     path = run / "run.json"
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(str(path), found=str(getattr(error, "strerror", None) or error),
-                          expected="the record that a run writes when it starts",
-                          remedy="name the folder that --save gave") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(str(path), problem=f"cannot read the record that a run writes when it starts ({reason})",
+                          remedy="Name the folder that the run has in --save") from None
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise ConfigError(str(path), problem="it is not the record that a run writes when it starts",
-                          remedy="name the folder that --save gave")
+        raise ConfigError(str(path), problem="this is not the record that a run writes when it starts",
+                          remedy="Name the folder that the run has in --save")
     return starts
 
 
 def newest_start(run: Path) -> dict[str, Any]:
-    """The newest record of run.json, with its flags. Raises ConfigError where it has none."""
+    """Return the newest record of run.json. Raises ConfigError if there is none, or if it has no flags."""
     starts = read_starts(run)
     if not starts or not isinstance(starts[-1].get("flags"), dict):
-        raise ConfigError(str(run / "run.json"), problem="it records no start of a run", remedy="the file is damaged")
+        raise ConfigError(str(run / "run.json"), problem="the file is damaged: it has no record of a start")
     return starts[-1]

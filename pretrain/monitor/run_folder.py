@@ -1,4 +1,4 @@
-"""The files of a run folder that this program appends to: run.json, events.jsonl, metrics.jsonl. Rank 0 only."""
+"""RunFolder: rank 0 appends to the files run.json, events.jsonl and metrics.jsonl of a run folder."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and those that a result depends on."""
+    """Return the versions of Python, of this package, and of the packages that a result depends on."""
     found = {"python": platform.python_version(), "ds-pretrain": __version__}
     for package in _PACKAGES:
         try:
@@ -42,7 +42,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
-    """The training contract of one start: everything that its result depends on."""
+    """Return the record of one start: everything that the result of the run depends on."""
     return {
         "time": time.time(),
         "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer)}, "deepspeed_config": plan.ds_config,
@@ -61,7 +61,7 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
 
 
 class RunFolder:
-    """Appends to the files of one run folder; on ranks other than 0 it does nothing."""
+    """Appends to the files of a run folder. If it is not active, which is so on all ranks but 0, it does nothing."""
 
     def __init__(self, path: Path, *, active: bool) -> None:
         self.path, self._active = path, active
@@ -69,7 +69,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
 
     def start(self, record: dict[str, Any]) -> None:
-        """Add a start to run.json, a list of them, the newest last."""
+        """Append a record to run.json, the list of all starts."""
         if not self._active:
             return
         path = self.path / "run.json"
@@ -79,11 +79,11 @@ class RunFolder:
         os.replace(temporary, path)
 
     def event(self, kind: str, *, step: int, reason: str = "", **details: Any) -> None:
-        """A row of events.jsonl: start, resume, save, skip, stop ..."""
+        """Append a row to events.jsonl. `kind` is start, resume, save, skip, stop ..."""
         self._append("events.jsonl", {"time": time.time(), "event": kind, "step": step, "reason": reason, **details})
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl. JSON has no NaN or infinity: they become null."""
+        """Append a row to metrics.jsonl. NaN and infinity, which JSON does not have, become null."""
         self._append("metrics.jsonl", {key: None if isinstance(value, float) and not math.isfinite(value) else value
                                        for key, value in row.items()})
 
@@ -93,5 +93,5 @@ class RunFolder:
         try:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        except OSError as error:  # a full disk is no reason to stop training
+        except OSError as error:  # for example a full disk: training continues
             print(f"warning: {self.path / name}: {error.strerror}", flush=True)

@@ -23,9 +23,9 @@ def trained() -> TrainedModel:
 def test_a_cut_at_the_models_last_position_is_reported(trained: TrainedModel, capsys: pytest.CaptureFixture[str],
                                                        asked: int, given: int) -> None:
     assert len(generate(trained, "123", Sampling(max_new_tokens=asked))) == 3 + given
-    said = capsys.readouterr().err
-    expected = "ds-pretrain: note: --max_new_tokens 50 is cut to 5: the model has 8 positions, and the prompt takes 3\n"
-    assert said == (expected if asked > given else "")
+    note = ("ds-pretrain: note: --max_new_tokens 50 is reduced to 5: the model has 8 positions, and the prompt "
+            "takes 3\n")
+    assert capsys.readouterr().err == (note if asked > given else "")
 
 
 def test_a_prompt_that_leaves_no_room_is_rejected(trained: TrainedModel) -> None:

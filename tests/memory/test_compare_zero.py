@@ -241,7 +241,7 @@ def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_pat
 
 
 def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both beside the estimate, from the command line; how close they are, the tests of the parts say."""
+    """Both compared with the estimate, from the command line."""
     words = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
     config = str(ROOT / "ds_configs/zero3_bf16.json")
     text = run(capsys, "simulate", *words, "--world_size", "16", "--configs", config)

@@ -13,7 +13,7 @@ from pretrain.distributed.world import World
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
-from pretrain.memory.report.memory_watch import alternatives, differences, print_advice
+from pretrain.memory.report.out_of_memory_advice import alternatives, differences, print_advice
 from pretrain.memory.search.compare import Workload
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
@@ -46,7 +46,7 @@ def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) ->
     lines = [line for line in failed.stderr.splitlines() if line.startswith("ds-pretrain")]
     assert re.search(r"error: rank 0: out of memory in \w+ \(\w+\.py:\d+\): .*allocate", lines[0]), failed.stderr
     assert re.search(r"predicted [\d.]+ [GM]iB of tensors at the peak \(parameters .*activations .*\); the process had "
-                     r"grown by [\d.]+ [GM]iB; there was room for [\d.]+ [GM]iB of tensors", lines[1])
+                     r"grown by [\d.]+ [GM]iB; [\d.]+ [GM]iB were available for tensors", lines[1])
     changes = lines[3:]
     assert 1 <= len(changes) <= 3
     found = re.search(r"micro-batch (\d+) x (\d+) accumulation steps", failed.stderr)

@@ -7,14 +7,14 @@ import pytest
 
 from pretrain.memory.measure import run_ranks
 from pretrain.memory.measure.out_of_memory import kernel_oom_kills
-from pretrain.memory.measure.run_ranks import FailedRank, failure
+from pretrain.memory.measure.run_ranks import FailedRank, failure_error
 
 SMALLER = "fewer layers or a smaller micro-batch"
 
 
 def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, *how: str, timeout_s: float = 60) -> list[FailedRank]:
     monkeypatch.setattr(run_ranks, "RANK_MODULE", "tests.distributed.workers.failing_rank")
-    (folder / "job.json").write_text(json.dumps({"do": how}))
+    (folder / "request.json").write_text(json.dumps({"do": how}))
     return sorted(run_ranks.run_ranks(folder, len(how), timeout_s), key=FailedRank.severity)
 
 
@@ -25,25 +25,26 @@ def test_ranks_that_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_aborted_rank_is_not_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = failed(tmp_path, monkeypatch, "lose", "abort")
     assert (first.rank, first.code, second.rank, second.code) == (1, -6, 0, 1)
-    line = str(failure("zero2", first, 0))
-    assert line == ("measure zero2: found rank 1 ended by SIGABRT; its last lines: rank 1: begins | terminate called "
-                    "without an active exception; expected a few steps.")
+    line = str(failure_error("zero2", first, 0))
+    assert line == ("measure zero2: rank 1 was ended by SIGABRT; its last lines: rank 1: begins | terminate called "
+                    "without an active exception.")
 
 
 @pytest.mark.parametrize(("oom_kills", "said"), [
-    (0, "sent by another process (the kernel counts no kill for lack of memory)"),
-    (1, "killed by the kernel for lack of memory"), (None, "sent by another process, or by the kernel")])
+    (0, "by SIGKILL from another process (the kernel counts no kill for lack of memory)"),
+    (1, "killed by the kernel for lack of memory"),
+    (None, "by SIGKILL, either from another process or from the kernel")])
 def test_a_killed_rank_is_short_of_memory_where_the_kernel_says_so(oom_kills: int | None, said: str, tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = failed(tmp_path, monkeypatch, "kill")
-    line = str(failure("zero2", one, oom_kills))
+    line = str(failure_error("zero2", one, oom_kills))
     assert said in line
     assert (SMALLER in line) == bool(oom_kills)
 
 
 def test_a_rank_that_could_not_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = failed(tmp_path, monkeypatch, "lose", "allocate")
-    line = str(failure("zero2", first, 0))
+    line = str(failure_error("zero2", first, 0))
     assert "rank 1 failed with exit code 1: RuntimeError: DefaultCPUAllocator: can't allocate memory" in line
     assert SMALLER in line
 
@@ -55,7 +56,7 @@ def test_the_others_are_ended_with_the_first_that_fails(tmp_path: Path, monkeypa
 
 def test_a_run_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = failed(tmp_path, monkeypatch, "wait", timeout_s=3)
-    assert "rank 0 still running when the time was over" in str(failure("zero2", one, 0))
+    assert "rank 0 was still running at the timeout" in str(failure_error("zero2", one, 0))
 
 
 def test_the_kernel_counts_its_kills() -> None:

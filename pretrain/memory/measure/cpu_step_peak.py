@@ -1,14 +1,15 @@
-"""The tensors of one training step on a CPU, where torch keeps no count. Measuring them does not slow the step.
+"""Peak memory of one training step on a CPU, where torch keeps no count. Measuring it does not slow down the step.
 
     peak = tensors that the engine holds before the step + the most that the step allocates on top of them
 
-The first part is an inventory of the engine, taken between two steps. The second part is a counter of jemalloc >= 5.3,
-with which train.py runs where it is installed (pretrain/distributed/allocator.py): bytes allocated less bytes
-freed by the calling thread, and their maximum. On a CPU torch runs forward pass, backward pass and optimizer in that
-one thread. The counter includes what operators allocate inside; a block counts as the size class that jemalloc
-rounds it up to.
+The first part is an inventory of the engine, taken between two steps. The second part comes from counters of
+jemalloc >= 5.3, with which train.py runs where it is installed (pretrain/distributed/allocator.py): the maximum of the
+bytes allocated minus the bytes freed by the calling thread. On a CPU torch runs forward pass, backward pass and
+optimizer in that one thread. The counters include what operators allocate internally, and count each block with the
+size class that jemalloc rounds it up to.
 
-glibc's malloc has no such counter. There the inventory is taken once more within the step, after its backward pass.
+glibc's malloc has no such counters. Without jemalloc the inventory is taken once more in the step, after its backward
+pass.
 """
 
 import ctypes
@@ -16,38 +17,39 @@ import ctypes
 from deepspeed import DeepSpeedEngine
 
 from pretrain.memory.measure.observe_steps import call_after_backward
-from pretrain.memory.measure.tensor_inventory import held
+from pretrain.memory.measure.tensor_inventory import held_footprint
 
 
-class StepTensors:
-    """Measurement of the step between `begin` and `end`, of this rank, in bytes."""
+class StepPeak:
+    """Measures the step between `begin` and `end`, on this rank."""
 
     def __init__(self) -> None:
-        self.peak_bytes: int | None = None  # None: this allocator keeps no count
-        self.held_bytes: int | None = None  # between backward pass and optimizer step; None where the peak is known
+        self.peak_bytes: int | None = None  # None if the allocator has no counters
+        self.held_bytes: int | None = None  # between backward pass and optimizer step; None if the peak is known
         self._before_bytes: int | None = None
 
     def begin(self, engine: DeepSpeedEngine) -> None:
         """Call this right before the step, in the thread that runs it."""
-        self._before_bytes = held(engine).total()
+        self._before_bytes = held_footprint(engine).total()
         if not _mallctl("thread.peak.reset", None):
             self._before_bytes = None
-            call_after_backward(engine, lambda: self._look(engine))
+            call_after_backward(engine, lambda: self._take_inventory(engine))
 
     def end(self) -> None:
         """Call this after the step."""
-        grown = ctypes.c_uint64()
-        if self._before_bytes is not None and _mallctl("thread.peak.read", grown):
-            self.peak_bytes = self._before_bytes + grown.value
+        growth = ctypes.c_uint64()
+        if self._before_bytes is not None and _mallctl("thread.peak.read", growth):
+            self.peak_bytes = self._before_bytes + growth.value
 
-    def _look(self, engine: DeepSpeedEngine) -> None:
+    def _take_inventory(self, engine: DeepSpeedEngine) -> None:
         if self.held_bytes is None:
-            self.held_bytes = held(engine).total()
+            self.held_bytes = held_footprint(engine).total()
 
 
 def _mallctl(name: str, value: ctypes.c_uint64 | None) -> bool:
-    """Run a command of jemalloc's, or read a value (jemalloc(3), MALLCTL NAMESPACE). False where malloc is not
-    jemalloc's, or its version does not know the name.
+    """Run a command of jemalloc, or read a value from it (jemalloc(3), MALLCTL NAMESPACE).
+
+    Returns False if malloc is not jemalloc's, or if its version does not have the name.
     """
     try:
         mallctl = ctypes.CDLL(None).mallctl

@@ -1,7 +1,7 @@
-"""One rank of a measured run: `python -m pretrain.memory.measure.measure_rank JOB.json`, started by `measure.py`.
+"""One rank of a measured run: `python -m pretrain.memory.measure.measure_rank REQUEST.json`, started by run_ranks.py.
 
-The job: {"args": RunArguments, "tracked_steps", "timed_steps"}. Rank 0 writes JOB.result.json; a rank that fails writes
-JOB.error.RANK with one line, and exits with 1.
+The request is {"args": RunArguments, "tracked_steps": N, "timed_steps": N}. Rank 0 writes REQUEST.result.json. A rank
+that fails writes one line to REQUEST.error.RANK.
 """
 
 import contextlib
@@ -21,49 +21,51 @@ from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 
 
-def measure_here(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
-    """Build the plan's engine, train, and tear it down: what each rank saw, on every rank. The process group must
-    exist. Of one rank: `Observation.to_json`, with "nvme" (as `held`), "step_times_ms", "rss_bytes", "peak_rss_bytes".
+def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
+    """Build the plan's engine, train, and destroy the engine. Needs a process group, and is collective.
+
+    Returns every rank's result, on every rank: EngineMemory as JSON, with "nvme" (a Footprint like "held"),
+    "step_times_ms" and "rss_bytes".
     """
     import torch.distributed as dist
 
     from pretrain.distributed.collectives import gather
     from pretrain.engine.build import build_engine
-    from pretrain.memory.measure.observe_steps import observe, time_steps
+    from pretrain.memory.measure.observe_steps import observe_steps, time_steps
     from pretrain.memory.measure.storage_tracker import StorageTracker
-    from pretrain.memory.measure.tensor_inventory import on_nvme
+    from pretrain.memory.measure.tensor_inventory import nvme_footprint
 
     tracker = StorageTracker() if detect_device().kind == "cpu" else None
     with tracker or contextlib.nullcontext():
         engine = build_engine(plan)
-        seen = observe(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
-    seen["nvme"] = on_nvme(engine, dist.get_rank()).to_json()
-    seen["step_times_ms"] = time_steps(engine, plan, timed_steps)
-    seen["rss_bytes"], seen["peak_rss_bytes"] = resident_bytes()
-    results = gather(seen)
+        result = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
+    result["nvme"] = nvme_footprint(engine, dist.get_rank()).to_json()
+    result["step_times_ms"] = time_steps(engine, plan, timed_steps)
+    result["rss_bytes"], _ = resident_bytes()
+    results = gather(result)
     engine.destroy()
     return results
 
 
-def run(job: dict[str, Any], world: World) -> list[dict[str, Any]]:
-    """Every rank's result. Raises ConfigError."""
+def run(request: dict[str, Any], world: World) -> list[dict[str, Any]]:
+    """Measure the requested run. Returns every rank's result. Raises ConfigError."""
     from pretrain.config.validate import plan_without_data
 
     device = detect_device()
-    plan = plan_without_data(RunArguments(**job["args"]), world_size=world.size, device=device)
+    plan = plan_without_data(RunArguments(**request["args"]), world_size=world.size, device=device)
     from pretrain.engine.build import deepspeed_output, remove_swap_files
 
     with deepspeed_output("error"):
         init_process_group(world)
         try:
-            return measure_here(plan, tracked_steps=job["tracked_steps"], timed_steps=job["timed_steps"])
+            return measure_engine(plan, tracked_steps=request["tracked_steps"], timed_steps=request["timed_steps"])
         finally:
             if world.local_rank == 0:
                 remove_swap_files(plan)
 
 
 def main(path: Path) -> int:
-    """Exit code: 0, 1 for a run that failed, 2 for one that was refused."""
+    """Return the exit code: 0; 1 if the run failed; 2 if it was rejected."""
     world = running_environment()
     prepare_deepspeed(detect_device())
     try:

@@ -1,8 +1,8 @@
-"""Real runs of DeepSpeed JSONs on this machine, a few steps each, and what every rank held and needed.
+"""Measure a short run of a DeepSpeed JSON on this machine: what every rank held and needed.
 
-Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank JOB.json`, started without a
-launcher, so that its exit code and its output are known (run_ranks.py). The engine, the model and the step are those of
-training; tokens are random, as memory does not depend on them.
+Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank REQUEST.json`. It is started without
+a launcher, so that its exit code and its output are known (run_ranks.py). Engine, model and step are those of training.
+The tokens are random: memory does not depend on them.
 """
 
 import json
@@ -17,84 +17,69 @@ from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.out_of_memory import kernel_oom_kills
-from pretrain.memory.measure.run_ranks import FailedRank, failure, run_ranks
+from pretrain.memory.measure.run_ranks import FailedRank, failure_error, run_ranks
 
 _TRACKED_STEPS = 2
-_PORTS = 3  # to try, one after another
+_PORT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank held and needed. -1 and 0: not known on this device."""
+    """Memory of one rank."""
 
-    held: Footprint  # between backward pass and optimizer step; swap files included, as the disk has them
-    unaccounted_bytes: int  # of tensors alive then that were not found in the engine
+    held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
+    unaccounted_bytes: int  # of tensors that were alive then, but not found in the engine; -1 on CUDA: not known
     peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
-    reserved_bytes: int  # CUDA: max_memory_reserved
     rss_bytes: int  # resident memory of the process
-    peak_rss_bytes: int
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "RankMeasurement":
-        """From what measure_rank wrote."""
+        """Read one rank's result of `measure_rank.measure_engine`."""
         held = Footprint.of_json(values["held"]) + Footprint.of_json(values["nvme"])
-        return cls(held, values["unaccounted_bytes"], values["peak_bytes"], values["reserved_bytes"],
-                   values["rss_bytes"], values["peak_rss_bytes"])
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**vars(self), "held": self.held.to_json()}
+        return cls(held, values["unaccounted_bytes"], values["peak_bytes"], values["rss_bytes"])
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One run."""
+class RunMeasurement:
+    """Memory of every rank of a run, and its step time."""
 
     name: str
     ranks: tuple[RankMeasurement, ...]
-    step_time_ms: float  # median over steps of the slowest rank's time
+    step_time_ms: float  # median over the steps of the slowest rank's time
 
-    @property
-    def worst(self) -> RankMeasurement:
-        """The rank with the highest peak."""
-        return max(self.ranks, key=lambda rank: rank.peak_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"name": self.name, "step_time_ms": self.step_time_ms, "ranks": [rank.to_json() for rank in self.ranks]}
-
-
-def measurement(name: str, results: list[dict[str, Any]]) -> Measurement:
-    """Of what `measure_rank.measure_here` returned."""
-    steps = zip(*(result["step_times_ms"] for result in results), strict=True)
-    slowest = [max(times) for times in steps]
-    return Measurement(name, tuple(RankMeasurement.of_json(result) for result in results),
-                       statistics.median(slowest) if slowest else 0.0)
+    @classmethod
+    def of_results(cls, name: str, results: list[dict[str, Any]]) -> "RunMeasurement":
+        """Combine the ranks' results, as `measure_rank.measure_engine` returns them."""
+        steps = zip(*(result["step_times_ms"] for result in results), strict=True)
+        slowest = [max(times) for times in steps]
+        return cls(name, tuple(RankMeasurement.of_json(result) for result in results),
+                   statistics.median(slowest) if slowest else 0.0)
 
 
-def measure(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: float = 1800) -> Measurement:
-    """Start a run of `world_size` ranks on this machine, and wait for it.
+def measure_run(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: float = 1800) -> RunMeasurement:
+    """Start a run of `world_size` ranks on this machine, and wait for its end.
 
     Args:
-        args: of `train.py`; data and run folder are not used.
-        steps: those that are timed, beside two whose memory is tracked.
+        args: flags of `train.py`; data and run folder are not used.
+        steps: number of timed steps, after two steps whose memory is tracked.
 
     Raises:
-        ConfigError: rejected, as `train.py` would reject it, or a rank failed.
+        ConfigError: `train.py` would reject the run, or a rank failed.
     """
     name = Path(args.deepspeed_config).stem
     resolve_run(args, world_size=world_size, device=detect_device())
-    job = {"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}
-    for attempt in range(1, _PORTS + 1):
+    request = {"args": asdict(args), "tracked_steps": _TRACKED_STEPS, "timed_steps": steps}
+    for attempt in range(1, _PORT_ATTEMPTS + 1):
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "job.json").write_text(json.dumps(job))
-            kills = kernel_oom_kills()
+            Path(folder, "request.json").write_text(json.dumps(request))
+            kills_before = kernel_oom_kills()
             failed = run_ranks(Path(folder), world_size, timeout_s)
             if not failed:
-                return measurement(name, json.loads(Path(folder, "job.result.json").read_text()))
+                return RunMeasurement.of_results(name, json.loads(Path(folder, "request.result.json").read_text()))
             culprit = min(failed, key=FailedRank.severity)
-            if culprit.port_was_taken and attempt < _PORTS:
+            if culprit.port_was_taken and attempt < _PORT_ATTEMPTS:
                 continue
-            kills_now = kernel_oom_kills()
-            raise failure(name, culprit, None if kills is None or kills_now is None else kills_now - kills)
+            kills_after = kernel_oom_kills()
+            oom_kills = None if kills_before is None or kills_after is None else kills_after - kills_before
+            raise failure_error(name, culprit, oom_kills)
     raise AssertionError("unreachable")

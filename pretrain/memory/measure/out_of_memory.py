@@ -1,25 +1,26 @@
-"""Detect that memory ran out: from an error, from what a process printed, from the kernel's count of its kills."""
+"""Detect that memory ran out: from an exception, from the output of a process, from the kernel's count of kills."""
 
 from contextlib import suppress
 
-# torch's allocators (CUDA, CPU), the system (ENOMEM), C++ and Python
-_WORDS = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
+# messages of torch's allocators (CUDA, CPU), of the system (ENOMEM), of C++ and of Python
+_MESSAGES = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is torch's of the CUDA or the CPU allocator, Python's own, or the system's."""
-    return isinstance(error, MemoryError) or tells_out_of_memory(str(error))
+    """Return whether an exception of torch, Python or the system means that memory ran out."""
+    return isinstance(error, MemoryError) or mentions_out_of_memory(str(error))
 
 
-def tells_out_of_memory(text: str) -> bool:
-    """Whether an error's text, or a process's last lines, name memory that could not be allocated."""
-    return any(word in text.lower() for word in _WORDS)
+def mentions_out_of_memory(text: str) -> bool:
+    """Return whether an error message or the output of a process reports memory that could not be allocated."""
+    return any(message in text.lower() for message in _MESSAGES)
 
 
 def kernel_oom_kills() -> int | None:
-    """Processes of this host that the kernel has killed for lack of memory, of a control group's too, since it booted.
+    """Return how many processes of this host the kernel has killed for lack of memory since it booted.
 
-    None where the kernel does not say (oom_kill in /proc/vmstat, Linux >= 4.13).
+    It includes kills in control groups. None if the kernel has no such counter (oom_kill in /proc/vmstat, since
+    Linux 4.13).
     """
     with suppress(OSError, ValueError), open("/proc/vmstat", encoding="ascii") as file:
         for line in file:

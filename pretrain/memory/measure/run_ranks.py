@@ -1,4 +1,4 @@
-"""Start and watch the ranks of a measured run on this machine, and explain the failure of one."""
+"""Start and watch the ranks of a measured run on this machine, and explain why a rank failed."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pretrain.distributed.process import ROOT, free_port, package_environment
 from pretrain.errors import ConfigError
-from pretrain.memory.measure.out_of_memory import tells_out_of_memory
+from pretrain.memory.measure.out_of_memory import mentions_out_of_memory
 
 RANK_MODULE = "pretrain.memory.measure.measure_rank"
-_OTHERS_S = 3.0  # for the other ranks to fail too, once one has
+_OTHER_RANKS_S = 3.0  # how long the other ranks may take to fail after the first one
 _LAST_LINES = 5
 _LINE_CHARACTERS = 300
 _REJECTED = 2  # exit code
@@ -21,46 +21,46 @@ _REJECTED = 2  # exit code
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank of a measured run that did not end well."""
+    """A rank of a measured run that failed, or that was still running at the timeout."""
 
     rank: int
-    code: int | None  # negative: a signal's number; None: it was still running when the time was over
-    reason: str  # the line that it wrote about its own error; "": none
-    lines: tuple[str, ...]  # the last ones of its output
+    code: int | None  # exit code; negative: number of the signal that ended it; None: still running at the timeout
+    reason: str  # the error that the rank reported; "" if it reported none
+    lines: tuple[str, ...]  # last lines of its output
 
     @classmethod
     def of(cls, rank: int, code: int | None, folder: Path) -> "FailedRank":
-        """From the files that the rank has left in the run's folder."""
-        error = folder / f"job.error.{rank}"
+        """Read the files that the rank wrote into the run's folder."""
+        error = folder / f"request.error.{rank}"
         log = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
         lines = [line.strip()[:_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
         return cls(rank, code, error.read_text().strip() if error.is_file() else "", tuple(lines[-_LAST_LINES:]))
 
     @property
     def port_was_taken(self) -> bool:
-        """Whether another program has taken the ranks' port since it was chosen."""
+        """Whether another program listened on the ranks' port before rank 0 did."""
         return "MASTER_PORT" in self.reason or "EADDRINUSE" in self.reason
 
     def severity(self) -> int:
-        """The lower, the nearer to the cause: ranks fail in their collectives once another one is gone."""
+        """Sort key: the lowest is closest to the cause. The other ranks fail in collectives after the first failure."""
         if self.code is not None and self.code < 0:
             return 0
-        if self.code == _REJECTED or tells_out_of_memory(self.reason):
+        if self.code == _REJECTED or mentions_out_of_memory(self.reason):
             return 1
         return 2
 
 
 def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRank]:
-    """Run all ranks to their end, each with its output in a file. Returns those that failed by themselves.
+    """Run all ranks to their end, with the output of each in a file. Return those that failed by themselves.
 
-    When one fails, the others are ended: they would wait for it.
+    When a rank fails, the others are killed: they would wait for it in a collective.
     """
     port, processes = free_port(), []
     try:
         for rank in range(world_size):
             with open(folder / f"rank{rank}.log", "wb") as log:
                 processes.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "job.json")], cwd=ROOT,
+                    [sys.executable, "-u", "-m", RANK_MODULE, str(folder / "request.json")], cwd=ROOT,
                     env=_environment(rank, world_size, port), stdout=log, stderr=log, start_new_session=True))
         in_time = _wait(processes, timeout_s)
         codes = [process.poll() for process in processes]
@@ -75,49 +75,53 @@ def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRan
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher would set for a rank on this machine."""
+    """Environment variables of a rank on this machine, as a launcher would set them."""
     size = str(world_size)
     return {**package_environment(), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_SIZE": size,
             "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
-    """Wait until all have ended, or one has failed and the others had a moment to fail too. False: timed out."""
+    """Wait until all ranks have exited, or for a few seconds after the first failure. Return False at the timeout."""
     deadline, failed = time.monotonic() + timeout_s, False
     while None in (codes := [process.poll() for process in processes]):
         if not failed and any(codes):
-            failed, deadline = True, time.monotonic() + _OTHERS_S
+            failed, deadline = True, time.monotonic() + _OTHER_RANKS_S
         if time.monotonic() > deadline:
             return failed
         time.sleep(0.05)
     return True
 
 
-def failure(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigError:
-    """The reason that the rank gave, or how it ended and its last lines. Memory is blamed only on evidence.
+def failure_error(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigError:
+    """Return an error with the reason that the rank reported, or with how it ended and its last lines.
+
+    It suggests less memory only if there is evidence that memory ran out.
 
     Args:
-        oom_kills: processes that the kernel killed for lack of memory during the run; None: it does not say.
+        name: of the run.
+        oom_kills: processes that the kernel killed for lack of memory during the run; None if it does not count them.
     """
     if rank.code == _REJECTED and rank.reason:
         return ConfigError.from_line(rank.reason)
-    said = " | ".join(rank.lines) or "no output"
+    output = " | ".join(rank.lines) or "no output"
     if rank.code is None:
-        return ConfigError(f"measure {name}", found=f"rank {rank.rank} still running when the time was over, last "
-                           f"lines: {said}", expected="a few steps")
-    out_of_memory = tells_out_of_memory(f"{rank.reason} {said}") or (rank.code == -signal.SIGKILL and bool(oom_kills))
-    return ConfigError(f"measure {name}", found=f"rank {rank.rank} {_ending(rank.code, oom_kills)}"
-                       f"{f': {rank.reason}' if rank.reason else ''}; its last lines: {said}", expected="a few steps",
-                       remedy="with fewer layers or a smaller micro-batch it may fit" if out_of_memory else "")
+        return ConfigError(f"measure {name}", problem=f"rank {rank.rank} was still running at the timeout; its last "
+                           f"lines: {output}")
+    out_of_memory = mentions_out_of_memory(f"{rank.reason} {output}") or \
+        (rank.code == -signal.SIGKILL and bool(oom_kills))
+    return ConfigError(f"measure {name}", problem=f"rank {rank.rank} {_exit_description(rank.code, oom_kills)}"
+                       f"{f': {rank.reason}' if rank.reason else ''}; its last lines: {output}",
+                       remedy="It may fit with fewer layers or a smaller micro-batch" if out_of_memory else "")
 
 
-def _ending(code: int, oom_kills: int | None) -> str:
-    """How a process ended, in words."""
+def _exit_description(code: int, oom_kills: int | None) -> str:
+    """Describe how a process ended."""
     if code >= 0:
         return f"failed with exit code {code}"
     if code != -signal.SIGKILL:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"was ended by {signal.Signals(-code).name}"
     if oom_kills is None:
-        return "killed by SIGKILL, sent by another process, or by the kernel for lack of memory"
-    return "killed by the kernel for lack of memory" if oom_kills else \
-        "killed by SIGKILL, sent by another process (the kernel counts no kill for lack of memory)"
+        return "was killed by SIGKILL, either from another process or from the kernel for lack of memory"
+    return "was killed by the kernel for lack of memory" if oom_kills else \
+        "was killed by SIGKILL from another process (the kernel counts no kill for lack of memory)"

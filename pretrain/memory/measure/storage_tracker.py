@@ -1,12 +1,12 @@
-"""The bytes of tensors that are alive, and their peak, over real code.
+"""StorageTracker: counts the bytes of all tensors that are alive, and their peak, while real code runs.
 
-On CUDA the allocator keeps count itself. On the CPU nothing does, so a dispatch mode sees every tensor that an operator
-returns, in the backward pass and in the optimizer too, and counts its storage until the storage dies. It works on
-FakeTensors as well, whose storages have a size and no memory.
+On CUDA torch's allocator keeps this count. On the CPU nothing does, so a dispatch mode sees every tensor that an
+operator returns, also in the backward pass and in the optimizer, and counts its storage until the storage is freed.
+It works on FakeTensors as well, whose storages have a size but no memory.
 
-Not seen: what an operator allocates inside and frees again (packed matrices of oneDNN, the working memory of attention
-and softmax), DeepSpeed's shared memory for collectives (66 MiB a rank, fixed), and everything that is no tensor. The
-process's resident memory, `process.resident_bytes`, holds those too.
+It does not see what an operator allocates and frees internally (packed matrices of oneDNN, working memory of attention
+and softmax), nor DeepSpeed's shared memory for collectives (66 MiB a rank), nor anything that is not a tensor. The
+resident memory of the process, `process.resident_bytes`, includes all of these.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts bytes of the storages that operators returned since it was entered and that are still alive.
+    """Counts bytes of the storages that operators returned since the mode was entered and that are still alive.
 
-    Of several tensors on one storage the storage counts once; one that was there before counts from the first operator
-    that returns a view of it, so enter it before anything is built, or `add` what there is.
+    Tensors that share a storage count once. A storage that existed before counts from the first operator that returns a
+    view of it. Enter the mode before anything is built, or call `add` for each existing tensor.
     """
 
     def __init__(self) -> None:
-        import torch._dynamo  # takes a second; inside the mode torch would import it, which fails under zero.Init
+        import torch._dynamo  # takes a second; torch would import it inside the mode, which fails under zero.Init
 
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.sizes: dict[int, int] = {}  # by storage
+        self.sizes: dict[int, int] = {}  # bytes by storage
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage until it dies; its new size where it is counted already and was resized."""
+        """Count a tensor's storage until it is freed. A storage that was resized counts with its new size."""
         storage = storage_of(tensor)
         if storage is None:
             return
@@ -61,23 +61,22 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes -= self.sizes.pop(key, 0)
 
     def reset_peak(self) -> None:
-        """Let the peak begin anew, at what is alive now."""
+        """Set the peak to what is alive now."""
         self.peak_bytes = self.live_bytes
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory behind a tensor, or what would be behind a FakeTensor; None for meta tensors and sparse ones."""
+    """Return the storage of a tensor or FakeTensor; None for meta tensors and sparse tensors."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()
 
 
 @contextlib.contextmanager
-def peak_of(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[str, int]]:
-    """Peak bytes while the block runs, filled into the dictionary at its end.
+def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[str, int]]:
+    """Yield a dictionary that is filled with {"peak_bytes": N}, the peak while the block ran, when the block ends.
 
-    On CUDA {"peak_bytes", "reserved_bytes"} of the caching allocator (torch.cuda.max_memory_allocated and _reserved);
-    elsewhere {"peak_bytes"} of the tracker, which must be entered.
+    On CUDA the peak is torch.cuda.max_memory_allocated; elsewhere the tracker's, which must have been entered.
     """
     peaks: dict[str, int] = {}
     if device_type == "cuda":
@@ -88,6 +87,6 @@ def peak_of(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[s
     yield peaks
     if device_type == "cuda":
         torch.cuda.synchronize()
-        peaks.update(peak_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved())
+        peaks["peak_bytes"] = torch.cuda.max_memory_allocated()
     elif tracker is not None:
-        peaks.update(peak_bytes=tracker.peak_bytes)
+        peaks["peak_bytes"] = tracker.peak_bytes

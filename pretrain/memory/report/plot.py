@@ -1,4 +1,4 @@
-"""Stacked bars of each layout's memory, the device's capacity as a line: a .png by matplotlib, a .html by itself."""
+"""Bar chart of each layout's memory, with the device's capacity as a line: .png with matplotlib, .html without."""
 
 import math
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from typing import Any
 from pretrain.errors import ConfigError
 from pretrain.memory.footprint import ROLES
 from pretrain.memory.hardware import GIB
-from pretrain.memory.report.table import Report, verdict
+from pretrain.memory.report.table import ComparisonReport, verdict
 from pretrain.memory.sizes import in_unit
 
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
                    strict=True))
 _BAR, _GAP, _WIDTH, _TOP = 18, 8, 640, 70  # pixels
-_CHARACTER = 7.3  # pixels of one in the labels: 12 px of a monospaced font
-_FADED = 0.3  # opacity of what does not fit
+_CHARACTER = 7.3  # width of a character of the labels in pixels: a monospaced font of 12 px
+_FADED = 0.3  # opacity of layouts that do not fit
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One layout."""
+    """The bar of one layout."""
 
     name: str
-    parts: tuple[tuple[str, float], ...]  # (role, GiB of the device)
+    parts: tuple[tuple[str, float], ...]  # (role, GiB on the device)
     fits: bool
     comment: str
 
@@ -33,8 +33,8 @@ class Bar:
         return sum(size for _, size in self.parts)
 
 
-def bars(report: Report) -> list[Bar]:
-    """Of all rows, in their order."""
+def bars(report: ComparisonReport) -> list[Bar]:
+    """Return a bar for each row of the report, in the same order."""
     return [Bar(f"{row.candidate.name}  {row.candidate.layout.micro_batch_size}x"
                 f"{row.candidate.layout.gradient_accumulation_steps}",
                 tuple((role, row.estimate.peak.total(role, "device") / GIB) for role in ROLES), row.fits,
@@ -42,48 +42,46 @@ def bars(report: Report) -> list[Bar]:
 
 
 def check_plot(path: str) -> None:
-    """Raises ConfigError for an ending other than .png and .html."""
-    kind = Path(path).suffix.lower()
-    if kind not in (".png", ".html"):
-        raise ConfigError(f"--plot {path}", found=kind or "no ending", expected=".png or .html")
+    """Raise ConfigError unless the file name ends with .png or .html."""
+    if Path(path).suffix.lower() not in (".png", ".html"):
+        raise ConfigError(f"--plot {path}", problem="the file name must end with .png or .html")
 
 
-def save_plot(path: str, report: Report) -> None:
-    """To a path that `check_plot` passed. Raises ConfigError: no matplotlib for .png, no file that can be written."""
+def save_plot(path: str, report: ComparisonReport) -> None:
+    """Write the chart to a path that `check_plot` accepted. Raises ConfigError if that is not possible."""
     try:
         if Path(path).suffix.lower() == ".html":
             Path(path).write_text(html(report), encoding="utf-8")
         else:
             _figure(report).savefig(path, dpi=120, bbox_inches="tight")
     except OSError as error:
-        raise ConfigError(f"--plot {path}", found=error.strerror or str(error),
-                          expected="a file in a folder that can be written to") from None
+        raise ConfigError(f"--plot {path}", problem=f"cannot write the file: {error.strerror or error}") from None
 
 
-def _title(report: Report) -> str:
+def _title(report: ComparisonReport) -> str:
     cluster = report.workload.cluster
-    return f"{report.workload.name}: GiB of each of {cluster.world_size} {cluster.gpu.name}"
+    return f"{report.workload.name}: GiB on each of {cluster.world_size} {cluster.gpu.name}"
 
 
-def _limits(report: Report) -> tuple[float, float]:
-    """(GiB of the device, GiB for tensors)"""
+def _limits(report: ComparisonReport) -> tuple[float, float]:
+    """(capacity of the device, part of it that tensors may use), both in GiB."""
     cluster = report.workload.cluster
     return cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
 
 
 def _right_end(rows: list[Bar], capacity: float) -> float:
-    """Of the axis, in GiB: what is far too large runs out of the picture."""
+    """End of the axis in GiB, at most three capacities: bars that are far too large are cut off."""
     return min(max(*(bar.total for bar in rows), capacity) * 1.05, 3 * capacity)
 
 
-def html(report: Report) -> str:
-    """A page with one drawing and no other files; sizes and verdicts show under the pointer."""
+def html(report: ComparisonReport) -> str:
+    """Return a self-contained page with the chart. Tooltips show sizes and verdicts."""
     rows = bars(report)
     capacity, budget = _limits(report)
     scale, left = _WIDTH / _right_end(rows, capacity), label_width(rows)
     height = _TOP + len(rows) * (_BAR + _GAP) + 30
     drawn = [_legend(), *(_bar(bar, number, scale, left) for number, bar in enumerate(rows))]
-    for gib, dash, word in ((capacity, "", "device"), (budget, "4 3", "less the margin")):
+    for gib, dash, word in ((capacity, "", "device"), (budget, "4 3", "without the margin")):
         x = left + gib * scale
         side = "start" if not dash else "end"
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 12}" y2="{height - 24}" stroke="black" '
@@ -102,7 +100,7 @@ def html(report: Report) -> str:
 
 
 def label_width(rows: list[Bar]) -> int:
-    """Pixels left of the bars: room for the longest name."""
+    """Width of the labels in pixels, enough for the longest name."""
     return math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16
 
 
@@ -129,12 +127,12 @@ def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
            f'<text x="{x + 5:.1f}" y="{y + 13}">{in_unit(bar.total * GIB, "GiB")}</text></g>'
 
 
-def _figure(report: Report) -> Any:
+def _figure(report: ComparisonReport) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot", found="no matplotlib for a .png", expected="matplotlib, or a .html",
-                          remedy="pip install -e '.[plot]', or --plot FILE.html") from None
+        raise ConfigError("--plot", problem="a .png needs matplotlib, which is not installed",
+                          remedy="Use --plot FILE.html, or pip install -e '.[plot]'") from None
     rows = bars(report)
     figure = Figure(figsize=(11, 1.5 + 0.3 * len(rows)))
     axes = figure.subplots()
@@ -147,7 +145,7 @@ def _figure(report: Report) -> Any:
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     capacity, budget = _limits(report)
     axes.axvline(capacity, color="black", label=f"device: {capacity:.4g} GiB")
-    axes.axvline(budget, color="black", linestyle="--", linewidth=0.8, label=f"less the margin: {budget:.4g} GiB")
+    axes.axvline(budget, color="black", linestyle="--", linewidth=0.8, label=f"without the margin: {budget:.4g} GiB")
     axes.set_yticks(range(len(rows)), [bar.name for bar in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, _right_end(rows, capacity))

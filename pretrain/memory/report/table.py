@@ -1,4 +1,4 @@
-"""A comparison as a table for people, as JSON and as CSV."""
+"""A comparison as a table on the terminal, as JSON and as CSV."""
 
 import csv
 import io
@@ -19,22 +19,22 @@ from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 
-_WIDE = 2000  # characters: no row is cut or folded
-# columns of the device's memory: title -> roles
+_WIDE = 2000  # characters; no row is longer
+# columns for the device's memory: title -> roles that it sums
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
                   "activ": ("activations", "logits"), "other": ("buffers", "margin")}
 
 
 @dataclass(frozen=True)
-class Report:
-    """Everything that is printed or written of one comparison."""
+class ComparisonReport:
+    """A comparison of layouts, with its recommendation and cost."""
 
     workload: Workload
     rows: list[ComparisonRow]
     recommended: ComparisonRow | None
     cost: Cost | None
-    impossible: dict[str, int]  # reason -> combinations
-    lines: list[str]  # for people: what was asked, and what follows
+    impossible: dict[str, int]  # reason -> number of combinations
+    lines: list[str]  # printed below the table
 
 
 def _sum(footprint: Footprint, roles: tuple[str, ...], place: str) -> int:
@@ -45,12 +45,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
-    """One line of the table: the content of each column by its title."""
+def table_cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
+    """Content of each column of one row, by the column's title."""
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     ranks = workload.cluster.gpus_per_node
     device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
-    said = "" if row.deepspeed is None else \
+    deepspeed = "" if row.deepspeed is None else \
         f"{in_unit(row.deepspeed.device_bytes, unit)} / {in_unit(row.deepspeed.host_bytes, unit)}"
     speed = ["", "", "", ""] if time is None else [
         _seconds(time.total_seconds), f"{time.mfu:.0%}", f"{time.bubble_share:.0%}", f"{time.communication_share:.0%}"]
@@ -58,35 +58,35 @@ def cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
               "comm.", "DeepSpeed", "verdict")
     texts = (row.candidate.name, f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}", *device,
              in_unit(peak.total(location="device"), unit), in_unit(row.estimate.host_bytes * ranks, unit),
-             in_unit(peak.total(location="nvme") * ranks, unit), *speed, said, verdict(row))
+             in_unit(peak.total(location="nvme") * ranks, unit), *speed, deepspeed, verdict(row))
     return dict(zip(titles, texts, strict=True))
 
 
 def verdict(row: ComparisonRow) -> str:
-    """Whether it fits, and whether this project runs it."""
+    """Say whether the layout fits, and whether this project can run it."""
     if row.shortage:
         return f"too large: {row.shortage}"
-    return f"fits; not run here: {row.rejection}" if row.rejection else "fits"
+    return f"fits; rejected by train.py: {row.rejection}" if row.rejection else "fits"
 
 
 def short_verdict(row: ComparisonRow) -> str:
-    """In a word or two: what is too small, or whether this project runs it."""
+    """The verdict without its reason."""
     if row.shortage:
         return "too large"
-    return "not run here" if row.rejection else "fits"
+    return "rejected" if row.rejection else "fits"
 
 
-def print_report(report: Report, unit: str, console: Console | None = None) -> None:
-    """The table, what does not fit greyed, and the lines below it."""
+def print_report(report: ComparisonReport, unit: str, console: Console | None = None) -> None:
+    """Print the table and the lines below it. Layouts that do not fit are grey."""
     console = console or wide_console()
-    rows = [cells(row, report.workload, unit) for row in report.rows]
-    left_out = []
+    rows = [table_cells(row, report.workload, unit) for row in report.rows]
+    hidden = []
     if shown_columns(rows, console.width, keep=("verdict",)) != list(rows[0]):
         for line, row in zip(rows, report.rows, strict=True):
             line["verdict"] = short_verdict(row)
-        left_out = ["the verdict's reasons"]
+        hidden = ["the verdict's reasons"]
     titles = shown_columns(rows, console.width, keep=("layout", unit, "step", "verdict"))
-    left_out = [title for title in rows[0] if title not in titles] + left_out
+    hidden = [title for title in rows[0] if title not in titles] + hidden
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for title in titles:
         justify: Any = "left" if title in ("layout", "verdict") else "right"
@@ -96,25 +96,25 @@ def print_report(report: Report, unit: str, console: Console | None = None) -> N
             "yellow" if row.rejection else ""
         table.add_row(*(line[title] for title in titles), style=style)
     console.print(table)
-    if left_out:
-        print_lines(["", f"not shown at {console.width} columns: {', '.join(left_out)} (a wider terminal, a pipe and "
-                         "--csv have them)"], console)
+    if hidden:
+        print_lines(["", f"not shown at {console.width} columns: {', '.join(hidden)} (use a wider terminal, a pipe or "
+                         "--csv)"], console)
     print_lines(report.lines, console)
 
 
 def wide_console() -> Console:
-    """A console as wide as the terminal; for a pipe or a file, wide enough for every row."""
+    """Return a console as wide as the terminal, or wide enough for every row if stdout is a pipe or a file."""
     return Console() if sys.stdout.isatty() else Console(width=_WIDE)
 
 
 def print_lines(lines: list[str], console: Console) -> None:
-    """Sentences, wrapped between words by a terminal's width only."""
+    """Print sentences. Only on a terminal they are wrapped to its width."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...]) -> list[str]:
-    """The columns that fit `width` together. The last ones are left out first, but none of `keep`."""
+    """Return the titles of the columns that fit into `width`. The last columns are dropped first, but never `keep`."""
     titles = list(rows[0])
     needed = {title: max(len(title), *(len(row[title]) for row in rows)) + 1 for title in titles}
     for title in reversed(rows[0]):
@@ -124,23 +124,23 @@ def shown_columns(rows: list[dict[str, str]], width: int, keep: tuple[str, ...])
 
 
 def print_largest(found: list[LargestFit], lines: list[str], console: Console | None = None) -> None:
-    """What `--find` found, one line a layout, the largest first."""
+    """Print the results of --find, one row per layout, the largest first."""
     console = console or wide_console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("layout")
     table.add_column({"max_model": "parameters", "max_seq": "tokens", "max_micro_batch": "samples"}[found[0].kind],
                      justify="right")
-    table.add_column("what the next larger one lacks", overflow="fold")
-    for one in sorted(found, key=lambda one: -one.value):
-        ended = "; the search ended here" if one.reached_end else ""
-        table.add_row(one.candidate.name, f"{one.value:,}", one.detail + ended,
-                      style="" if one.value else "bright_black")
+    table.add_column("why the next larger one does not fit", overflow="fold")
+    for fit in sorted(found, key=lambda fit: -fit.value):
+        limit = "; the search ends here" if fit.reached_end else ""
+        table.add_row(fit.candidate.name, f"{fit.value:,}", fit.detail + limit,
+                      style="" if fit.value else "bright_black")
     console.print(table)
     print_lines(lines, console)
 
 
 def row_json(row: ComparisonRow) -> dict[str, Any]:
-    """Everything known of a row; bytes of one rank, seconds of one step."""
+    """One row as JSON; bytes of one rank, seconds of one step."""
     time, layout = row.time, row.candidate.layout
     return {
         "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
@@ -159,8 +159,8 @@ def row_json(row: ComparisonRow) -> dict[str, Any]:
     }
 
 
-def report_json(report: Report) -> str:
-    """The whole comparison."""
+def report_json(report: ComparisonReport) -> str:
+    """The comparison as JSON."""
     workload = report.workload
     return json.dumps({
         "model": workload.name, "num_parameters": workload.num_parameters,
@@ -172,25 +172,25 @@ def report_json(report: Report) -> str:
 
 
 def largest_json(found: list[LargestFit]) -> str:
-    """What `--find` found."""
-    return json.dumps([{"name": one.candidate.name, "kind": one.kind, "value": one.value, "detail": one.detail,
-                        "reached_end": one.reached_end} for one in found], indent=2) + "\n"
+    """The results of --find as JSON."""
+    return json.dumps([{"name": fit.candidate.name, "kind": fit.kind, "value": fit.value, "detail": fit.detail,
+                        "reached_end": fit.reached_end} for fit in found], indent=2) + "\n"
 
 
-def report_csv(report: Report) -> str:
-    """A line a layout; bytes of one rank."""
+def report_csv(report: ComparisonReport) -> str:
+    """The rows as CSV; bytes of one rank."""
     text = io.StringIO()
-    lines = [_flat(row) for row in report.rows]
+    lines = [_csv_row(row) for row in report.rows]
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
 
 
-def _flat(row: ComparisonRow) -> dict[str, Any]:
+def _csv_row(row: ComparisonRow) -> dict[str, Any]:
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     return {
-        "name": row.candidate.name, **_degrees(row.candidate),
+        "name": row.candidate.name, **_layout_columns(row.candidate),
         **{f"{role}_bytes": _sum(peak, (role,), "device") for roles in DEVICE_COLUMNS.values() for role in roles},
         "device_bytes": peak.total(location="device"), "host_bytes": row.estimate.host_bytes,
         "nvme_bytes": peak.total(location="nvme"),
@@ -204,7 +204,7 @@ def _flat(row: ComparisonRow) -> dict[str, Any]:
     }
 
 
-def _degrees(candidate: Candidate) -> dict[str, Any]:
+def _layout_columns(candidate: Candidate) -> dict[str, Any]:
     names = ("zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
              "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
              "activation_checkpoint_interval", "micro_batch_size", "gradient_accumulation_steps", "seq_length")

@@ -1,7 +1,7 @@
-"""What DeepSpeed 0.19.8 does once for each rank of a world, done once, with the same memory.
+"""Replacements for loops over all ranks in ZeRO-3 (DeepSpeed 0.19.8): one iteration, with the same memory.
 
-Before and after its collectives ZeRO-3 cuts flat tensors into one view for each rank and joins those again. On tensors
-without data a view costs as much as any operator, about 0.2 ms, and 1,024 ranks mean millions of them.
+Before and after its collectives ZeRO-3 splits flat tensors into one view per rank, and joins the views again. On
+tensors without data a view takes as long as any operator, about 0.2 ms, and 1,024 ranks mean millions of views.
 """
 
 import contextlib
@@ -19,51 +19,53 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 @contextlib.contextmanager
 def shared_views() -> Iterator[None]:
-    """Have `Tensor.narrow` make one view of each size of a tensor; those that start elsewhere differ in their data."""
+    """In the block, `Tensor.narrow` makes one view per tensor and size: other offsets differ only in their data."""
     narrow, views = torch.Tensor.narrow, {}  # type: Any, dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 
     def shared(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
         key = (id(tensor), dim, length)
         if key not in views:
-            views[key] = (tensor, narrow(tensor, dim, start, length))  # the tensor too, so that its id stays its own
+            views[key] = (tensor, narrow(tensor, dim, start, length))  # the tensor too: its id stays unique
         return views[key][1]
 
-    setattr(torch.Tensor, "narrow", shared)  # noqa: B010 (mypy refuses an assignment)
+    setattr(torch.Tensor, "narrow", shared)  # noqa: B010 (mypy rejects an assignment)
     try:
         yield
     finally:
-        delattr(torch.Tensor, "narrow")  # what it inherits comes back
+        delattr(torch.Tensor, "narrow")  # uncovers the inherited method
 
 
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """This rank's part of each tensor (runtime/comm/coalesced_collectives.py): views of a flat tensor of all of them,
-    padded to whole parts; the padding lies in tensors of its own until the end.
+    """Replaces reduce_scatter_coalesced of runtime/comm/coalesced_collectives.py: returns this rank's part of each one.
+
+    The parts are views of one flat tensor, padded to a multiple of the number of ranks. As in DeepSpeed, the padding
+    has tensors of its own until the end.
     """
     ranks, rank = comm.get_world_size(group), comm.get_rank(group)
     sizes = [math.ceil(tensor.numel() / ranks) for tensor in tensors]
     total, padding = sum(sizes), sum(sizes) * ranks - sum(tensor.numel() for tensor in tensors)
-    whole = len(tensors) == 1 and padding == 0
-    pads = tensors[0].new_empty(0 if whole else padding)
-    flat = tensors[0].view(-1) if whole else tensors[0].new_empty(total * ranks)
+    in_place = len(tensors) == 1 and padding == 0
+    pads = tensors[0].new_empty(0 if in_place else padding)
+    flat = tensors[0].view(-1) if in_place else tensors[0].new_empty(total * ranks)
     flat.div_(ranks)
     own = flat.narrow(0, rank * total, total)
     _torch_reduce_scatter_fn(flat, own, group=group)
-    found, offset = [], 0
+    parts, offset = [], 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        found.append(own.narrow(0, offset, max(0, min(size, tensor.numel() - rank * size))))
+        parts.append(own.narrow(0, offset, max(0, min(size, tensor.numel() - rank * size))))
         offset += size
     del pads
-    return found
+    return parts
 
 
 def wait(self: Any, handle_dependency: bool = True) -> None:
-    """AllGatherCoalescedHandle.wait: each parameter whole, in a tensor of its own beside the one they came in."""
+    """Replaces AllGatherCoalescedHandle.wait: copies each complete parameter out of the gathered tensor."""
     if self.complete:
         return
     self.allgather_handle.wait()
     for param in self.params:
-        whole = self.partitions[0].new_empty(param.ds_numel)
-        param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
+        gathered = self.partitions[0].new_empty(param.ds_numel)
+        param.data = gathered.view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
     self.complete = True
 
@@ -78,7 +80,7 @@ def _sharing_views(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_loops_over_ranks() -> None:
-    """Of ZeRO-3, for the whole process. Quantized all-gathers (ZeRO++) stay as they are."""
+    """Install the replacements for the whole process. Quantized all-gathers (ZeRO++) are not replaced."""
     convert, original_wait = partition_parameters.Init._convert_to_deepspeed_param, AllGatherCoalescedHandle.wait
 
     def convert_to_deepspeed_param(self: Any, param: Any) -> None:

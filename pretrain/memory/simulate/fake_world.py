@@ -1,6 +1,6 @@
-"""What `simulate` runs in a process of its own: one rank of a world that is not there, on tensors that have no data.
+"""Simulation of one rank in this process: a fake process group, and fake tensors without data.
 
-It replaces functions of torch and DeepSpeed 0.19.8 for the whole process.
+It replaces functions of torch and DeepSpeed 0.19.8 for the whole process. simulate_ranks.py describes which and why.
 """
 
 import os
@@ -25,7 +25,7 @@ from pretrain.config.validate import Plan, plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
-from pretrain.memory.measure.observe_steps import observe
+from pretrain.memory.measure.observe_steps import observe_steps
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
@@ -34,7 +34,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FakeStorageTracker(StorageTracker):
-    """Answers besides for a fake tensor whose value the host asks for: 1 for a float, 0 for anything else."""
+    """A StorageTracker that also gives fake tensors a value when the host reads it: 1 for a float, 0 for others."""
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) \
@@ -43,32 +43,32 @@ class FakeStorageTracker(StorageTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class FakeIO:
-    """DeepSpeed's `aio_handle` without a disk: keeps the sizes of the files that would be written."""
+class FakeAioHandle:
+    """Replaces DeepSpeed's `aio_handle`: records the sizes of the files that would be written."""
 
-    files: ClassVar[dict[str, int]] = {}  # bytes by path
-    locked: ClassVar[set[int]] = set()  # page-locked storages
+    file_sizes: ClassVar[dict[str, int]] = {}  # bytes by path
+    page_locked: ClassVar[set[int]] = set()  # storages
 
     def __init__(self, **_: Any) -> None:
         self.pending = 0
 
     def new_cpu_locked_tensor(self, numel: int, example: torch.Tensor) -> torch.Tensor:
         tensor = torch.empty(int(numel), dtype=example.dtype)
-        FakeIO.locked.add(tensor.untyped_storage()._cdata)
+        FakeAioHandle.page_locked.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in FakeIO.locked
+        return tensor.untyped_storage()._cdata in FakeAioHandle.page_locked
 
     def async_pread(self, tensor: torch.Tensor, path: str, offset: int) -> int:
         self.pending += 1
         return 0
 
     def async_pwrite(self, tensor: torch.Tensor, path: str, offset: int) -> int:
-        FakeIO.files[path] = tensor.numel() * tensor.element_size()
+        FakeAioHandle.file_sizes[path] = tensor.numel() * tensor.element_size()
         self.pending += 1
         return 0
 
@@ -78,16 +78,16 @@ class FakeIO:
 
 
 class FakeOperators:
-    """A compiled module of DeepSpeed: `aio_handle`, and functions that do nothing."""
+    """Replaces a compiled module of DeepSpeed: `aio_handle`, and functions that do nothing."""
 
-    aio_handle = FakeIO
+    aio_handle = FakeAioHandle
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
 
 
-def enter_world(rank: int, world_size: int) -> None:
-    """Be rank `rank` of a process group whose collectives do nothing."""
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Initialize a process group whose collectives do nothing, and make this process its rank `rank`."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1",
                       CROSS_RANK=str(rank), CROSS_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     comm_torch.build_shm_op = lambda: None
@@ -95,9 +95,10 @@ def enter_world(rank: int, world_size: int) -> None:
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def apply_to_fake(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
-    """`torch.nn.Module._apply` for parameters without gradients; torch's own swaps fake tensors, which those that
-    something refers to weakly refuse.
+def apply_to_fake_tensors(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    """Replaces `torch.nn.Module._apply`, for parameters without gradients.
+
+    torch's own swaps the fake tensors, which fails for a tensor that has weak references.
     """
     with torch.no_grad():
         for module in self.modules():
@@ -110,13 +111,13 @@ def apply_to_fake(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tens
 
 
 def gather_own_value(values: list[Any], value: Any, group: Any = None) -> None:
-    """`torch.distributed.all_gather_object` of a world in which every rank has the same value."""
+    """Replaces `torch.distributed.all_gather_object`: every rank has the same value."""
     values[:] = [value] * len(values)
 
 
-def replace_what_needs_data() -> None:
-    """See the module's docstring, and that of `simulate`."""
-    setattr(torch.nn.Module, "_apply", apply_to_fake)  # noqa: B010 (mypy refuses an assignment)
+def replace_functions_that_need_data() -> None:
+    """Replace compiled operators, collectives of Python objects, and checks that all ranks have the same values."""
+    setattr(torch.nn.Module, "_apply", apply_to_fake_tensors)  # noqa: B010 (mypy rejects an assignment)
     def load(self: Any, verbose: bool = True) -> FakeOperators:
         return FakeOperators()
 
@@ -135,7 +136,10 @@ def replace_what_needs_data() -> None:
 
 
 def fewer_micro_batches(plan: Plan) -> Plan:
-    """As many as change anything: one to accumulate on, and one in flight for each pipeline stage."""
+    """Return a plan with only as many micro-batches as matter for the memory of a step.
+
+    That is one more than the pipeline stages, and at least two, so that gradients are accumulated.
+    """
     steps = min(plan.layout.gradient_accumulation_steps, max(2, plan.layout.pipeline_stages + 1))
     batch = steps * plan.layout.micro_batch_size * plan.layout.data_parallel_size
     sizes = {"gradient_accumulation_steps": steps, "train_batch_size": batch}
@@ -143,25 +147,24 @@ def fewer_micro_batches(plan: Plan) -> Plan:
                    ds_config={**plan.ds_config, **sizes})
 
 
-def receive_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
-    """What `_recv_tensor_meta` of a stage would learn from the one before it."""
+def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
+    """Replace `_recv_tensor_meta`: the shape of a pipeline stage's input is known and is not received."""
     shape = [plan.layout.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
     dtype = _DTYPES[plan.layout.precision]
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 
-def observe_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
-    """{"held", "peak_bytes", "notes"} of one rank. Raises ConfigError."""
+def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
+    """Return {"held", "peak_bytes", "notes"} of one rank. Raises ConfigError."""
     plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
-    replace_what_needs_data()
+    replace_functions_that_need_data()
     replace_loops_over_ranks()
     with deepspeed_output("error"):
-        enter_world(rank, world_size)
+        init_fake_process_group(rank, world_size)
         with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):
-                receive_hidden_states(engine, plan)
-            seen = observe(engine, plan, steps=steps, tracker=tracker)
-    files = Footprint.of(((role_of_file(Path(path)), "nvme"), size) for path, size in FakeIO.files.items())
-    return {"held": (seen.held + files).to_json(), "peak_bytes": seen.peak_bytes,
-            "unaccounted_bytes": seen.unaccounted_bytes, "buffers": seen.buffers, "notes": list(plan.notes)}
+                assume_hidden_states(engine, plan)
+            memory = observe_steps(engine, plan, steps=steps, tracker=tracker)
+    files = Footprint.of(((role_of_file(Path(path)), "nvme"), size) for path, size in FakeAioHandle.file_sizes.items())
+    return {"held": (memory.held + files).to_json(), "peak_bytes": memory.peak_bytes, "notes": list(plan.notes)}

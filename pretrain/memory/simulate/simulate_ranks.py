@@ -1,16 +1,17 @@
-"""Rank r of N ranks in one process: the real engine of the real model, with tensors that have sizes and no memory.
+"""Simulate single ranks of large runs: the real engine and model, on tensors that have sizes but no memory.
 
-DeepSpeed runs as it is, with torch's fake process group (collectives that do nothing) and under torch's FakeTensorMode;
-forward and backward pass, reduction and optimizer step all happen, so that every buffer is allocated as in a real run,
-and `inventory` and `tracker` count them as they do there. What is replaced, as it would look at data that is not there:
+DeepSpeed runs as it is, with torch's fake process group (collectives that do nothing) and torch's FakeTensorMode.
+Forward pass, backward pass, reduction and optimizer step all happen, so every buffer is allocated as in a real run, and
+`tensor_inventory` and `storage_tracker` count the tensors in the same way. Only code that needs data is replaced:
 
-- a scalar that the host reads: 1 for a float (a loss, a norm), 0 for anything else (no overflow);
-- DeepSpeed's compiled operators (Adam and the like on the CPU, asynchronous I/O): they do nothing; files on NVMe are
-  noted with their sizes instead of being written;
-- what a pipeline stage learns from its neighbours: that one hidden state [B, T, D] in the model's precision comes.
+- A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
+- DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
+  sizes are recorded.
+- A pipeline stage does not receive the shape of its input from the stage before it. It always gets one hidden state
+  [B, T, D] in the model's precision.
 
-Not simulated: other accelerators than the CPU. Places are those of a GPU run, sizes those of CPU kernels; they differ
-in activations only (attention keeps other tensors on CUDA).
+Only the CPU as accelerator is simulated. Locations are those of a GPU run; sizes are those of CPU kernels. They differ
+from a GPU run only in activations: on CUDA attention keeps other tensors.
 """
 
 import functools
@@ -33,127 +34,133 @@ from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 
 _STEPS = 2
-_BEGINS = "begins: "  # of a line that the process prints before each job
+_PROGRESS_PREFIX = "simulating request "  # of a line that the process prints before each request
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """One simulated rank."""
+class SimulationRequest:
+    """The rank to simulate, and the run that it belongs to."""
+
+    args: RunArguments
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """Memory of one simulated rank."""
 
     held: Footprint  # between backward pass and optimizer step; swap files included
     peak_bytes: int  # of all tensors together, in a step after the first
     notes: tuple[str, ...]
 
 
-def simulate(args: RunArguments, rank: int, world_size: int) -> Simulation:
-    """One rank of a world, in a process of its own.
+def simulate_ranks(requests: Sequence[SimulationRequest],
+                   on_start: Callable[[int], None] = lambda index: None) -> list[SimulatedRank | ConfigError]:
+    """Return the result of each request, or why it has none.
 
-    Raises:
-        ConfigError: as the run itself would be refused, or why this layout cannot be simulated.
-    """
-    (result,) = simulate_many([(args, rank, world_size)])
-    if isinstance(result, ConfigError):
-        raise result
-    return result
-
-
-def simulate_many(jobs: Sequence[tuple[RunArguments, int, int]],
-                  begins: Callable[[int], None] = lambda index: None) -> list[Simulation | ConfigError]:
-    """(flags, rank, world size) each, and the result or the error of each; one process imports everything, and forks
-    one for each job. Raises ConfigError where there are no results at all.
+    A run that train.py would reject has its ConfigError, and so has a layout that cannot be simulated. One process
+    imports torch and DeepSpeed, and forks a process for each request. Raises ConfigError if that process crashes.
 
     Args:
-        begins: called before each job, with its index.
+        on_start: called before each request, with its index.
     """
-    results: list[Simulation | ConfigError | None] = [_refusal(*job) for job in jobs]
-    rest = [index for index, result in enumerate(results) if result is None]
-    if rest:
-        answers = _run([jobs[index] for index in rest], lambda index: begins(rest[index]))
-        for index, answer in zip(rest, answers, strict=True):
-            results[index] = answer
-    return [result for result in results if result is not None]
+    results: dict[int, SimulatedRank | ConfigError] = {}
+    accepted = []
+    for index, request in enumerate(requests):
+        error = _rejection(request)
+        if error is None:
+            accepted.append(index)
+        else:
+            results[index] = error
+    if accepted:
+        answers = _run([requests[index] for index in accepted], lambda number: on_start(accepted[number]))
+        results.update(zip(accepted, answers, strict=True))
+    return [results[index] for index in range(len(requests))]
 
 
-def _refusal(args: RunArguments, rank: int, world_size: int) -> ConfigError | None:
-    """What can be said at once, without DeepSpeed."""
-    if not 0 <= rank < world_size:
-        return ConfigError("simulate", found=f"rank {rank} of {world_size}", expected=f"0 to {world_size - 1}")
+def _rejection(request: SimulationRequest) -> ConfigError | None:
+    """Return why a request is rejected before DeepSpeed is imported; None if it is not."""
+    if not 0 <= request.rank < request.world_size:
+        return ConfigError("simulate", found=f"rank {request.rank} of {request.world_size}",
+                           expected=f"0 to {request.world_size - 1}")
     try:
-        resolve_run(args, world_size=world_size, device=cpu_device())
+        resolve_run(request.args, world_size=request.world_size, device=cpu_device())
     except ConfigError as error:
         return error
     return None
 
 
-def _run(jobs: Sequence[tuple[RunArguments, int, int]],
-         begins: Callable[[int], None]) -> list[Simulation | ConfigError]:
-    """All jobs in a process of their own."""
+def _run(requests: Sequence[SimulationRequest],
+         on_start: Callable[[int], None]) -> list[SimulatedRank | ConfigError]:
+    """Run `main` of this module with all requests in a new process. Return its answers."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "jobs.json")
-        path.write_text(json.dumps([{"args": asdict(args), "rank": rank, "world_size": size}
-                                    for args, rank, size in jobs]))
+        path = Path(folder, "requests.json")
+        path.write_text(json.dumps([asdict(request) for request in requests]))
         environ = {**package_environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        errors = Path(folder, "stderr.txt")
-        with errors.open("w") as stderr, subprocess.Popen(
+        log = Path(folder, "stderr.txt")
+        with log.open("w") as stderr, subprocess.Popen(
                 [sys.executable, "-m", "pretrain.memory.simulate.simulate_ranks", str(path)], env=environ, text=True,
                 stdout=subprocess.PIPE, stderr=stderr) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                if line.startswith(_BEGINS):
-                    begins(int(line.removeprefix(_BEGINS)))
+                if line.startswith(_PROGRESS_PREFIX):
+                    on_start(int(line.removeprefix(_PROGRESS_PREFIX)))
         answers = Path(folder, "answers.json")
         if not answers.is_file():
-            raise ConfigError("simulate", expected="its answers",
-                              found=f"a process that ended with {process.returncode}: {_last(errors.read_text())}")
-        return [_simulation(answer) for answer in json.loads(answers.read_text())]
+            raise ConfigError("simulate", problem=f"the simulating process exited with code {process.returncode} and "
+                              f"without a result; its last line: {_last_line(log.read_text())}")
+        return [_read_answer(answer) for answer in json.loads(answers.read_text())]
 
 
-def _last(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "(no output)")
 
 
-def _simulation(answer: dict[str, Any]) -> Simulation | ConfigError:
-    if "refused" in answer:
-        return ConfigError.from_line(answer["refused"])
-    return Simulation(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
+def _read_answer(answer: dict[str, Any]) -> SimulatedRank | ConfigError:
+    if "error" in answer:
+        return ConfigError.from_line(answer["error"])
+    return SimulatedRank(Footprint.of_json(answer["held"]), answer["peak_bytes"], tuple(answer["notes"]))
 
 
 def main(path: Path) -> None:
-    """The process of `simulate_many`."""
+    """Simulate every request of a file, each in a fork of this process. Write answers.json next to it."""
     from pretrain.engine.prepare import prepare_deepspeed
 
     prepare_deepspeed(cpu_device())
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (it and the next take seconds in each fork)
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (this and the next import take seconds in each fork)
     import torch._inductor.compile_fx  # noqa: F401
 
     from pretrain.memory.simulate import fake_world
 
-    gc.freeze()  # DeepSpeed collects garbage often; what is imported is none
+    gc.freeze()  # DeepSpeed calls gc.collect often: let it skip the imported modules
     answers = []
-    for index, job in enumerate(json.loads(path.read_text())):
-        print(f"{_BEGINS}{index}", flush=True)
-        args = RunArguments(**job["args"])
-        answers.append(_in_fork(functools.partial(_answer, fake_world, args, job["rank"], job["world_size"])))
+    for index, values in enumerate(json.loads(path.read_text())):
+        print(f"{_PROGRESS_PREFIX}{index}", flush=True)
+        request = SimulationRequest(**{**values, "args": RunArguments(**values["args"])})
+        answers.append(_in_fork(functools.partial(_answer, fake_world, request)))
     path.with_name("answers.json").write_text(json.dumps(answers))
 
 
-def _answer(fake_world: Any, args: RunArguments, rank: int, world_size: int) -> dict[str, Any]:
+def _answer(fake_world: Any, request: SimulationRequest) -> dict[str, Any]:
+    """Simulate one request. Return its result or its error as JSON."""
     try:
-        return dict(fake_world.observe_rank(args, rank, world_size, steps=_STEPS))
+        return dict(fake_world.simulate_rank(request.args, request.rank, request.world_size, steps=_STEPS))
     except ConfigError as error:
-        return {"refused": str(error)}
-    except Exception as error:  # of DeepSpeed or torch: whatever it is, this layout cannot be simulated
+        return {"error": str(error)}
+    except Exception as error:  # from DeepSpeed or torch
         import traceback
 
         traceback.print_exc()
-        where = f"simulate {Path(args.deepspeed_config).name}"
-        line = ConfigError(where, found=f"{type(error).__name__}: {error}"[:300], expected="a layout that DeepSpeed "
-                           "runs on tensors without data", remedy="measure it, or take the estimate")
-        return {"refused": str(line)}
+        reason = f"{type(error).__name__}: {error}"[:300]
+        line = ConfigError(f"simulate {Path(request.args.deepspeed_config).name}", problem="DeepSpeed cannot run this "
+                           f"layout on tensors without data ({reason})",
+                           remedy="Use the mode measure, or the estimate")
+        return {"error": str(line)}
 
 
-def _in_fork(action: Any) -> dict[str, Any]:
-    """What `action` returns in a fork of this process: it may change whatever it likes there."""
+def _in_fork(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `action` returns in a fork of this process, where it may replace functions of torch and DeepSpeed."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -167,8 +174,9 @@ def _in_fork(action: Any) -> dict[str, Any]:
     with os.fdopen(read_end) as answer:
         text = answer.read()
     _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else {"refused": f"simulate: found a process that ended with status {status}; "
-                                                     "expected an answer."}
+    if text:
+        return dict(json.loads(text))
+    return {"error": f"simulate: the simulating process ended without a result (wait status {status})."}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A rank whose work is done does not end with SIGABRT, whenever gloo's threads free the tensors of its last collective.
+"""A rank that has finished does not exit with SIGABRT, however late gloo's threads free tensors of its last collective.
 
-The window is a few milliseconds on a busy machine; late_threads.c holds it open.
+On a busy machine the race window is a few milliseconds. late_threads.c extends it.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.support.launch import ROOT, WORKERS
 PROGRAM = """
 import atexit, ctypes, sys
 library = ctypes.PyDLL(sys.argv[1])
-atexit.register(library.release_late_threads)  # the first of all to be registered: the last one that runs
+atexit.register(library.release_late_threads)  # registered first, so it runs last
 import torch.distributed as dist
 from pretrain.distributed.process import end_process
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -41,14 +41,14 @@ def run(late_threads: Path, how: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, timeout=300, check=False)
 
 
-def test_a_rank_ends_well_while_gloo_still_frees_tensors(late_threads: Path) -> None:
+def test_end_process_exits_cleanly_while_gloo_still_frees_tensors(late_threads: Path) -> None:
     done = run(late_threads, "end_process")
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_an_ordinary_exit_aborts(late_threads: Path) -> None:
-    """torch 2.13 with Python 3.11; `end_process` can go on the day that this fails."""
-    for _ in range(3):  # the threads may come too late for the window, where the machine is busy
+def test_sys_exit_aborts(late_threads: Path) -> None:
+    """torch 2.13 with Python 3.11. When this test fails, `end_process` is no longer needed."""
+    for _ in range(3):  # on a busy machine the threads may be too late even for the extended window
         done = run(late_threads, "sys.exit")
         assert done.stdout == "done\n", done.stderr
         if done.returncode == -signal.SIGABRT:

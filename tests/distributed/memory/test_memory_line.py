@@ -1,6 +1,6 @@
-"""The memory line of a run on CPUs: what stands next to the prediction is of the same kind, and close to it.
+"""The memory line of a run on CPUs: the measurement is close to the prediction that is printed next to it.
 
-Real engines; with jemalloc, as train.py runs where that is installed, and without it.
+The engines are real ones, with jemalloc, as train.py runs where jemalloc is installed, and without it.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ SIZE = r"([\d.]+) ([KMG]iB)"
 PEAK = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE} of tensors; "
                   rf"the process has {SIZE} resident, .*")
 STEADY = re.compile(rf"memory: predicted {SIZE} at the peak \(parameters .*\); measured {SIZE} of tensors between "
-                    rf"backward pass and optimizer step \(predicted {SIZE} there\); the process has .*")
-Case = tuple[int, str]
+                    rf"backward pass and optimizer step \(predicted {SIZE} at that point\); the process has .*")
+Case = tuple[int, str]  # (ranks, name)
 
 
 def write_cases(folder: Path, ranks: int) -> None:
@@ -52,7 +52,7 @@ def results(folder: Path, ranks: int) -> dict[Case, str]:
 
 @pytest.fixture(scope="module")
 def with_jemalloc(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, str]:
-    """Ranks that are started with jemalloc, as train.py starts itself."""
+    """Lines of ranks that run with jemalloc, as train.py restarts itself."""
     found: dict[Case, str] = {}
     for ranks in NAMES:
         folder, port = tmp_path_factory.mktemp("line"), free_port()
@@ -78,7 +78,7 @@ def without_jemalloc(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, str
 
 
 def sizes(pattern: re.Pattern[str], line: str) -> list[float]:
-    """All sizes that the pattern finds, in bytes."""
+    """Sizes in the line, in bytes."""
     match = pattern.fullmatch(line)
     assert match, line
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -88,14 +88,14 @@ def sizes(pattern: re.Pattern[str], line: str) -> list[float]:
 
 @pytest.mark.skipif(NO_JEMALLOC, reason="no jemalloc on this machine")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[0]}")
-def test_the_peak_is_printed_next_to_its_prediction(case: Case, with_jemalloc: dict[Case, str]) -> None:
+def test_the_measured_peak_is_close_to_the_prediction(case: Case, with_jemalloc: dict[Case, str]) -> None:
     predicted, measured, resident = sizes(PEAK, with_jemalloc[case])
     assert predicted == pytest.approx(measured, rel=0.15)
     assert measured < resident
 
 
 @pytest.mark.parametrize("case", WITHOUT_JEMALLOC, ids=lambda case: f"{case[1]}-{case[0]}")
-def test_without_jemalloc_the_states_are_printed_next_to_theirs(case: Case, without_jemalloc: dict[Case, str]) -> None:
+def test_without_jemalloc_the_measured_states_are_close_to_it(case: Case, without_jemalloc: dict[Case, str]) -> None:
     peak, measured, predicted = sizes(STEADY, without_jemalloc[case])
     assert predicted == pytest.approx(measured, rel=0.15)
     assert predicted < peak

@@ -1,4 +1,4 @@
-"""A rank of test_memory_run_ranks.py that fails as the first argument, job.json, says: {"do": {rank: how}}."""
+"""A rank of test_run_ranks.py that fails in a chosen way: `failing_rank REQUEST.json` with {"do": [how, per rank]}."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 
-def main(job: Path, rank: int) -> None:
-    how = json.loads(job.read_text())["do"][rank]
+def main(request: Path, rank: int) -> None:
+    how = json.loads(request.read_text())["do"][rank]
     print(f"rank {rank}: begins", flush=True)
     if how == "abort":
         print("terminate called without an active exception", flush=True)
@@ -17,11 +17,11 @@ def main(job: Path, rank: int) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "allocate":
-        job.with_suffix(f".error.{rank}").write_text("RuntimeError: DefaultCPUAllocator: can't allocate memory")
+        request.with_suffix(f".error.{rank}").write_text("RuntimeError: DefaultCPUAllocator: can't allocate memory")
         sys.exit(1)
-    if how == "lose":  # as a rank whose peer has gone
+    if how == "lose":  # like a rank whose peer has exited
         time.sleep(0.5)
-        job.with_suffix(f".error.{rank}").write_text("RuntimeError: Connection closed by peer")
+        request.with_suffix(f".error.{rank}").write_text("RuntimeError: Connection closed by peer")
         sys.exit(1)
     if how == "wait":
         time.sleep(600)

@@ -1,4 +1,4 @@
-"""One rank of test_memory_line.py: two real steps of each run in a JSON file, and the line that a run prints then.
+"""One rank of test_memory_line.py: it trains each run of a JSON file, and returns the memory line that the run prints.
 
 `memory_line_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
 """
@@ -20,8 +20,8 @@ from pretrain.memory.report.memory_watch import REPORTED_STEP, MemoryWatch
 from tests.support.cases_loop import each_case
 
 
-def printed(case: dict[str, Any]) -> str:
-    """The one line, as the step loop prints it."""
+def memory_line(case: dict[str, Any]) -> str:
+    """Train until the step after the reported one. Return the only line that was reported."""
     plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     watch, lines = MemoryWatch.start(plan, running_environment()), list[str]()
     with deepspeed_output("error"):
@@ -41,5 +41,5 @@ def printed(case: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     prepare_deepspeed(detect_device())
-    each_case(printed)
+    each_case(memory_line)
     end_process(0)

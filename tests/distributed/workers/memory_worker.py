@@ -1,4 +1,4 @@
-"""One rank of test_memory_measure.py: a few real steps of each of the runs in a JSON file, one after another.
+"""One rank of test_measure.py: it measures a few real steps of each run in a JSON file.
 
 `memory_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
 """
@@ -11,15 +11,15 @@ from pretrain.config.arguments import RunArguments
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files
-from pretrain.memory.measure.measure_rank import measure_here
+from pretrain.memory.measure.measure_rank import measure_engine
 from tests.support.cases_loop import each_case
 
 
 def measured(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Measure one case. Returns the result of every rank."""
     plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     with deepspeed_output("error"):
-        result = measure_here(plan, tracked_steps=2, timed_steps=1)
+        result = measure_engine(plan, tracked_steps=2, timed_steps=1)
     dist.barrier()
     if dist.get_rank() == 0:
         remove_swap_files(plan)
