@@ -128,8 +128,8 @@ def _inner_saved(shape: ModelShape, inner: int, batch: MicroBatch) -> int:
 def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that an MLP of experts saves.
 
-    The router saves its input and two fp32 tensors [N, num_experts]. Then come the tokens sent to the experts, the
-    experts' inner tensors, the tokens sent back, and the inner tensors of the shared expert.
+    The router saves its input and two fp32 tensors [N, num_experts]. The layer also saves the tokens sent to the
+    experts, the experts' inner tensors, the tokens sent back, and the inner tensors of the shared expert.
     """
     sent = replace(batch, tokens=batch.tokens * shape.experts_per_token)
     router = linear_saved(shape.hidden_size, batch) + 2 * batch.tokens * shape.num_experts * FP32
@@ -179,9 +179,8 @@ def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int
 def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved.
 
-    The gradient of the residual stream exists throughout. Added to it is the larger of two phases: the MLP's
-    (recomputed tensors and gradients of inner tensors) and the attention's, by which time the MLP's saved tensors are
-    freed.
+    The gradient of the residual stream exists throughout. The larger of two phases adds to it: the MLP's (recomputed
+    tensors and gradients of inner tensors), or the attention's, before which the MLP's saved tensors are freed.
     """
     residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
     width = shape.intermediate_size
@@ -190,7 +189,7 @@ def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     mlp = (3 if shape.gated_mlp else 2) * inner
     freed = mlp_saved(shape, batch) + norm_saved(shape, batch)
-    if _uses_cpu_attention(shape, batch):  # which does not save its output; `out` alone does, and frees it
+    if _uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(_query_width(shape, batch), batch)
     return residual + max(mlp, _attention_backward(shape, batch) - freed)
 
@@ -212,11 +211,11 @@ def _attention_backward(shape: ModelShape, batch: MicroBatch) -> int:
 def _cpu_attention_work(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
 
-    It processes as many samples at once as keep CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It holds k and
-    v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several tensors of
-    scores [H, rows, T]: scores, probabilities and their gradients. The previous block's scores still exist while the
-    next block's are computed (`previous`: its length as a fraction of T), or the product that is added to the
-    gradient of k does.
+    The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It
+    holds k and v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several
+    tensors [H, rows, T]: scores, probabilities and their gradients. At its peak either the previous block's scores
+    still exist (`previous`: that block's length as a fraction of T), or the product that is added to the gradient of k
+    exists.
     """
     heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))

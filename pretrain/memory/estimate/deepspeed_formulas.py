@@ -71,22 +71,22 @@ def largest_layer_parameters(shape: ModelShape) -> int:
 
 def _differences(layout: Layout, offloaded: bool) -> list[str]:
     """List what DeepSpeed's formula for this layout ignores or counts differently."""
-    differences = ["no activations, no buckets"]
+    differences = ["activations and buckets are not counted"]
     if layout.zero_stage == 2 and offloaded:
-        differences.append("no gradients on the device; the host of each node has the whole model's states, or an "
-                           "fp32 copy of it for each rank of all nodes")
+        differences.append("gradients on the device are not counted; each node's host holds all model states, or 4 "
+                           "bytes a parameter for every rank of all nodes")
     elif layout.zero_stage == 2:
-        differences.append("18 bytes a parameter divided: fp16 gradients and a lasting fp32 copy of them")
+        differences.append("18 bytes a parameter are divided: 16-bit gradients and a permanent fp32 copy of them")
     elif not offloaded:
-        differences.append("18 bytes a parameter divided, and one whole layer in fp32")
+        differences.append("18 bytes a parameter are divided; every device holds the largest layer in fp32")
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
-        differences.append("NVMe counted as host memory")
+        differences.append("NVMe is counted as host memory")
     if offloaded:
-        differences.append("1.5 times the host's memory, as a reserve")
+        differences.append("host memory has a reserve of 50%")
     if layout.precision == "fp32":
-        differences.append("mixed precision assumed")
+        differences.append("mixed precision is assumed")
     if layout.optimizer_moments != 2:
-        differences.append("Adam assumed")
+        differences.append("Adam is assumed")
     if layout.tensor_parallel_size * layout.sequence_parallel_size * layout.expert_parallel_size > 1:
-        differences.append("all ranks taken as data-parallel ones")
+        differences.append("all ranks are taken as data-parallel ranks")
     return differences

@@ -43,7 +43,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
 def _tied_elements(rank: Rank) -> int:
     """Elements of the matrix that head and embedding of one pipeline stage share.
 
-    The head's gradient of it stays allocated until the embedding's is added.
+    The head's gradient of this matrix stays allocated until the embedding's gradient is added to it.
     """
     tied = [layer for layer in rank.layers() if layer.tied]
     return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0
@@ -102,9 +102,9 @@ def _retained_gradients(rank: Rank, done: int) -> int:
 def gradients_in_reduction(rank: Rank) -> Footprint:
     """Copies that ZeRO stage 1 makes after the last micro-batch, on top of the gradients and buckets.
 
-    It copies the gradients of this rank's part out of the bucket (`grads_in_partition`). With an offloaded optimizer it
-    does so only if gradients accumulate in another dtype (`_use_compact_grad_partition_buffer`), and converts a
-    gradient to fp64 for its norm.
+    The gradients of this rank's part are copied out of the bucket (`grads_in_partition`). With an offloaded optimizer
+    they are copied only if gradients accumulate in another dtype (`_use_compact_grad_partition_buffer`), and each
+    gradient is converted to fp64 for its norm.
     """
     layout, groups = rank.layout, rank.groups()
     if layout.offload_optimizer == "none":
@@ -169,7 +169,7 @@ def _has_tied_copy(rank: Rank) -> bool:
 def _masked_norm(rank: Rank, elements: int) -> int:
     """Bytes of the gradient norm when some gradients are excluded from it (runtime/utils.py, get_flattened_grad_norm).
 
-    It converts all gradients to fp32, and needs fp32 zeros, a running sum and a one-byte mask of `elements`.
+    All gradients are converted to fp32. `elements` fp32 zeros, an fp32 running sum and a one-byte mask are allocated.
     """
     total = sum(group.size for group in rank.groups())
     return total * (FP32 - rank.layout.element_bytes) + elements * (2 * FP32 + 1)

@@ -67,7 +67,7 @@ def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
     """The forward pass of head and loss, on the last pipeline stage."""
     shape, batch = rank.shape, rank.micro_batch
     activations = rank.in_flight * sum(group.saved for group in groups) - loss_saved(shape, batch)
-    if not rank.layout.uses_pipeline_module:  # with a PipelineModule a slot holds them: see _pipeline_slots
+    if not rank.layout.uses_pipeline_module:  # a PipelineModule's hidden states are counted in _pipeline_slots
         activations += hidden_states_bytes(shape, batch)
     if not rank.accumulates:  # the graph of the previous step, which `engine.loss` references
         activations += _remaining_graph(rank)
@@ -112,8 +112,8 @@ def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch
                  interval: int) -> tuple[LayerGroup, ...]:
     """Divide layers into groups of `interval`, or into single layers if `interval` is 0 (no recomputation).
 
-    A group with a block is recomputed and saves only its input (model/specs.py, _worth_recomputing). The head, which
-    computes the loss outside of all groups, is a group of its own.
+    A group that contains a block is recomputed and saves only its input (model/specs.py, _worth_recomputing). The head
+    computes the loss outside of the recomputed groups and is a group of its own.
     """
     saved = {layer: layer_saved(shape, layer, batch) for layer in set(layers)}
     body = sum(layer.kind != "head" for layer in layers)

@@ -32,8 +32,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: tuple[int, ...], num_parts: int) -> list[int]:
     """Return the num_parts + 1 bounds that minimise (heaviest part - lightest part).
 
-    Among equal solutions it returns the last one, as DeepSpeed's partition_balanced does. Dynamic programming over the
-    number of parts: each round holds, for every prefix of the items, the best way to cut it into that many parts.
+    Of equal solutions the last one is returned, as DeepSpeed's partition_balanced does. The algorithm is dynamic
+    programming over the number of parts: each round finds, for every prefix of the items, the best way to cut the
+    prefix into that many parts.
     """
     items = len(weights)
     if items <= num_parts:
@@ -75,8 +76,8 @@ def _best_cut(sums: list[int], heaviest: list[float], lightest: list[float], par
 def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
     """Return a sixth of a layer's training FLOPs per token (model/flops.py counts the same way).
 
-    The work is the number of weights that a token is multiplied with, of experts only those that the token passes,
-    plus 2 * num_heads * head_size * seq_length for the attention scores and their product with the values.
+    This is the number of weights that a token is multiplied with, plus 2 * num_heads * head_size * seq_length for the
+    attention scores and their product with the values. Of the experts only those that the token passes count.
     """
     if layer.kind not in ("block", "head"):
         return 0

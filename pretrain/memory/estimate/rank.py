@@ -78,7 +78,7 @@ def _groups(layers: tuple[Layer, ...], tensor_parallel_size: int, expert_paralle
     found: dict[tuple[bool, bool], list[tuple[int, bool]]] = {}
     for tensor in tensors_of(layers):
         size = divided_size(tensor, tensor_parallel_size, expert_parallel_size)
-        uses_adam = "embed" in tensor.name or "lm_head" in tensor.name  # DeepSpeed's Muon goes by these names
+        uses_adam = "embed" in tensor.name or "lm_head" in tensor.name  # DeepSpeed's Muon selects by name
         found.setdefault((not tensor.is_matrix, tensor.expert), []).append((size, uses_adam))
     return tuple(
         ParameterGroup(sizes=tuple(size for size, _ in rows),

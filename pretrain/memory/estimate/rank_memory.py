@@ -1,4 +1,4 @@
-"""Memory of one rank in closed form: nothing is built, torch is not imported, a few milliseconds a layout."""
+"""Memory of one rank in closed form, in a few milliseconds per layout: no model is built, torch is not imported."""
 
 from dataclasses import dataclass
 from functools import lru_cache

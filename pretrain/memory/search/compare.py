@@ -24,7 +24,7 @@ from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_tr
 from pretrain.model.config import ModelConfig
 
 _RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # not checked: the JSON is for another machine
-_NEARLY_FASTEST = 1.02  # of the fastest step time; the largest such micro-batch is preferred: see best_micro_batch
+_NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def estimate_candidate(candidate: Candidate, workload: Workload) -> ComparisonRo
 
 def compare(candidates: Sequence[Candidate], workload: Workload, *,
             all_micro_batches: bool = False) -> list[ComparisonRow]:
-    """Estimate all candidates; of those that differ only in the micro-batch size, return the best one."""
+    """Estimate all candidates. Of candidates that differ only in the micro-batch size, return only the best."""
     if all_micro_batches:
         return [estimate_candidate(candidate, workload) for candidate in candidates]
     return [best_micro_batch(_until_too_large(group, workload)) for group in group_micro_batches(candidates)]

@@ -18,7 +18,7 @@ def impossible_reason(choice: Combination, cluster: Cluster, shape: ModelShape |
 
 
 def _deepspeed_constraints(choice: Combination) -> tuple[tuple[bool, str], ...]:
-    """List (is the constraint broken?, reason) of what DeepSpeed 0.19.8 supports."""
+    """List the constraints of DeepSpeed 0.19.8 as (is it broken?, reason)."""
     optimizer, param = OFFLOADS[choice.offload]
     accumulates_in_other_dtype = choice.grad_accum_dtype not in ("", choice.precision)
     return (
@@ -36,7 +36,7 @@ def _deepspeed_constraints(choice: Combination) -> tuple[tuple[bool, str], ...]:
 
 
 def _cluster_constraints(choice: Combination, cluster: Cluster) -> tuple[tuple[bool, str], ...]:
-    """List (is the constraint broken?, reason) of the GPU and the number of ranks."""
+    """List the constraints of the GPU and of the number of ranks as (is it broken?, reason)."""
     ranks = choice.model_parallel_size
     zero_size = cluster.world_size // ranks * choice.sequence_parallel_size
     return (
@@ -48,7 +48,7 @@ def _cluster_constraints(choice: Combination, cluster: Cluster) -> tuple[tuple[b
 
 
 def _model_constraints(choice: Combination, shape: ModelShape) -> tuple[tuple[bool, str], ...]:
-    """List (is the constraint broken?, reason) of the model's sizes."""
+    """List the constraints of the model's sizes as (is it broken?, reason)."""
     head_ranks = choice.tensor_parallel_size * choice.sequence_parallel_size
     return (
         (choice.pipeline_stages > shape.num_layers, f"more pipeline stages than {shape.num_layers} layers"),

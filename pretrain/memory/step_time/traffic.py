@@ -17,7 +17,7 @@ PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-b
 
 @dataclass(frozen=True)
 class Transfer:
-    """One purpose of traffic, in a complete step. The field names are keys of `compare_zero.py --json`."""
+    """Bytes transferred for one purpose in a step. The field names are keys of `compare_zero.py --json`."""
 
     what: str
     link: str  # network, pcie, disk
