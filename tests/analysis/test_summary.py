@@ -1,0 +1,31 @@
+"""Summary of a run folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.analysis.summary import summarize
+from pretrain.errors import ConfigError
+
+
+def test_summary(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        summarize(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps([{
+        "flags": {"valid_data": str(tmp_path / "valid"), "train_data": "x"}, "train_steps": 9}]))
+    (tmp_path / "valid.meta.json").write_text(json.dumps({"entropy_nats": 5.0}))
+    rows = [{"step": 4, "loss": 4.5, "tokens_per_second": 10.0}, {"step": 4, "split": "valid", "eval_loss": 4.75}]
+    # the last line is incomplete, as a killed run leaves it
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 5, "lo')
+    summary = summarize(tmp_path)
+    assert (summary.step, summary.train_steps, summary.valid_loss, summary.unigram_entropy) == (4, 9, 4.75, 5.0)
+    assert summary.below_unigram_entropy
+
+
+@pytest.mark.parametrize(("valid_loss", "below"), [(4.75, True), (5.0, False), (5.25, False), (None, False)])
+def test_a_loss_is_below_the_unigram_entropy(tmp_path: Path, valid_loss: float | None, below: bool) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"flags": {"valid_data": str(tmp_path / "valid")}}]))
+    (tmp_path / "valid.meta.json").write_text(json.dumps({"entropy_nats": 5.0}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, "split": "valid", "eval_loss": valid_loss}))
+    assert summarize(tmp_path).below_unigram_entropy == below

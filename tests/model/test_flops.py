@@ -1,0 +1,13 @@
+"""FLOPs per token, calculated by hand."""
+
+from pretrain.model.config import load_model_config
+from pretrain.model.flops import flops_per_token
+
+
+def test_flops_count_the_head_once_tied_or_not() -> None:
+    gpt2, llama = load_model_config("gpt2"), load_model_config("llama3-8b")
+    # matrices with a product: all parameters without embeddings and without the last norm, plus the head
+    gpt2_matrices = 124_439_808 - 1024 * 768 - 2 * 768
+    llama_matrices = 8_030_261_248 - 128_256 * 4096 - 4096
+    assert flops_per_token(gpt2, 1024) == 6 * gpt2_matrices + 12 * 12 * 768 * 1024
+    assert flops_per_token(llama, 8192) == 6 * llama_matrices + 12 * 32 * 4096 * 8192
