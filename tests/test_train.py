@@ -186,7 +186,7 @@ def test_a_taken_port_is_named(corpus: str, tmp_path: Path) -> None:
         done = alone(_flags(corpus, tmp_path / "run", "--train_steps", "6",
                             config=ROOT / "ds_configs" / "zero1_bf16.json"), MASTER_PORT=port)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"MASTER_PORT: found {port}" in done.stderr.strip().splitlines()[-1]
+    assert f"MASTER_PORT: another program listens on port {port}" in done.stderr.strip().splitlines()[-1]
 
 
 def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run prints, as a real terminal shows it; no file, pipe or launcher's terminal gets control characters."""
+"""Output of a run in a real terminal; files, pipes and terminals of launchers get no control characters."""
 
 import fcntl
 import os
@@ -41,9 +41,9 @@ def environment() -> dict[str, str]:
 
 def in_terminal(command: list[str], see: Callable[[int, str], None] = lambda terminal, written: None, *,
                 columns: int = 80, cwd: Path = ROOT) -> tuple[int, str]:
-    """(exit code, everything written) of a command in the foreground of a terminal of its own, as a shell starts it.
+    """Run a command in the foreground of a new terminal; return exit code and output.
 
-    `see` gets the terminal and what was written so far, as often as there is more.
+    `see` is called with the terminal and the output so far whenever there is more output.
     """
     pid, terminal = pty.fork()
     if pid == 0:
@@ -66,12 +66,12 @@ def in_terminal(command: list[str], see: Callable[[int, str], None] = lambda ter
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # the last process that had it open is gone
+    except OSError:  # the last process with this terminal has ended
         return b""
 
 
 def shown(written: str) -> list[str]:
-    """The lines that a terminal is left with, for the control characters that are used here."""
+    """Return the lines that a terminal finally shows, for the control characters used here."""
     lines = []
     for line in written.split("\n"):
         cells = ""
@@ -84,7 +84,7 @@ def shown(written: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", ["", "setsid --wait"])
 def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
-    """Ranks of ds-pretrain and of launch/supervise.py are in a session of their own, as setsid makes one."""
+    """Ranks of ds-pretrain and launch/supervise.py run in a new session, as with setsid."""
     code, written = in_terminal([*launcher.split(), sys.executable, "-c", PROGRAM])
     assert code == 0, written
     assert shown(written) == SHOWN
@@ -94,8 +94,8 @@ def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "a launcher's terminal", "a dumb terminal", "in the background"])
-def test_no_control_characters_where_nobody_watches(kind: str) -> None:
-    """Open MPI gives each rank a terminal that is not the one its session belongs to; see test_mpi.py."""
+def test_no_control_characters_without_a_watched_terminal(kind: str) -> None:
+    """Open MPI gives each rank a terminal other than that of its session; see test_mpi.py."""
     if kind in ("a dumb terminal", "in the background"):
         command = ["env", "TERM=dumb", sys.executable, "-c", PROGRAM] if kind == "a dumb terminal" else \
             ["bash", "-c", 'exec 2>/dev/null; set -m; "$0" -c "$1" & wait', sys.executable, PROGRAM]
@@ -115,8 +115,8 @@ def test_no_control_characters_where_nobody_watches(kind: str) -> None:
     assert written.replace("\r\n", "\n").splitlines() == [*SHOWN[:2], f"{SHOWN[2]} {SHOWN[3].strip()}"]
 
 
-def test_a_reader_that_leaves_does_not_end_the_run() -> None:
-    """`... | tee log`, and Ctrl-C, which ends tee."""
+def test_a_closed_pipe_does_not_end_the_run() -> None:
+    """Ctrl-C in `... | tee log` ends tee."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=theirs, stderr=subprocess.PIPE, env=environment(),

@@ -36,10 +36,10 @@ def test_split_by_file(tmp_path: Path, sources: Path) -> None:
     for name, text in (train | valid).items():
         assert text.encode() == (sources / name).read_bytes()
     assert made.num_bytes == sum(len(text.encode()) for text in (train | valid).values())
-    assert list(train) != sorted(train), "in no order that a model could profit from"
+    assert list(train) != sorted(train), "files must not be sorted"
 
 
-def test_reproducible_and_each_file_keeps_its_side(tmp_path: Path, sources: Path) -> None:
+def test_corpus_is_reproducible_and_files_stay_in_their_split(tmp_path: Path, sources: Path) -> None:
     first = python_corpus(tmp_path / "out", source=sources)
     again = python_corpus(tmp_path / "again", source=sources)
     assert first.train.read_bytes() == again.train.read_bytes()
@@ -49,7 +49,7 @@ def test_reproducible_and_each_file_keeps_its_side(tmp_path: Path, sources: Path
     assert not set(rows(changed.train)) & set(rows(first.valid))
 
 
-def test_skips_what_is_no_good_source(tmp_path: Path, sources: Path) -> None:
+def test_unusable_files_are_skipped(tmp_path: Path, sources: Path) -> None:
     (sources / "latin.py").write_bytes(b"# caf\xe9\n")
     (sources / "long.py").write_text("x = 1\n" * 200_000)
     (sources / "empty.py").write_text("\n")

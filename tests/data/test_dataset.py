@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 
 def write_counting(prefix: Path, lengths: list[int], first: int = 0) -> str:
-    """Documents whose tokens count up, so that a token tells its own place."""
+    """Write documents whose tokens count up, so that each token equals its position."""
     with IndexedWriter(prefix, "int32") as writer:
         for length in lengths:
             writer.add_document(np.arange(first, first + length))
@@ -27,12 +27,12 @@ def counting(tmp_path: Path) -> IndexedDataset:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
-def test_permutation_hits_each_place_once(size: int) -> None:
+def test_permutation_is_a_bijection(size: int) -> None:
     assert sorted(permute(index, size, 12345) for index in range(size)) == list(range(size))
 
 
 def test_permutation_looks_random() -> None:
-    """Each index reaches each place about equally often over the keys; no fixed pattern between neighbours."""
+    """Over the keys each index is mapped to each position about equally often; neighbours show no pattern."""
     size, keys = 5, 4000
     for index in range(size):
         counts = Counter(permute(index, size, key * 7919) for key in range(keys))
@@ -56,7 +56,7 @@ def test_each_epoch_visits_each_window_once(counting: IndexedDataset, seq_length
         starts = sorted(data.sample_start(first + index) for index in range(data.samples_per_epoch))
         assert set(np.diff(starts)) <= {seq_length}
         assert 0 <= starts[0] <= starts[-1] <= 1000 - seq_length - 1
-        assert 999 - (starts[-1] - starts[0] + seq_length) < 2 * seq_length, "no room is wasted"
+        assert 999 - (starts[-1] - starts[0] + seq_length) < 2 * seq_length, "too many tokens are unused"
 
 
 def test_sample_is_the_window(counting: IndexedDataset) -> None:
@@ -73,7 +73,7 @@ def test_order_and_start_change_with_epoch_and_seed(counting: IndexedDataset) ->
 
     orders = [starts(seed, epoch) for seed in (0, 1, -1, 2**70) for epoch in range(8)]
     assert len({tuple(np.argsort(order)) for order in orders[:24]}) == 24
-    assert len({min(order) for order in orders[:8]}) > 3, "epochs should cut the stream at different places"
+    assert len({min(order) for order in orders[:8]}) > 3, "epochs should start at different tokens"
     assert starts(1, 0) == starts(1, 0)
 
 
@@ -108,7 +108,7 @@ def test_fingerprint(tmp_path: Path, counting: IndexedDataset) -> None:
     assert len(set(different)) == 4
 
 
-def test_split_as_megatron_cuts_it() -> None:
+def test_splits_are_those_of_megatron() -> None:
     assert split_documents(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
     assert split_documents(10, parse_split("1,1,1")) == [(0, 4), (4, 7), (7, 10)]
     assert split_documents(1, parse_split("969,30,1")) == [(0, 1), (1, 1), (1, 1)]
@@ -134,7 +134,7 @@ def test_open_datasets_splits_by_documents(tmp_path: Path) -> None:
     assert ranges(prefix, split="1") == {"train": (0, 1000)}
 
 
-def test_own_pairs_take_nothing_from_the_training_data(tmp_path: Path) -> None:
+def test_own_pairs_leave_all_documents_to_training(tmp_path: Path) -> None:
     prefix, valid = write_counting(tmp_path / "data", [100] * 10), write_counting(tmp_path / "valid", [50])
     own = ranges(prefix, valid_data=valid, split="9,5,1")
     assert own == {"train": (0, 900), "valid": (0, 50), "test": (900, 1000)}
@@ -147,7 +147,7 @@ def test_open_datasets_rejects(tmp_path: Path) -> None:
     short = write_counting(tmp_path / "short", [100, 100, 5])
     with pytest.raises(ConfigError, match=r"short \(valid\): found 5 tokens; expected at least 9 .*--split"):
         ranges(short, split="2,1")
-    assert ranges(short, split="2,0,1") == {"train": (0, 200)}, "a rest too short is no test set"
+    assert ranges(short, split="2,0,1") == {"train": (0, 200)}, "too few tokens for a test set"
     with pytest.raises(ConfigError, match="--train_data: it is required"):
         ranges("")
     with pytest.raises(ConfigError, match=r"nowhere\.idx: there is no such file"):

@@ -1,4 +1,4 @@
-"""The .bin/.idx format, against bytes written and read here by hand."""
+"""The .bin/.idx format, compared with bytes that these tests write and read themselves."""
 
 import json
 import struct
@@ -66,7 +66,7 @@ def test_reads_the_bytes_of_the_format(tmp_path: Path, code: int, letter: str) -
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """Megatron may cut a document into sentences; the document index then skips sequences."""
+    """Megatron may divide a document into sentences; then the document index skips sequences."""
     data = IndexedDataset(write_pair(tmp_path / "a", idx_bytes(documents=[0, 2, 3]), struct.pack("<8H", *TOKENS)))
     assert data.document_offsets.tolist() == [0, 4, 8]
 
@@ -149,7 +149,7 @@ def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "file" / "a", "uint16")
 
 
-def test_dtype_as_the_peers_infer_it() -> None:
+def test_dtype_is_that_of_megatron_and_gpt_neox() -> None:
     assert dtype_for_vocab(65_499) == np.uint16
     assert dtype_for_vocab(65_500) == np.int32
 
@@ -172,4 +172,4 @@ def test_meta(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"a\.meta\.json"):
             read_meta(tmp_path / "a")
     write_documents(tmp_path / "a")
-    assert read_meta(tmp_path / "a") is None, "the sidecar of the old pair must go with it"
+    assert read_meta(tmp_path / "a") is None, "the old .meta.json must be removed with the old pair"

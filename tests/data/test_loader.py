@@ -1,4 +1,4 @@
-"""Batches: the same samples in every layout, weights that make the loss per token, reading ahead."""
+"""Batches: equal samples in every layout, weights that normalize the loss per token, and reading ahead."""
 
 import itertools
 import threading
@@ -32,7 +32,7 @@ def first_tokens(micro_batches: list[MicroBatch]) -> list[list[int]]:
 
 
 def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: list[int]) -> list[list[int]]:
-    """First tokens of the global batch at each start, in sample order."""
+    """Return the first tokens of the global batch at each start, in sample order."""
     loaders = [Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
                       data_parallel_size=dp) for rank in range(dp)]
     steps = []
@@ -46,7 +46,7 @@ def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: li
 
 @pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 1, 8), (1, 8, 1), (2, 4, 1), (2, 1, 4), (4, 2, 1), (8, 1, 1)])
 def test_every_layout_reads_the_same_global_batches(dataset: SampleDataset, dp: int, mbs: int, gas: int) -> None:
-    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # on from 0, back, over the end of the epoch (98 samples), odd
+    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # forward, back, across the end of the epoch (98 samples), unaligned
     expected = [[int(dataset.sample(start + i)[0]) for i in range(8)] for start in starts]
     assert global_steps(dataset, dp, mbs, gas, starts) == expected
 
@@ -70,7 +70,7 @@ def test_tokens_labels_weights(dataset: SampleDataset) -> None:
 @pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 4, 2), (2, 2, 2), (2, 1, 4), (4, 2, 1)])
 def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
         tmp_path: Path, dp: int, mbs: int, gas: int) -> None:
-    tokens = np.random.default_rng(0).integers(0, 3, 400)  # a third is EOD: masks of all sizes
+    tokens = np.random.default_rng(0).integers(0, 3, 400)  # a third is EOD, so that micro-batches have different masks
     tokens[100:300] = EOD
     dataset = dataset_of(tmp_path, tokens)
     samples = np.stack([dataset.sample(40 + index) for index in range(8)])
@@ -85,7 +85,7 @@ def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
 
     def run(rank: int) -> None:
         def sum_over_data_parallel(value: float) -> float:
-            assert threading.current_thread().name == f"rank{rank}", "collectives belong to the calling thread"
+            assert threading.current_thread().name == f"rank{rank}", "collectives must run in the calling thread"
             totals.append(value)
             barrier.wait()
             return sum(totals)
@@ -107,15 +107,15 @@ def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
     assert sum(results) / dp == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_global_batch_without_any_token_has_weight_zero(tmp_path: Path) -> None:
+def test_a_completely_masked_global_batch_has_weight_zero(tmp_path: Path) -> None:
     loader = Loader(dataset_of(tmp_path, np.zeros(100, int)), micro_batch_size=2, gradient_accumulation_steps=1,
                     eod_token=EOD)
     assert all(torch.equal(weights_BT, torch.zeros(2, 4)) for _, (_, weights_BT) in loader.step(0))
     loader.close()
 
 
-def test_the_token_before_the_mask_still_learns_the_end(tmp_path: Path) -> None:
-    """EOD as a label counts; only what follows EOD does not."""
+def test_eod_counts_as_a_label(tmp_path: Path) -> None:
+    """Only the prediction after EOD is masked."""
     loader = Loader(dataset_of(tmp_path, np.array([7, EOD, 8, 9, 7]), 4), micro_batch_size=1,
                     gradient_accumulation_steps=1, eod_token=EOD)
     ((_, (labels_BT, weights_BT)),) = loader.step(0)
@@ -125,7 +125,7 @@ def test_the_token_before_the_mask_still_learns_the_end(tmp_path: Path) -> None:
 
 
 class Recorder(SampleDataset):
-    """Notes which samples are read, and fails at one."""
+    """A dataset that records which samples are read, and fails at one of them."""
 
     fails_at = -1
 
@@ -154,7 +154,7 @@ def test_reads_one_step_ahead_and_each_sample_once(dataset: SampleDataset) -> No
 
 def test_errors_of_the_reading_thread_surface_in_step(dataset: SampleDataset) -> None:
     loader = Loader(recorder(dataset, fails_at=3), micro_batch_size=2, gradient_accumulation_steps=1)
-    loader.step(0)  # reads samples 2 and 3 ahead, which fails behind the scenes
+    loader.step(0)  # the reading thread reads samples 2 and 3 ahead and fails
     with pytest.raises(OSError, match="the disk is gone"):
         loader.step(2)
     assert first_tokens(loader.step(4)) == [[int(dataset.sample(i)[0]) for i in (4, 5)]]

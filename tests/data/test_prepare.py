@@ -1,4 +1,4 @@
-"""Text files to tokens: the same bytes for any number of workers, and each fault named with file and line."""
+"""Tokenizing files: the output does not depend on the number of workers; errors name file and line."""
 
 import gzip
 import itertools
@@ -48,7 +48,7 @@ def documents(prefix: Path, tokenizer: Tokenizer, *, eod: bool = True) -> list[s
     return texts
 
 
-def test_every_kind_of_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_all_file_types(tmp_path: Path, tokenizer: Tokenizer) -> None:
     plain = tmp_path / "a.txt"
     plain.write_bytes(b"first\r\nfile ")
     with gzip.open(tmp_path / "b.txt.gz", "wt", encoding="utf-8", newline="") as file:
@@ -91,9 +91,9 @@ def test_without_eod(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 5000])
-def test_chunks_do_not_show(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+def test_chunk_size_does_not_matter(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
                             chunk_bytes: int) -> None:
-    """Long lines, characters of several bytes and line ends may all lie across the chunks that a file is read in."""
+    """Long lines, multi-byte characters and line ends may cross the boundaries of chunks."""
     monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", chunk_bytes)
     texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
     inputs = [jsonl(tmp_path / "a.jsonl", texts)]
@@ -118,7 +118,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_is_named_and_the_old_files_stay(tmp_path: Path, tokenizer: Tokenizer, workers: int,
+def test_a_bad_line_is_named_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
     good = jsonl(tmp_path / "good.jsonl", TEXTS)
@@ -238,7 +238,7 @@ def children(pid: int) -> list[int]:
 
 
 def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Popen[str], list[int]]:
-    """A tool at work on plenty of text, and its worker processes."""
+    """Start the tool on much text; return it and its worker processes."""
     source = jsonl(tmp_path / "a.jsonl", TEXTS * 2000)
     words = [source, "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen([sys.executable, str(TOOL), *words], stderr=subprocess.PIPE, text=True)
@@ -253,7 +253,7 @@ def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Pop
 
 
 def is_running(pid: int) -> bool:
-    """Orphans may stay as zombies in a container whose first process collects none."""
+    """Orphans remain zombies in containers whose first process does not reap them."""
     try:
         return Process(pid).status() != STATUS_ZOMBIE
     except NoSuchProcess:
@@ -272,7 +272,7 @@ def wait_gone(pids: list[int]) -> None:
     ("parent", signal.SIGINT, 130, "ds-pretrain: interrupted"),
     ("parent", signal.SIGKILL, -signal.SIGKILL, ""),
 ])  # fmt: skip
-def test_no_process_outlives_a_sudden_end(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
+def test_no_process_survives_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
                                           code: int, message: str) -> None:
     process, workers = start_long_job(tmp_path, tokenizer)
     os.kill(workers[0] if whom == "worker" else process.pid, which)
@@ -287,7 +287,7 @@ def test_no_process_outlives_a_sudden_end(tmp_path: Path, tokenizer: Tokenizer, 
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_line_now_and_then_where_nobody_watches(capsys: pytest.CaptureFixture[str],
+def test_a_log_gets_a_line_at_intervals(capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     from pretrain.console import progress
 

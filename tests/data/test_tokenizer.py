@@ -1,4 +1,4 @@
-"""Any text comes back exactly; special tokens are never made from text."""
+"""Any text is decoded exactly; text is never encoded as special tokens."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
-def test_any_text_comes_back(kind: str, request: pytest.FixtureRequest) -> None:
+def test_any_text_is_decoded_exactly(kind: str, request: pytest.FixtureRequest) -> None:
     loaded: Tokenizer = request.getfixturevalue(kind)
     for text in HARD + random_texts(3000):
         tokens = loaded.encode(text)
@@ -81,7 +81,7 @@ def test_any_text_comes_back(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
-def test_lone_surrogates_are_refused(kind: str, request: pytest.FixtureRequest) -> None:
+def test_lone_surrogates_are_rejected(kind: str, request: pytest.FixtureRequest) -> None:
     loaded: Tokenizer = request.getfixturevalue(kind)
     with pytest.raises(ConfigError, match=r"lone surrogate U\+D800 at character 1"):
         loaded.encode("a\ud800")
@@ -94,7 +94,7 @@ def test_end_of_document(kind: str, request: pytest.FixtureRequest) -> None:
     assert loaded.decode([*loaded.encode("a"), loaded.eod_token, *loaded.encode("b")]) == "ab"
 
 
-def test_lines_are_encoded_as_the_model_would_itself(tokenizer: Tokenizer) -> None:
+def test_encoding_by_lines_equals_sentencepiece(tokenizer: Tokenizer) -> None:
     from sentencepiece import SentencePieceProcessor
 
     library = SentencePieceProcessor(model_file=str(tokenizer.path))
@@ -106,11 +106,11 @@ def test_lines_are_encoded_as_the_model_would_itself(tokenizer: Tokenizer) -> No
 def test_pieces(tokenizer: Tokenizer) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod_token) == (600, 1)
     assert len(tokenizer.encode("\n\t")) == 2
-    assert len(tokenizer.encode("1234")) == 4, "digits stay apart"
+    assert len(tokenizer.encode("1234")) == 4, "one piece per digit"
     assert len(tokenizer.encode("        ")) <= 2, "runs of spaces have pieces"
 
 
-def test_training_is_reproducible_and_the_fingerprint_is_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_training_is_reproducible_and_the_fingerprint_hashes_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     again = train_sentencepiece(SOURCES, tmp_path, vocab_size=600)
     assert again.path.read_bytes() == tokenizer.path.read_bytes()
     assert again.fingerprint == tokenizer.fingerprint
@@ -118,14 +118,14 @@ def test_training_is_reproducible_and_the_fingerprint_is_of_the_file(tokenizer: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.model", "tokenizer.vocab"]
 
 
-def test_long_lines_and_reserved_characters_are_learnt_from(tmp_path: Path) -> None:
-    """SentencePiece drops a line that is long, or holds U+2585, without a word."""
+def test_training_uses_long_lines_and_lines_with_reserved_characters(tmp_path: Path) -> None:
+    """SentencePiece silently drops long lines and lines with U+2585."""
     (tmp_path / "a.txt").write_text("walrus \u2585 walrus\0 hippopotamus zebrafish " * 4000, encoding="utf-8")
     loaded = train_sentencepiece([str(tmp_path / "a.txt")], tmp_path, vocab_size=300)
     assert len(loaded.encode(" walrus")) <= 2
 
 
-def test_max_megabytes_takes_a_share_of_all_files(tmp_path: Path) -> None:
+def test_max_megabytes_samples_all_files(tmp_path: Path) -> None:
     for word in ("walrus", "giraffe"):
         (tmp_path / f"{word}.txt").write_text(f"the {word}\n" * 20_000)
     files = [str(tmp_path / "walrus.txt"), str(tmp_path / "giraffe.txt")]
@@ -134,8 +134,8 @@ def test_max_megabytes_takes_a_share_of_all_files(tmp_path: Path) -> None:
     assert len(loaded.encode("the giraffe")) <= 3
 
 
-def test_a_foreign_model_keeps_its_rules(tmp_path: Path) -> None:
-    """Dummy prefix, normalisation, no newline piece: encode as SentencePiece does."""
+def test_other_models_are_encoded_by_their_own_rules(tmp_path: Path) -> None:
+    """A model with dummy prefix and normalization and without newline piece is encoded as by SentencePiece."""
     text = "The quick brown fox\njumps over ﬁve dogs."
     SentencePieceTrainer.train(sentence_iterator=iter([text] * 20), model_prefix=str(tmp_path / "m"), vocab_size=40,
                                hard_vocab_limit=False, minloglevel=3)

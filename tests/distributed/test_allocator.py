@@ -1,4 +1,4 @@
-"""That memory stays, seen in page faults; in processes of their own, as nothing takes the setting back."""
+"""Freed memory stays with the process, measured by page faults, in new processes because settings are permanent."""
 
 import os
 import subprocess
@@ -29,33 +29,33 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-@pytest.mark.parametrize("decided", [False, True])
-def test_what_is_freed_is_not_faulted_in_again_unless_the_environment_decides(decided):
+@pytest.mark.parametrize("set_by_user", [False, True])
+def test_freed_memory_is_not_faulted_in_again_unless_the_user_sets_malloc(set_by_user):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "LD_PRELOAD"))}
-    if decided:
+    if set_by_user:
         environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_MMAP_MAX_"] = "65536"
     output = subprocess.run([sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[2], env=environment, check=True,
                             capture_output=True, text=True).stdout.split()
     pages = 10 * 2**24 // os.sysconf("SC_PAGE_SIZE")
-    assert output[0] == str(not decided)
-    assert (int(output[1]) > pages / 2) == decided
+    assert output[0] == str(not set_by_user)
+    assert (int(output[1]) > pages / 2) == set_by_user
 
 
 @pytest.mark.skipif(not jemalloc_environment({}), reason="no jemalloc on this machine")
-@pytest.mark.parametrize("decided", [{}, {"MALLOC_MMAP_MAX_": "65536"}, {"DS_ACCELERATOR": "cuda"}])
-def test_a_program_starts_anew_with_jemalloc_as_the_same_process(decided, tmp_path):
+@pytest.mark.parametrize("set_by_user", [{}, {"MALLOC_MMAP_MAX_": "65536"}, {"DS_ACCELERATOR": "cuda"}])
+def test_a_program_restarts_with_jemalloc_under_the_same_process_id(set_by_user, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(RESTART)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "LD_PRELOAD"))}
     with subprocess.Popen([sys.executable, "-s", str(program), "two words", "--x"], cwd=Path(__file__).parents[2],
-                          env={**environment, "DS_ACCELERATOR": "cpu", **decided}, stdout=subprocess.PIPE,
+                          env={**environment, "DS_ACCELERATOR": "cpu", **set_by_user}, stdout=subprocess.PIPE,
                           text=True) as process:
         output, _ = process.communicate()
-    assert output.split(maxsplit=3) == [str(process.pid), str(not decided), "1", "two words --x\n"]
+    assert output.split(maxsplit=3) == [str(process.pid), str(not set_by_user), "1", "two words --x\n"]
 
 
-def test_a_program_within_another_process_is_not_started_anew(tmp_path):
-    """As forks of a server run programs: the command line is the server's."""
+def test_a_program_inside_another_process_is_not_restarted(tmp_path):
+    """A fork of a server runs a program under the server's command line."""
     program = tmp_path / "program.py"
     program.write_text(RESTART)
     server = f"import os, runpy, sys; sys.argv = [os.environ['PROGRAM'], 'x']; runpy.run_path({str(program)!r})"

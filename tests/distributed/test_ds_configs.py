@@ -1,4 +1,4 @@
-"""Every file of ds_configs/ trains two steps, at the number of ranks that it names, with standard flags only."""
+"""Every file of ds_configs/ trains two steps with standard flags, on the number of ranks in its name."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_trains_two_steps(path: Path, results: dict[str, dict[str, Any]]) -> Non
     assert row["precision"] in path.stem or "16" not in path.stem
 
 
-def test_there_is_one_for_each_layout() -> None:
+def test_there_is_a_file_for_each_layout() -> None:
     text = " ".join(path.stem for path in FILES)
     for word in ("zero0", "zero1", "zero2", "zero3", "fp16", "fp32", "static", "offload_optimizer_cpu",
                  "offload_all_cpu", "offload_optimizer_nvme", "offload_all_nvme", "pipeline2", "pipeline4",

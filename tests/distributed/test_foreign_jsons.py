@@ -1,4 +1,4 @@
-"""DeepSpeed JSONs of other people train as they are; these were looked up after the check of JSONs was written."""
+"""DeepSpeed JSONs of other projects train unchanged. They were collected after the validation was written."""
 
 import re
 from typing import Any
@@ -36,6 +36,6 @@ def test_trains_two_steps(source: str, results: dict[str, dict[str, Any]]) -> No
     row = results[re.sub(r"\W", "_", source)]
     assert len(row["loss"]) == 2
     assert all(abs(loss - row["before"]) < 0.1 * row["before"] for loss in row["loss"]), row["loss"]
-    assert row["skipped"][-1] == 0 or row["precision"] == "fp16"  # the file's first loss scale is 2 to the 32
+    assert row["skipped"][-1] == 0 or row["precision"] == "fp16"  # the initial loss scale of the file is 2 to the 32
     config = {foreign.source: foreign for foreign in read_foreign_jsons()}[source].config
     assert row["stage"] == config["zero_optimization"]["stage"]

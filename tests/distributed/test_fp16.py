@@ -1,4 +1,4 @@
-"""fp16 with dynamic loss scaling, emulated: an overflow skips the step and halves the scale, on both engines."""
+"""Emulated fp16 with dynamic loss scaling: an overflow skips the step and halves the scale, on both engines."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.support.cases import case, config, flags
 from tests.support.launch import run_cases
 
 LAYOUTS = {"zero1": (1, 1), "zero2": (2, 1), "zero3": (3, 1), "zero0": (0, 1), "pipeline2_zero0": (0, 2),
-           "pipeline2_zero1": (1, 2)}  # name -> (stage, pipeline stages)
+           "pipeline2_zero1": (1, 2)}  # name -> (ZeRO stage, number of pipeline stages)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(layout: str, results: dict
     assert row["scale"][:2] == [1024, 512]
     assert row["skipped"] == [0, 1, 1, 1, 1, 1]
     assert row["state"][1] == row["state"][0], "the skipped step changed the weights"
-    assert len(set(row["state"])) == 5, "the other steps must change them"
-    assert row["lr"][1] == row["lr"][0], "the schedule counts applied steps"
+    assert len(set(row["state"])) == 5, "the other steps must change the weights"
+    assert row["lr"][1] == row["lr"][0], "a skipped step must not advance the schedule"
     assert row["lr"][2] > row["lr"][1]
     assert row["scale"][-1] == 1024, "the scale grows back after loss_scale_window good steps"

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON from elsewhere may hold: other optimizers, schedulers, monitors."""
+"""Optimizers, schedulers and monitors of the DeepSpeed JSON, beyond those of ds_configs/."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def _scheduler(kind: str, **params: Any) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     "adamw_torch": _optimizer("AdamW", 2, torch_adam=True),
     "adam": _optimizer("Adam", 0),
-    "lion": _offloaded(_optimizer("Lion", 2, betas=[0.9, 0.99])),  # DeepSpeed's Lion for the device is CUDA only
+    "lion": _offloaded(_optimizer("Lion", 2, betas=[0.9, 0.99])),  # without offload DeepSpeed's Lion needs CUDA
     "lion_pipeline": _offloaded(_optimizer("Lion", 1, 2, betas=[0.9, 0.99])),
     "muon_zero1": _optimizer("Muon", 1),
     "muon_zero2": _optimizer("Muon", 2),
@@ -60,7 +60,7 @@ def results(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_learns(name: str, results: dict[str, dict[str, Any]]) -> None:
+def test_the_loss_falls(name: str, results: dict[str, dict[str, Any]]) -> None:
     losses = results[name]["loss"]
     assert losses[-1] < losses[0] - 0.02, losses
 
@@ -81,8 +81,8 @@ def test_our_schedule_is_followed(results: dict[str, dict[str, Any]]) -> None:
     assert rates[-1] == pytest.approx(0.1 * PEAK)
 
 
-def test_muon_is_for_the_matrices_of_blocks(results: dict[str, dict[str, Any]]) -> None:
-    """DeepSpeed tells embeddings and the head by their names; they are for Adam."""
+def test_muon_updates_only_the_matrices_of_blocks(results: dict[str, dict[str, Any]]) -> None:
+    """DeepSpeed recognizes embeddings and head by their names, and updates them by Adam."""
     names = results["muon_zero2"]["muon"]
     assert len(names) == 2 * 4
     assert all(".attention." in name or ".mlp." in name for name in names), names

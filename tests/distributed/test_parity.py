@@ -16,13 +16,14 @@ LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermedi
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
          "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
 NO_NVME = missing_operator("AsyncIOBuilder")
-# where every layout would only repeat what these show
-SOME = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
-IN_BF16 = (*SOME, "zero1", "zero3_cpu_all", "zero3_nvme_all", "pipeline2_zero0", "pipeline2_checkpointing")
+# representative layouts for the variants of the model
+REPRESENTATIVE = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
+BF16_LAYOUTS = (*REPRESENTATIVE,
+                "zero1", "zero3_cpu_all", "zero3_nvme_all", "pipeline2_zero0", "pipeline2_checkpointing")
 
 
 def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
-    """ranks -> name -> JSON; every one has a global batch of 16. The reference is "zero0" on one rank."""
+    """Return number of ranks -> name -> JSON. Each has a global batch of 16. The reference is "zero0" on one rank."""
     two = {
         "zero0": config(0), "zero1": config(1), "zero2": config(2), "zero3": config(3),
         "zero2_micro2": config(2, micro=2, accumulation=4), "zero2_cpu": config(2, offload_optimizer=CPU),
@@ -48,14 +49,14 @@ def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
 def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: int) -> list[dict[str, Any]]:
     cases = [case(name, "losses", values, flags(corpus)) for name, values in layouts.items()]
     untied, masked = flags(corpus, overrides="tie_word_embeddings=false"), flags(corpus, eod_mask_loss=True)
-    some = [name for name in SOME if name in layouts and (ranks == 1) == (name == "zero0")]
-    cases += [case(f"untied_{name}", "losses", layouts[name], untied) for name in some]
-    cases += [case(f"masked_{name}", "losses", layouts[name], masked) for name in some]
+    chosen = [name for name in REPRESENTATIVE if name in layouts and (ranks == 1) == (name == "zero0")]
+    cases += [case(f"untied_{name}", "losses", layouts[name], untied) for name in chosen]
+    cases += [case(f"masked_{name}", "losses", layouts[name], masked) for name in chosen]
     of_llama = {**flags(corpus), "model": str(llama)}
     del of_llama["model_overrides"]
-    cases += [case(f"llama_{name}", "losses", layouts[name], of_llama) for name in some]
+    cases += [case(f"llama_{name}", "losses", layouts[name], of_llama) for name in chosen]
     for name in layouts:
-        if name in IN_BF16 and (ranks != 1 or name == "zero0"):
+        if name in BF16_LAYOUTS and (ranks != 1 or name == "zero0"):
             values = {**layouts[name], "bf16": {"enabled": True}}
             cases.append(case(f"bf16_{name}", "losses", values, flags(corpus)))
     if ranks == 2:
@@ -70,7 +71,7 @@ def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: 
 
 @pytest.fixture(scope="module")
 def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every layout's rows, by name and number of ranks: "zero3@2"."""
+    """Rows of every layout, by name and number of ranks, such as "zero3@2"."""
     folder = tmp_path_factory.mktemp("parity")
     llama = folder / "llama.json"
     llama.write_text(json.dumps(LLAMA))
@@ -130,7 +131,7 @@ def test_the_model_learns(results: dict[str, dict[str, Any]]) -> None:
     assert rows[-1] < rows[0] - 0.1
 
 
-def test_layouts_are_what_they_say(results: dict[str, dict[str, Any]]) -> None:
+def test_layouts_have_the_expected_engine_and_optimizer(results: dict[str, dict[str, Any]]) -> None:
     assert results["pipeline2_zero1@2"]["pipeline"]
     assert results["zero3@2"]["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
     assert results["bf16_fp32_accumulation@2"]["optimizer"] == "BF16_Optimizer"

@@ -1,4 +1,4 @@
-"""Reading a config.json: what is accepted, what is refused and in which words."""
+"""Reading a config.json: accepted and rejected content, and error messages."""
 
 import json
 
@@ -9,14 +9,14 @@ from pretrain.model.config import load_model_config, preset_names
 from tests.support.model_shapes import LLAMA3_ROPE, SHAPES, write_config
 
 
-def refusal(model: str, overrides: str | None = None) -> str:
+def rejection(model: str, overrides: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_model_config(model, overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
+def test_folders_files_and_preset_names_are_accepted(tmp_path):
     path = write_config(tmp_path, SHAPES["llama"])
     assert load_model_config(path) == load_model_config(str(tmp_path))
     assert load_model_config("tiny").num_layers == 4
@@ -30,11 +30,11 @@ def test_a_folder_a_file_and_a_preset_name_are_taken(tmp_path):
     ("missing.json", "there is no file missing.json"),
 ])
 def test_a_missing_model_is_rejected(model, words):
-    assert words in refusal(model)
+    assert words in rejection(model)
 
 
 def test_a_folder_without_config_json_is_rejected(tmp_path):
-    assert "config.json" in refusal(str(tmp_path))
+    assert "config.json" in rejection(str(tmp_path))
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -47,7 +47,7 @@ def test_a_folder_without_config_json_is_rejected(tmp_path):
 ])
 def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
-    assert words in refusal(str(tmp_path))
+    assert words in rejection(str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), [
@@ -87,7 +87,7 @@ def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
 ])
 def test_unimplemented_and_impossible_models_are_rejected(tmp_path, name, changes, words):
     path = write_config(tmp_path, {**SHAPES[name], **changes})
-    message = refusal(path)
+    message = rejection(path)
     assert words in message
     assert path in message
 
@@ -134,11 +134,11 @@ def test_overrides_change_the_model_and_keep_their_types():
     ("n_head=5", "n_embd: found 768; expected a multiple of n_head (5)"),
 ])
 def test_bad_overrides_are_rejected(overrides, words):
-    assert words in refusal("gpt2", overrides)
+    assert words in rejection("gpt2", overrides)
 
 
 def test_nested_values_have_no_override():
-    assert "Write such a value into a config.json" in refusal("llama3-1b", "rope_scaling=linear")
+    assert "Write such a value into a config.json" in rejection("llama3-1b", "rope_scaling=linear")
 
 
 def test_every_field_has_a_key_in_the_config_json():

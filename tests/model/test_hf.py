@@ -1,4 +1,4 @@
-"""Logits, weights and gradients beside those of transformers' own models, from the same random weights."""
+"""Logits, weights and gradients, compared with transformers' models with the same random weights."""
 
 import logging
 
@@ -16,7 +16,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def both_models(name, tmp_path):
-    """Our module, filled from transformers', and theirs: the parameters drawn wide, so that no term is negligible."""
+    """Return our module and transformers', with equal weights, so widely distributed that no term is negligible."""
     path = write_config(tmp_path, SHAPES[name])
     config = load_model_config(path)
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -46,7 +46,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_weights_go_there_and_back_exactly(name, tmp_path):
+def test_weights_survive_a_round_trip_exactly(name, tmp_path):
     config, ours, theirs = both_models(name, tmp_path)
     exported = to_transformers(ours.state_dict(), config)
     assert set(exported) == set(theirs.state_dict())
@@ -75,8 +75,8 @@ def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
 
 
-def test_checkpoints_as_they_lie_on_the_hub_load(tmp_path):
-    """GPT-2's own file: no prefix, no head, causal masks as buffers."""
+def test_files_of_the_hub_load(tmp_path):
+    """The published GPT-2 has no prefix and no head, but causal masks as buffers."""
     config, ours, theirs = both_models("gpt2", tmp_path)
     hub = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()
            if key != "lm_head.weight"}
@@ -85,7 +85,7 @@ def test_checkpoints_as_they_lie_on_the_hub_load(tmp_path):
     assert all(torch.equal(loaded[key], value) for key, value in ours.state_dict().items())
 
 
-def test_wrong_weights_are_refused(tmp_path):
+def test_wrong_weights_are_rejected(tmp_path):
     config, ours, theirs = both_models("gpt2", tmp_path)
     state = theirs.state_dict()
     with pytest.raises(ConfigError, match=r"lm_head.weight: found a matrix other than the embedding's"):
@@ -96,8 +96,8 @@ def test_wrong_weights_are_refused(tmp_path):
         to_transformers({key: value for key, value in ours.state_dict().items() if key != "1.embedding"}, config)
 
 
-def test_a_save_of_transformers_reads_as_the_model_it_was(tmp_path):
-    """transformers 5 writes rope_parameters and every default; the file must mean the same to us."""
+def test_a_config_saved_by_transformers_gives_the_same_model(tmp_path):
+    """transformers 5 writes rope_parameters and all defaults; the file must give the same ModelConfig."""
     for name, values in SHAPES.items():
         config = load_model_config(write_config(tmp_path / name, values))
         transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "saved")

@@ -23,7 +23,7 @@ def build(name: str, tmp_path, seed: int = 1, **changes: object) -> tuple[ModelC
 
 
 @pytest.mark.parametrize("name", INITIAL_SHAPES)
-def test_initial_loss_is_that_of_a_uniform_guess(name, tmp_path):
+def test_initial_loss_is_that_of_uniform_probabilities(name, tmp_path):
     config, module = build(name, tmp_path, vocab_size=4000)
     tokens = torch.randint(0, config.vocab_size, (8, 65), generator=torch.Generator().manual_seed(1))
     loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((8, 64), 1 / 512))
@@ -44,7 +44,7 @@ def test_one_batch_overfits(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_no_token_sees_a_later_one(name, tmp_path):
+def test_attention_is_causal(name, tmp_path):
     config, module = build(name, tmp_path)
     tokens = torch.randint(0, config.vocab_size, (1, 20))
     changed = tokens.clone()
@@ -56,7 +56,7 @@ def test_no_token_sees_a_later_one(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_number_of_parameters_is_counted_without_building(name, tmp_path):
+def test_num_parameters_matches_the_module(name, tmp_path):
     config, module = build(name, tmp_path)
     sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
     assert config.num_parameters() == sum(sizes.values())
@@ -76,7 +76,7 @@ def test_loss_is_the_weighted_sum_of_cross_entropies_in_fp32():
     assert torch.equal(logits.grad[0, :3], torch.zeros(3, 11).bfloat16())
 
 
-def test_a_wholly_masked_micro_batch_gives_zero_and_no_nan(tmp_path):
+def test_a_completely_masked_micro_batch_gives_zero_instead_of_nan(tmp_path):
     config, module = build("gpt2", tmp_path)
     tokens = torch.randint(0, config.vocab_size, (2, 9))
     loss = module(tokens[:, :-1], tokens[:, 1:], torch.zeros(2, 8))
@@ -95,7 +95,7 @@ def test_initial_weights_are_a_function_of_seed_and_name(tmp_path):
     assert not torch.equal(state["2.mlp.up.weight"], state["3.mlp.up.weight"])
 
 
-def test_initial_weights_have_the_spread_that_the_config_asks_for(tmp_path):
+def test_initial_weights_have_the_configured_standard_deviation(tmp_path):
     _, module = build("gpt2", tmp_path, initializer_range=0.05, n_embd=128)
     for name, parameter in module.named_parameters():
         if parameter.dim() == 1:
@@ -117,14 +117,14 @@ def test_initial_weights_in_bf16_are_the_fp32_ones_rounded(tmp_path):
 
 
 def test_rope_keeps_its_precision_when_the_module_is_cast(tmp_path):
-    """The engine casts parameters and buffers to bf16; angles of far positions must not come from bf16 numbers."""
+    """The engine casts parameters and buffers to bf16, but angles must be computed in fp32."""
     config, module = build("llama", tmp_path, max_position_embeddings=4096)
     module.bfloat16()
     assert list(module.buffers()) == []
     rope = module.get_submodule("1.attention").rope
     cos, _ = rope.tables(4096, torch.zeros(1, dtype=torch.bfloat16))
     exact = (torch.arange(4096, dtype=torch.float64)[:, None] * inverse_frequencies(config).double()).cos()
-    assert (cos.double() - exact).abs().max() < 0.005  # half a step of bf16 at 1, and fp32's angle
+    assert (cos.double() - exact).abs().max() < 0.005  # half a unit of bf16 at 1, plus fp32's error of the angle
 
 
 def test_rope_tables_grow_and_are_shared_by_the_layers(tmp_path):
@@ -138,7 +138,7 @@ def test_rope_tables_grow_and_are_shared_by_the_layers(tmp_path):
     assert rope.tables(8, torch.zeros(1))[0].shape == (8, config.rotary_size // 2)
 
 
-def test_rope_first_used_in_inference_mode_serves_training(tmp_path):
+def test_rope_tables_from_inference_mode_can_be_used_in_training(tmp_path):
     config, module = build("llama", tmp_path)
     tokens = torch.randint(0, config.vocab_size, (1, 9))
     with torch.inference_mode():
@@ -157,7 +157,7 @@ def test_dropout_acts_in_training_only(tmp_path):
         assert torch.equal(module(tokens), module(tokens)), (name, changes)
 
 
-def test_labels_without_weights_are_refused(tmp_path):
+def test_labels_without_weights_are_rejected(tmp_path):
     config, module = build("gpt2", tmp_path)
     tokens = torch.randint(0, config.vocab_size, (1, 8))
     with pytest.raises(ValueError, match="labels_BT without weights_BT"):

@@ -1,4 +1,4 @@
-"""The model's own operators against torch's plain ones: values, gradients, and what they keep."""
+"""Custom kernels compared with torch's operators: values, gradients and saved tensors."""
 
 
 import pytest
@@ -19,7 +19,7 @@ from tests.support.reference_loss import token_weighted_cross_entropy
 
 
 def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v as the projection gives them, and a gradient of the output."""
+    """Return q, k and v in the memory order of the projection, and a gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, kv_heads, kv_heads, heads)
     q, k, v, grad = (torch.randn(batch, length, n, size, generator=generator).to(dtype).transpose(1, 2) for n in sizes)
@@ -44,7 +44,7 @@ def test_gradients_of_attention_are_its_derivatives(kv_heads, monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "kv_heads"), [(40, 4), (300, 4), (300, 1)])
-def test_attention_in_bf16_is_as_close_to_fp64_as_torchs(length, kv_heads):
+def test_attention_in_bf16_is_as_precise_as_torchs(length, kv_heads):
     *inputs, grad = heads(3, 4, kv_heads, length, 64, torch.bfloat16)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = plain_attention(*exact_inputs)
@@ -67,13 +67,13 @@ def saved_by(compute, *arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return compute(*arguments), saved
 
 
-def test_attention_keeps_its_inputs_alone():
+def test_attention_saves_only_its_inputs():
     q, k, v, _ = heads(2, 4, 2, 64, 16, torch.bfloat16)
     _, saved = saved_by(causal_attention, q, k, v)
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (q, k, v)}
 
 
-def test_attention_with_dropout_or_in_fp32_is_torchs():
+def test_attention_with_dropout_or_in_fp32_uses_torchs_operator():
     for dtype, dropout in ((torch.float32, 0.0), (torch.bfloat16, 0.5)):
         q, k, v, _ = heads(2, 4, 4, 32, 16, dtype)
         torch.manual_seed(1)
@@ -83,7 +83,7 @@ def test_attention_with_dropout_or_in_fp32_is_torchs():
 
 
 def loss_inputs(dtype: torch.dtype, vocab: int = 37) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, head, labels, weights; a quarter of the tokens masked."""
+    """Return hidden states, head, labels and weights, with a quarter of the tokens masked."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(vocab, 8, generator=generator).to(dtype).requires_grad_()
@@ -94,7 +94,7 @@ def loss_inputs(dtype: torch.dtype, vocab: int = 37) -> tuple[torch.Tensor, torc
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """18 tokens: chunks of 5, 5, 5 and 3, each in rows of 2."""
+    """Split 18 tokens into chunks of 5, 5, 5 and 3, and these into rows of 2."""
     monkeypatch.setattr(fused_loss, "_TOKENS", 5)
     monkeypatch.setattr(fused_loss, "_CPU_ELEMENTS", 37 * 2 // torch.get_num_threads())
 
@@ -108,7 +108,7 @@ def test_gradients_of_the_fused_loss_are_its_derivatives():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, (labels, weights.double())), (x, weight))
 
 
-def test_a_weights_gradient_comes_after_that_of_the_output_that_carries_it():
+def test_the_gradient_of_a_carried_weight_comes_after_that_of_the_output():
     x, weight, labels, weights = loss_inputs(torch.float32)
     wanted = torch.autograd.grad(linear_cross_entropy(x, weight, (labels, weights)), (x, weight))
     order = []
@@ -124,8 +124,8 @@ def test_a_weights_gradient_comes_after_that_of_the_output_that_carries_it():
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("dtype", "scale", "tolerance"), [
     (torch.float32, 1.0, 1e-6), (torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 3e-3)])
-def test_fused_loss_is_that_of_the_whole_logits(dtype, scale, tolerance):
-    """Under fp16's loss scale too, without which gradients of this size would be 0 in fp16."""
+def test_fused_loss_equals_the_loss_of_the_logits(dtype, scale, tolerance):
+    """Also with fp16's loss scale, without which gradients of this size would be 0."""
     x, weight, labels, weights = loss_inputs(dtype)
     mine = linear_cross_entropy(x, weight, (labels, weights / 1000))
     whole = token_weighted_cross_entropy(F.linear(x.float(), weight.float()), (labels, weights / 1000))
@@ -147,7 +147,7 @@ def test_fused_loss_holds_for_large_logits_and_masked_tokens():
     assert all(torch.count_nonzero(grad) == 0 for grad in torch.autograd.grad(masked, (x, weight)))
 
 
-def test_fused_loss_keeps_two_gradients_and_no_logits():
+def test_fused_loss_saves_two_gradients_and_no_logits():
     x, weight, labels, weights = loss_inputs(torch.bfloat16, vocab=5000)
     _, saved = saved_by(linear_cross_entropy, x, weight, (labels, weights))
     assert sorted(tensor.numel() for tensor in saved) == sorted([x.numel(), weight.numel(), labels.numel(), 1])
@@ -173,15 +173,15 @@ def test_gradients_behind_an_activation_are_its_derivatives(name, gated):
     assert torch.autograd.gradcheck(lambda *a: activated_linear(name, *a), arguments)
 
 
-def test_mlp_keeps_its_inputs_alone():
+def test_mlp_saves_only_its_inputs():
     up, gate, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 3, 6), (2, 3, 6), (4, 6)))
     _, saved = saved_by(activated_linear, "silu", up, gate, weight, None)
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (up, gate, weight)}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_plain_operators_are_torchs(name, tmp_path, monkeypatch):
-    """None of ours is reached; loss and gradients are those of ours but for bf16's rounding."""
+def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
+    """No custom kernel is called; loss and gradients agree with the custom kernels up to bf16 rounding."""
     config = load_model_config(write_config(tmp_path, SHAPES[name]))
     tokens = torch.randint(0, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
     seen = []
@@ -203,7 +203,7 @@ def test_plain_operators_are_torchs(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(cpu_kernels._library() is None, reason="no C compiler")
-def test_gelu_in_bf16_is_the_exact_one_rounded():
+def test_gelu_in_bf16_is_the_rounded_exact_value():
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = every[every.isfinite() & (every.abs() < 1e4)]
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -216,7 +216,7 @@ def test_gelu_in_bf16_is_the_exact_one_rounded():
     assert activate_backward("gelu_tanh", special[:1], torch.ones(1).bfloat16()).isnan().all()
 
 
-def test_tensors_without_memory_do_not_reach_c():
+def test_tensors_without_memory_are_not_passed_to_c():
     with FakeTensorMode():
         up, weight = torch.randn(2, 3, 6, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 6).bfloat16()
         assert not cpu_kernels.has_kernels(up)
@@ -224,7 +224,7 @@ def test_tensors_without_memory_do_not_reach_c():
         assert up.grad.shape == up.shape
 
 
-def test_without_a_compiler_torchs_operators_serve(monkeypatch):
+def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
     x = torch.randn(100).bfloat16()
     assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))
@@ -233,7 +233,7 @@ def test_without_a_compiler_torchs_operators_serve(monkeypatch):
 @pytest.mark.parametrize("interval", [0, 1])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_compiled_blocks_share_a_graph_and_change_nothing(name, interval, tmp_path):
-    """With the backend that traces but compiles nothing, forward and backward, recomputed or not."""
+    """With a backend that traces without compiling; forward and backward, with and without recomputation."""
     config = load_model_config(write_config(tmp_path, SHAPES[name]))
     tokens = torch.randint(0, config.vocab_size, (2, 17))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Every preset: its size as published, its reading beside that of transformers."""
+"""Presets have the published sizes, and give the same model as in transformers."""
 
 import subprocess
 import sys
@@ -18,12 +18,12 @@ PUBLISHED = {
     "llama3-1b": 1_235_814_400, "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
 }
-# The paper rounds its sizes; ours have its layers and widths (13B: 5,120, as 5,140 is no multiple of 40 heads).
+# The GPT-3 paper rounds its sizes. The presets have its layers and widths; 13B has 5,120, a multiple of its 40 heads.
 GPT3_BILLIONS = {"125m": 0.125, "350m": 0.35, "760m": 0.76, "1.3b": 1.3, "2.7b": 2.7, "6.7b": 6.7, "13b": 13,
                  "175b": 175}
 
 
-def test_the_list_of_presets_is_whole():
+def test_the_list_of_presets_is_complete():
     assert set(preset_names()) == {*PUBLISHED, *(f"gpt3-{size}" for size in GPT3_BILLIONS), "tiny"}
 
 

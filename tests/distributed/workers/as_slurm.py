@@ -1,4 +1,4 @@
-"""Run `python ARGUMENTS` as srun would: with SLURM's variables instead of those that torch and DeepSpeed read."""
+"""Run `python ARGUMENTS` with SLURM's variables instead of RANK etc., as srun does."""
 
 import os
 import runpy
@@ -10,7 +10,7 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 
 environ = {NAMES.get(name, name): value for name, value in os.environ.items() if name != "LOCAL_SIZE"}
 environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-if sys.argv[1] == "-c":  # a new process, in which no module of the tests is imported
+if sys.argv[1] == "-c":  # a new process without imported test modules
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environ)
 os.environ.clear()
 os.environ.update(environ)

@@ -1,8 +1,8 @@
-"""Starts the ranks of tests as forks of one process that has imported everything: a second instead of eight.
+"""Start the ranks of tests as forks of one process that has imported everything: in 1 s instead of 8 s.
 
-One request a line on standard input, {"command", "environs" (one a rank), "cwd", "timeout"}; one answer a line on
-standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a process of its own as if it had been started
-by `python COMMAND`, with its output in CWD/rankN.log.
+Each line of standard input is a request {"command", "environs" (one per rank), "cwd", "timeout"}. Each answer is a line
+on standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a new process, as if it had been started by
+`python COMMAND`, with its output in CWD/rankN.log.
 """
 
 import gc
@@ -25,11 +25,11 @@ import pretrain.trainer  # noqa: F401
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 
-GRACE_S = 60.0  # in which the ranks beside one that failed can report too; most of them end at once
+GRACE_S = 60.0  # time for other ranks to report their errors after one has failed; most end at once
 
 
 def load_operators() -> None:
-    """Map the compiled operators once; forks have them."""
+    """Load the compiled operators once, so that forks have them."""
     prepare_deepspeed(detect_device())
     for name in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
         if get_accelerator().create_op_builder(name).is_compatible(verbose=False):
@@ -37,7 +37,7 @@ def load_operators() -> None:
 
 
 def run_command(command: list[str], environ: dict[str, str], log: Path) -> int:
-    """Be `python COMMAND`: the exit code."""
+    """Run `python COMMAND` in this process, and return its exit code."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -61,7 +61,7 @@ def run_command(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
-    """The process id of one rank."""
+    """Fork one rank, and return its process id."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -75,7 +75,7 @@ def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Run all ranks to their end. When one fails the others are ended: they would wait for it."""
+    """Run all ranks to their end. After one fails, end the others, which would wait for it."""
     cwd, deadline = Path(request["cwd"]), time.monotonic() + request["timeout"]
     running = {fork(request["command"], environ, cwd / f"rank{rank}.log"): rank
                for rank, environ in enumerate(request["environs"])}
@@ -99,8 +99,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # so that output of libraries is not taken for an answer
     load_operators()
-    gc.freeze()  # DeepSpeed collects garbage often; what is imported is none
+    gc.freeze()  # exclude imported modules from DeepSpeed's frequent garbage collections
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), file=answers, flush=True)

@@ -1,6 +1,6 @@
-"""Runs of `train.py`, one after another, some of them killed in the middle of saves; for test_kill.py, test_saver.py.
+"""Run `train.py` several times, some runs killed during saves; for test_kill.py and test_saver.py.
 
-It runs in a fork of `fork_server.py`, and each rank of each start is a fork of it, and so begins in a second.
+This runs in a fork of `fork_server.py`. Each rank of each run is a fork of this process, which takes 1 s to start.
 """
 
 import itertools
@@ -35,9 +35,9 @@ def log_of(case: dict[str, Any]) -> Path:
 
 
 def hold(at_call: int, until: Path) -> None:
-    """From now on training stops before step `at_call` of this process and waits for a file.
+    """Make training wait for the file `until` before step `at_call` of this process.
 
-    So a run cannot be over before the test has done to it what it is about, however fast this machine is.
+    So a run cannot end before the test has acted on it, even on a fast machine.
     """
     train_batch = loop.train_batch
     calls = itertools.count(1)
@@ -52,7 +52,7 @@ def hold(at_call: int, until: Path) -> None:
 
 
 def list_files_opened(into: Path, below: Path) -> None:
-    """Write the names of the files below a folder that this process opens for writing into a file, a line each."""
+    """Log the names of the files below a folder that this process opens for writing, one per line."""
     descriptor = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
@@ -63,7 +63,7 @@ def list_files_opened(into: Path, below: Path) -> None:
 
 
 def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0) -> list[int]:
-    """Fork the ranks of one run; their process ids. With `hold_at` they wait before that step for `released`."""
+    """Fork the ranks of one run, and return their process ids. They wait before step `hold_at` for `released`."""
     flags, log = case["flags"], log_of(case)
     port = free_port()
     ranks = []
@@ -88,12 +88,12 @@ def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0
 
 
 def released(case: dict[str, Any]) -> Path:
-    """The file that lets a run go on."""
+    """Return the file for which a held run waits."""
     return log_of(case).with_suffix(".released")
 
 
 def statuses(pids: list[int]) -> dict[str, Any]:
-    """The exit codes of the ranks, when they have ended."""
+    """Wait for the end of the ranks, and return their exit codes."""
     return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
 
 
@@ -102,13 +102,13 @@ def is_alive(pid: int) -> bool:
 
 
 def writer_of_rank_0(checkpoints: Path) -> bool:
-    """Whether it runs."""
+    """Return whether the background writer of rank 0 runs."""
     return not subprocess.run(["pgrep", "-f", f"writer [0-9]+ {checkpoints} 0$"], check=False,
                               capture_output=True).returncode
 
 
 def has_killed_itself(case: dict[str, Any], rank_0: int) -> bool:
-    """As `killed_writer` lets rank 0 do, or its writer."""
+    """Return whether `killed_writer` has killed rank 0 or, with --async_save, its writer."""
     return not (writer_of_rank_0(Path(case["run"]) / "checkpoints") if case["async"] else is_alive(rank_0))
 
 
@@ -128,7 +128,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def newest_verified(checkpoints: Path) -> int:
-    """The step of the newest checkpoint whose hashes are right, found without the code that chooses; 0: none."""
+    """Return the step of the newest undamaged checkpoint, without the code under test; 0: none."""
     return max((manifest.step for folder, manifest in complete_checkpoints(checkpoints)[0]
                 if not find_damage(folder, manifest)), default=0)
 
@@ -141,7 +141,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, poll_s: float = 0.00
 
 
 def wait_for_event(run: Path, kind: str, *, more_than: int) -> dict[str, Any]:
-    """The newest event of its kind, once there are more than so many."""
+    """Wait for more than `more_than` events of a kind, and return the newest."""
     wait_until(lambda: len(events(run, kind)) > more_than, f"no event {kind} in {run}")
     return events(run, kind)[-1]
 
@@ -156,13 +156,13 @@ def shell(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def poisoned(case: dict[str, Any]) -> dict[str, Any]:
-    """Put a pickle that would make a file into a file of a checkpoint."""
+    """Insert a pickle that would create a file into a file of a checkpoint."""
     poison(Path(case["run"]), case["file"], case["canary"])
     return {}
 
 
 def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
-    """The writer of rank 0 stands still after the first save, until a save was skipped."""
+    """Stop the writer of rank 0 after the first save, until a save was skipped."""
     folder = Path(case["run"])
     pids = start(case, hold_at=20)
     wait_for_event(folder, "save", more_than=0)
@@ -184,7 +184,7 @@ def signalled(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
-    """The writer of rank 1 is killed after the first save."""
+    """Kill the writer of rank 1 after the first save."""
     folder = Path(case["run"])
     pids = start(case, hold_at=20)
     wait_for_event(folder, "save", more_than=0)
@@ -194,10 +194,10 @@ def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(case: dict[str, Any]) -> dict[str, Any]:
-    """Kill as the case says, and finish. [expected and real first step of each start], and how it ended."""
+    """Kill runs as the case says, then train to the end; return expected and real first steps, and exit codes."""
     numbers, folder = random.Random(case["name"]), Path(case["run"])
     checkpoints, resumed = folder / "checkpoints", []
-    hold_at = case["steps"] // (len(case["kills"]) + 1)  # what one start may do, so that each finds something to do
+    hold_at = case["steps"] // (len(case["kills"]) + 1)  # steps of one run, so that some remain for the next
     for when in [*case["kills"], "end"]:
         expected, starts, snapshots = newest_verified(checkpoints), *(len(events(folder, kind)) for kind in
                                                                       ("start", "snapshot"))
@@ -210,9 +210,9 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
             if len(resumed) == 1:  # so that there is something to resume from
                 wait_for_event(folder, "save", more_than=0)
             time.sleep(numbers.uniform(0, case["window_s"]))
-        elif when == "snapshot":  # in memory, hardly on the disk
+        elif when == "snapshot":  # the snapshot is in memory, not yet on disk
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
-        else:  # rank 0 ends itself, or its writer does
+        else:  # rank 0 or its writer kills itself
             wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)
         kill(pids, checkpoints, writers_too=when != "snapshot" and numbers.random() < 0.5)
         wait_for_writers(checkpoints, timeout_s=LIMIT_S)

@@ -1,4 +1,4 @@
-"""`pretrain.checkpoint.save.writer` that kills itself after a sub-step of the commit, named by a variable."""
+"""A checkpoint writer that kills itself after the sub-step of the commit that KILLED_WRITER_SUB_STEP names."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ SUB_STEPS = ("wait_for_parts", "check_files", "write_manifest", "remove_parts", 
 
 
 def die_after(name: str) -> None:
-    """From now on `commit.NAME` does its work and then kills this process."""
+    """Make `commit.NAME` kill this process after it has returned."""
     function: Callable[..., Any] = getattr(commit, name)
 
     def fatal(*args: Any, **keywords: Any) -> None:

@@ -1,5 +1,5 @@
-/* For LD_PRELOAD: after a wake-up of others, every thread but the main one stands still for up to two seconds, or until
- * release_late_threads() is called. A busy machine does the same, at random. */
+/* For LD_PRELOAD: after each wake-up, every thread but the main one is delayed by up to two seconds, or until
+ * release_late_threads() is called. A busy machine causes such delays at random. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

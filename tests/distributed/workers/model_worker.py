@@ -1,6 +1,6 @@
-"""What one of two gloo ranks does for tests/model/test_layouts.py: build every layout, compare it, write what it saw.
+"""One of two gloo ranks of tests/model/test_layouts.py: build every layout, compare it, and write the results.
 
-Arguments: the folder of the config.jsons (one folder a shape), the folder for the results. RANK etc. from outside.
+Arguments: folder of the config.jsons (one folder per shape), folder for the results. The caller sets RANK etc.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ SEED = 7
 
 
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens, labels, weights of a global batch of 4 samples of 20 tokens, a third of them masked."""
+    """Return tokens, labels and weights of a global batch: 4 samples of 20 tokens, a third of them masked."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, config.vocab_size, (4, LENGTH + 1), generator=generator)
     mask = (torch.rand(4, 20, generator=generator) > 0.33).float()
@@ -29,7 +29,7 @@ def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def reference(config: ModelConfig) -> tuple[nn.Module, float]:
-    """The plain module with the gradients of the global batch, and its loss."""
+    """Return the plain module with the gradients of the global batch, and its loss."""
     module = as_module(config)
     initialize_parameters(module, config, seed=SEED)
     loss = module(*batch(config))
@@ -45,7 +45,7 @@ def ds_config(stage: int) -> dict[str, object]:
 
 
 def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
-    """Partitioned from the start: initial weights, loss and gradients beside those of the plain module."""
+    """Compare initial weights, loss and gradients of a module under zero.Init with those of the plain module."""
     plain, plain_loss = reference(config)
     settings = ds_config(3)
     with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -60,7 +60,7 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
     engine, *_ = deepspeed.initialize(model=module, config=settings, optimizer=optimizer)
     rank = deepspeed.comm.get_rank()
     tokens, labels, weights = (part[2 * rank : 2 * rank + 2] for part in batch(config))
-    loss = engine(tokens, labels, 2 * weights)  # x data-parallel size: the engine takes the mean over ranks
+    loss = engine(tokens, labels, 2 * weights)  # times 2, because the engine takes the mean over ranks
     engine.backward(loss)
     worst = max((safe_get_full_grad(mine) - theirs.grad).abs().max().item()
                 for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True))
@@ -72,12 +72,12 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
 
 
 def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
-    """Two stages: this stage's initial weights, the loss, and the weights after one SGD step on both sides."""
+    """Compare loss and weights after one SGD step on two pipeline stages with those of the plain module."""
     plain, plain_loss = reference(config)
     stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, activation_checkpoint_interval=interval)
     initialize_parameters(stage, config, seed=SEED)
     initial = {name: value.clone() for name, value in stage.state_dict().items()}
-    optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # it has no state: any difference is one of gradients
+    optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # SGD has no state, so weights differ only if gradients differ
     engine, *_ = deepspeed.initialize(model=stage, config=ds_config(0), optimizer=optimizer)
     tokens, labels, weights = batch(config)
     micro_batches = [(tokens[at : at + 2], (labels[at : at + 2], 2 * weights[at : at + 2])) for at in (0, 2)]
@@ -89,7 +89,7 @@ def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
 
 
 def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
-    """Gradients of a one-stage PipelineModule in training, without and with activation checkpointing."""
+    """Return the gradients of a one-stage PipelineModule with dropout, without and with activation checkpointing."""
     gradients = []
     for interval in (0, 2):
         module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=interval)
@@ -110,7 +110,7 @@ def main() -> None:
     for name, config in configs.items():
         for interval in (0, 2):
             seen[f"{name}/zero3/{interval}"] = zero3(config, interval)
-    for name, config in configs.items():  # last: once a PipelineModule exists, no other engine starts
+    for name, config in configs.items():  # at the end: no other engine can be built once a PipelineModule exists
         dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
         seen[f"{name}/dropout"] = dropout_gradients(dropping)
         one_stage = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)

@@ -1,4 +1,4 @@
-"""One rank of a test: builds real engines, one after another, for the cases of a JSON file, and reports.
+"""One rank of a test: build an engine for each case of a JSON file, and return the results.
 
 A case: {"name", "job" (a function of this file), "config" (DeepSpeed JSON), "flags" (of train.py), ...}.
 """
@@ -62,7 +62,7 @@ def loader_of(engine: deepspeed.DeepSpeedEngine, plan: Plan, split: str = "train
 
 
 def steps(engine: deepspeed.DeepSpeedEngine, plan: Plan, first: int, last: int) -> dict[str, list[float]]:
-    """Train from step `first` to `last`: what each step reports."""
+    """Train the steps `first` to `last` - 1, and return the metrics of each step."""
     loader = loader_of(engine, plan)
     rows: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": [], "loss_scale": [], "skipped": []}
     for step in range(first, last):
@@ -81,7 +81,7 @@ def end(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
-    """Of the optimizer's state on this rank (fp32 weights, moments, steps) and, where they are whole, the weights."""
+    """Hash the optimizer state of every rank (master weights, Adam's states, step counts) and the 16-bit weights."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -98,7 +98,7 @@ def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
         elif hasattr(value, "__dict__"):
             add(vars(value))
         else:
-            digest.update(repr(float(value) if type(value) is int else value).encode())  # a scale of 512 or 512.0
+            digest.update(repr(float(value) if type(value) is int else value).encode())  # 512 as 512.0
 
     add(engine.optimizer.state_dict())
     for _, parameter in sorted(engine.module.named_parameters()):
@@ -109,7 +109,7 @@ def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
 
 
 def losses(case: Case) -> dict[str, Any]:
-    """Train; the losses, and the loss of one evaluation afterwards."""
+    """Train, then evaluate once; return the losses."""
     plan = plan_of(case)
     engine = engine_of(plan)
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
@@ -124,7 +124,7 @@ def losses(case: Case) -> dict[str, Any]:
 
 
 def resume(case: Case) -> dict[str, Any]:
-    """Train 2n steps at once, and n steps + checkpoint + n steps in a new engine."""
+    """Train 2n steps without interruption, and n steps that resume from a checkpoint in a new engine."""
     plan = plan_of(case)
     half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
@@ -136,7 +136,7 @@ def resume(case: Case) -> dict[str, Any]:
     at_end = state_hash(engine)
     end(engine)
     engine = engine_of(plan)
-    steps(engine, plan, 0, 1)  # whatever was there must be replaced
+    steps(engine, plan, 0, 1)  # so that the load must replace weights and states
     load_checkpoint(engine, plan, folder, read_manifest(folder))
     loaded = state_hash(engine)
     again = steps(engine, plan, half, plan.train_steps)
@@ -146,7 +146,7 @@ def resume(case: Case) -> dict[str, Any]:
 
 
 def overflow(case: Case) -> dict[str, Any]:
-    """fp16: the second of six steps overflows, by loss weights of 1e30."""
+    """Train six steps in fp16, of which the second overflows because of loss weights of 1e30."""
     plan = plan_of(case)
     engine = engine_of(plan)
     loader = loader_of(engine, plan)
@@ -167,7 +167,7 @@ def overflow(case: Case) -> dict[str, Any]:
 
 
 def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:
-    """Of this rank's 16-bit weights."""
+    """Hash this rank's 16-bit weights."""
     digest = hashlib.sha256()
     for _, parameter in sorted(engine.module.named_parameters()):
         tensor = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
@@ -176,7 +176,7 @@ def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:
 
 
 def saved(case: Case) -> dict[str, Any]:
-    """Train and save; the folder."""
+    """Train and save; return the folder of the checkpoint."""
     plan = plan_of(case)
     engine = engine_of(plan)
     steps(engine, plan, 0, plan.train_steps)
@@ -187,7 +187,7 @@ def saved(case: Case) -> dict[str, Any]:
 
 
 def two_steps(case: Case) -> dict[str, Any]:
-    """Train two steps of a DeepSpeed JSON that lies in ds_configs/, as a user would name it."""
+    """Train two steps with a file of ds_configs/, given by its path."""
     plan = plan_of(case)
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, 2)
