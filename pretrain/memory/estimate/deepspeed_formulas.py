@@ -76,7 +76,7 @@ def _differences(layout: Layout, offloaded: bool) -> list[str]:
         differences.append("gradients on the device are not counted; each node's host holds all model states, or 4 "
                            "bytes a parameter for every rank of all nodes")
     elif layout.zero_stage == 2:
-        differences.append("18 bytes a parameter are divided: 16-bit gradients and a permanent fp32 copy of them")
+        differences.append("18 bytes a parameter are divided, 6 of them for 16-bit gradients and their fp32 copy")
     elif not offloaded:
         differences.append("18 bytes a parameter are divided; every device holds the largest layer in fp32")
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
