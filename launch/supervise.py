@@ -4,7 +4,7 @@
 import sys
 from dataclasses import fields
 
-from pretrain.cli import LONGEST_SECONDS, Parser, number, place, run_main, text, whole_number
+from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, run_main, text, whole_number
 from pretrain.cluster.supervise.host_checks import default_transport
 from pretrain.cluster.supervise.launch_command import hostfile_of, hosts_of, run_folder, ssh_port, with_separator
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
@@ -36,8 +36,8 @@ def main() -> int:
     parser = Parser(prog="launch/supervise.py", usage="%(prog)s [flags] -- COMMAND...",
                     description="Runs COMMAND, and restarts it after a signal, a hang or a crash, but never after it "
                                 "was rejected (exit code 2). RUN/restarts.jsonl gets a row for each start.")
-    parser.add_argument("--save", type=place, help="run folder (default: --save of COMMAND or of its YAML)")
-    parser.add_argument("--hostfile", type=place,
+    parser.add_argument("--save", type=path_text, help="run folder (default: --save of COMMAND or of its YAML)")
+    parser.add_argument("--hostfile", type=path_text,
                         help="hosts to check before each start (default: --hostfile of COMMAND)")
     for name, (parse, about) in _FLAGS.items():
         default = _DEFAULTS[name]

@@ -1,4 +1,4 @@
-"""What every program's `main` shares: one-line errors, exit codes, both spellings of a flag, argument types."""
+"""Helpers for every program's `main`: one-line errors, exit codes, both spellings of a flag, argument types."""
 
 import argparse
 import errno
@@ -15,11 +15,11 @@ from pretrain.errors import ConfigError, shorten
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
-_KINDS = {"int": "a whole number", "float": "a number"}
+_TYPE_NAMES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, and that takes --vocab-size for --vocab_size."""
+    """ArgumentParser that raises ConfigError and accepts --vocab-size for --vocab_size."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -31,13 +31,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args([self._as_declared(word) for word in words[:end]] + words[end:], namespace)
 
     def _as_declared(self, word: str) -> str:
-        """--no_append-eod=1 as --no-append_eod=1, if that is how the flag was declared."""
+        """Return the word in the declared spelling: --no_append-eod=1 becomes --no-append_eod=1."""
         name, equals, value = word.partition("=")
         declared = {option.replace("-", "_"): option for option in self._option_string_actions}
         return declared.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
 
     def takes_value(self, word: str) -> bool | None:
-        """Whether the flag `word` is followed by a value; None for a word that is not a flag of this parser."""
+        """Return whether the flag `word` is followed by a value; None for a word that is not a flag of this parser."""
         action = self._option_string_actions.get(self._as_declared(word).partition("=")[0])
         return None if action is None else action.nargs != 0 and "=" not in word
 
@@ -46,13 +46,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
-    """argparse's message as a ConfigError that begins with the flag; `flags` are the known ones."""
+    """Convert argparse's message to a ConfigError that begins with the flag; `flags` are all flags of the program."""
     name, of_argument, problem = message.removeprefix("argument ").partition(": ")
     if not message.startswith("argument ") or not of_argument:
         return _command_line_error(message, flags)
     flag = name.split("/")[0]
     if wrong := re.fullmatch(r"invalid (\w+) value: (.*)", problem, re.DOTALL):
-        return ConfigError(flag, found=wrong[2], expected=_KINDS.get(wrong[1], "a value of another type"))
+        return ConfigError(flag, found=wrong[2], expected=_TYPE_NAMES.get(wrong[1], "a value of another type"))
     if wrong := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", problem, re.DOTALL):
         choices = [choice.strip("' ") for choice in wrong[2].split(",")]
         return ConfigError(flag, found=repr(wrong[1]), expected=f"one of {', '.join(choices)}",
@@ -62,7 +62,7 @@ def argument_error(message: str, flags: Iterable[str]) -> ConfigError:
     if wrong := re.fullmatch(r"ignored explicit argument (.*)", problem, re.DOTALL):
         return ConfigError(flag, problem=f"this flag takes no value, and {shorten(wrong[1])} is given")
     if problem.startswith("expected "):
-        return ConfigError(flag, problem="the value is missing", remedy="--help says what it takes")
+        return ConfigError(flag, problem="the value is missing", remedy="--help describes it")
     return ConfigError(flag, problem=shorten(problem, _LONGEST_PROBLEM))
 
 
@@ -72,23 +72,23 @@ def _command_line_error(message: str, flags: Iterable[str]) -> ConfigError:
         return unknown_flag(unknown[0], flags)
     required = message.partition("arguments are required: ")[2]
     if required:
-        return ConfigError(required, problem="required, and missing on the command line")
+        return ConfigError(required, problem="it is required, and missing on the command line")
     return ConfigError("command line", problem=shorten(message, _LONGEST_PROBLEM))
 
 
 def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
-    """Error for a word that is not a flag of the program."""
+    """Return the error for a word that is not a flag of the program."""
     name = word.split("=")[0]
     if not word.startswith("-"):
         return ConfigError("command line", problem=f"{shorten(word)!r} is not the value of any flag",
-                           remedy="quote values that hold spaces; --help lists the flags")
+                           remedy="quote values that contain spaces; --help lists the flags")
     underscored = name if "--no-" in name else name.replace("-", "_").replace("__", "--", 1)
     return ConfigError(shorten(name), problem="there is no such flag", remedy="--help lists the flags",
                        word=underscored, known=flags)
 
 
 def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:
-    """An argparse type: a whole number from `low` to `high`; 7.5e9 is one too."""
+    """Return an argparse type: a whole number from `low` to `high`, also written as 7.5e9."""
     def parse(word: str) -> int:
         try:
             value = int(float(word)) if float(word).is_integer() and not word.strip("+-").isdecimal() else int(word)
@@ -103,7 +103,7 @@ def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:
 
 
 def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a finite number from `low` (`above`: greater than it) to `high`."""
+    """Return an argparse type: a finite number from `low` (with `above`: greater than `low`) to `high`."""
     def parse(word: str) -> float:
         try:
             value = float(word)
@@ -119,29 +119,29 @@ def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = 
 
 
 def text(word: str) -> str:
-    """An argparse type: text that is not empty, as it is where a shell variable is unset."""
+    """Argparse type: text that is not empty. Unset shell variables give empty text."""
     if not word or "\0" in word:
-        raise argparse.ArgumentTypeError("the value is empty" if not word else "the value holds a NUL character")
+        raise argparse.ArgumentTypeError("the value is empty" if not word else "the value contains a NUL character")
     return word
 
 
 def path(word: str) -> Path:
-    """An argparse type: a path. Raises for what `bad_path` finds."""
+    """Argparse type: a path. Rejects what `bad_path` describes."""
     if problem := bad_path(text(word)):
         raise argparse.ArgumentTypeError(problem)
     return Path(word)
 
 
-def place(word: str) -> str:
-    """An argparse type: a path, as it was typed."""
+def path_text(word: str) -> str:
+    """Argparse type: a path, returned as it was typed."""
     path(word)
     return word
 
 
 def bad_path(word: str) -> str:
-    """Why `word` cannot be a path on any machine; "" if it can be one. Shells do not expand `~` behind `=`."""
+    """Return why `word` cannot be a path, or "" if it can. Shells do not expand `~` after `=`."""
     if word.startswith("~"):
-        return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the path out"
+        return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the full path"
     try:
         os.lstat(word)
     except OSError as error:
@@ -151,7 +151,7 @@ def bad_path(word: str) -> str:
 
 
 def prefix(word: str) -> str:
-    """An argparse type: the common prefix of a .bin and an .idx file."""
+    """Argparse type: the common prefix of a .bin and an .idx file."""
     if word.endswith(("/", "/.", "/..")) or word in (".", ".."):
         raise argparse.ArgumentTypeError(f"{shorten(word)!r} is a folder; give a prefix such as data/corpus, which "
                                          "becomes data/corpus.bin and data/corpus.idx")
@@ -161,12 +161,12 @@ def prefix(word: str) -> str:
 
 
 def say(line: str) -> None:
-    """A line for the operator."""
+    """Print a line to stderr for the operator."""
     print(f"ds-pretrain: {line}", file=sys.stderr, flush=True)
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with main's code: 2 and one line on stderr for bad input, 130 when interrupted, 141 when nobody reads."""
+    """Exit with main's code; 2 and one line on stderr for bad input, 130 if interrupted, 141 if stdout was closed."""
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -177,7 +177,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         print("ds-pretrain: interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out, and would complain.
+        # At exit the interpreter flushes stdout again, which would print another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     sys.exit(code)

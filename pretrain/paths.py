@@ -1,4 +1,4 @@
-"""Whether a file or folder can be written, tried before hours are spent on what is to be written there."""
+"""Check that files and folders can be written to, before hours of work that end in writing them."""
 
 import errno
 import os
@@ -9,31 +9,32 @@ from pretrain.errors import ConfigError, shorten
 
 
 def check_folder(path: Path, where: str) -> None:
-    """Make a folder at the nearest existing place and remove it. Raises ConfigError where `path` cannot be made.
+    """Raises ConfigError if the folder `path` cannot be created or written to.
 
-    Permissions alone do not say: root may write everywhere, but not to /proc or a read-only file system.
+    Creates and removes a temporary folder in its nearest existing parent. Permissions are not enough: root passes every
+    permission check, but cannot write to /proc or a read-only file system.
     """
     path = path.absolute()
     try:
         folder = path
-        while not os.path.lexists(folder):  # a link to nowhere is there, and nothing can be made under its name
+        while not os.path.lexists(folder):  # a dangling link exists, and no folder can be made under its name
             folder = folder.parent
         if not folder.is_dir():
-            raise ConfigError(where, found=f"{folder}, a file", expected="a folder")
+            raise ConfigError(where, problem=f"{shorten(str(folder))} is a file, not a folder")
         longest = os.pathconf(folder, "PC_NAME_MAX") - len(".tmp-")
         if any(len(os.fsencode(part)) > longest for part in path.parts[len(folder.parts):]):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         os.rmdir(tempfile.mkdtemp(prefix=".ds-pretrain-", dir=folder))
     except OSError as error:
         raise ConfigError(where, problem=f"{shorten(str(path))} cannot be written to ({error.strerror or error})",
-                          remedy="name a folder that can be made and written to") from None
+                          remedy="choose a folder that can be created and written to") from None
 
 
 def check_file(path: Path, where: str) -> None:
-    """Raises ConfigError unless `path` is a file that can be written to, or a new one in a folder that exists."""
+    """Raises ConfigError unless `path` is a writable file, or a new file in an existing folder."""
     try:
         if path.is_dir():
-            raise ConfigError(where, found=f"{path}, a folder", expected="a file")
+            raise ConfigError(where, problem=f"{shorten(str(path))} is a folder, not a file")
         if not path.absolute().parent.is_dir():
             raise ConfigError(where, problem=f"there is no folder {shorten(str(path.absolute().parent))}",
                               remedy="make it first")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Judge a run as pretrain/train.py would, without training: the plan and exit 0, or one line and exit 2."""
+"""Validate a run as pretrain/train.py does, without training: print the plan and exit 0, or one line and exit 2."""
 
 import sys
 
@@ -13,7 +13,7 @@ _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """A short summary of what is going to run."""
+    """Summarize the run."""
     train = plan.datasets["train"]
     layout = plan.layout
     ranks = f"ZeRO-{layout.zero_stage}, {_count(layout.pipeline_stages, 'pipeline stage')} x " \
@@ -53,7 +53,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Raises ConfigError for a run that would be refused."""
+    """Print the plan. Raises ConfigError for a run that pretrain/train.py rejects."""
     words = sys.argv[1:] if argv is None else argv
     own = Parser(add_help=False)
     own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)

@@ -1,7 +1,7 @@
 """Generate text from a checkpoint of a run: tools/generate.py RUN --prompt 'def '"""
 
 from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
-from pretrain.cli import Parser, number, path, place, run_main, whole_number
+from pretrain.cli import Parser, number, path, path_text, run_main, whole_number
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
     parser.add_argument("--step", type=whole_number(), metavar="N",
                         help="step of the checkpoint (default: the newest checkpoint)")
-    parser.add_argument("--tokenizer", type=place, metavar="PATH",
+    parser.add_argument("--tokenizer", type=path_text, metavar="PATH",
                         help="tokenizer (default: the one of the run)")
     parser.add_argument("--max_new_tokens", type=whole_number(1), default=100, metavar="N",
                         help="most tokens to generate (default: %(default)s)")

@@ -3,15 +3,15 @@
 
 import argparse
 
-from pretrain.cli import Parser, place, prefix, run_main, text, whole_number
+from pretrain.cli import Parser, path_text, prefix, run_main, text, whole_number
 from pretrain.data.prepare import prepare
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place,
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
                         help="text file (one document) or .jsonl (one document per line), also with .gz")
-    parser.add_argument("--tokenizer", type=place, required=True,
+    parser.add_argument("--tokenizer", type=path_text, required=True,
                         help="SentencePiece .model, tokenizer.json, or a folder with one")
     parser.add_argument("--out", type=prefix, required=True, help="prefix of the files to write")
     parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")

@@ -3,13 +3,13 @@
 
 import time
 
-from pretrain.cli import Parser, number, path, place, run_main, text, whole_number
+from pretrain.cli import Parser, number, path, path_text, run_main, text, whole_number
 from pretrain.data.train_tokenizer import train_sentencepiece
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=place, help="text file or .jsonl, also with .gz")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text, help="text file or .jsonl, also with .gz")
     parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
                         help="number of pieces, including 256 bytes (%(default)s)")

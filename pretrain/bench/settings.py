@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pretrain.cli import LONGEST_SECONDS, Parser, number, place, text, whole_number
+from pretrain.cli import LONGEST_SECONDS, Parser, number, path_text, text, whole_number
 from pretrain.config.arguments import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
@@ -90,7 +90,7 @@ def add_flags(parser: Parser) -> None:
     parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
                         help="numbers of ranks that --what scaling compares (default: 1, 2 and 4, as far as there are "
                              "devices or cores)")
-    parser.add_argument("--nvme_path", type=place, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
+    parser.add_argument("--nvme_path", type=path_text, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
                         help="folder on the disk that --what offload measures (default: DS_PRETRAIN_NVME_PATH)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
                         help="seconds without an answer after which a baseline has failed (default: %(default)s)")

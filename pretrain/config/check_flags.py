@@ -1,4 +1,4 @@
-"""Validate flags by themselves: ranges, choices, the run folder and the mirror."""
+"""Validate flags that depend on nothing else: ranges, choices, the run folder and the mirror."""
 
 import math
 import os
@@ -10,43 +10,47 @@ from pretrain.config.schedule import KINDS
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
-RESUME_WORDS = ("auto", "required", "never")
-SAVE_BUSY_WORDS = ("wait", "skip")
+RESUME_CHOICES = ("auto", "required", "never")
+SAVE_BUSY_CHOICES = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
+_AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
+                 "global_batch_size", "train_steps", "train_tokens")
+_AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
+                  "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "weight_decay", "adam_epsilon",
+                  "gradient_clipping")
+_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
+_AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
+            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1}
+_CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "deepspeed_log_level": LOG_LEVELS,
+            "lr_schedule": KINDS}
+
+
 def check_flags(args: RunArguments) -> None:
-    """Validate the flags that need nothing else to be known. Raises ConfigError."""
-    at_least_one = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                    "global_batch_size", "train_steps", "train_tokens")
-    at_least_zero = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
-                     "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps",
-                     "weight_decay", "adam_epsilon", "gradient_clipping")
-    at_most = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
-               "save_timeout": LONGEST_SECONDS}
-    above_zero = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
-    for names, low, strict in ((at_least_one, 1, False), (at_least_zero, 0, False), (above_zero, 0, True)):
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not (math.isfinite(value) and (value > low if strict else value >= low)):
-                raise ConfigError(f"--{name}", found=value, expected=f"{'above' if strict else 'at least'} {low}")
-    for name, high in at_most.items():
+    """Raises ConfigError for values out of range, unknown choices, and flags without an effect."""
+    _check_ranges(args)
+    for name, choices in _CHOICES.items():
         value = getattr(args, name)
-        if value is not None and value > high:
-            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:g}")
-    if args.seed >= 2**31:
-        raise ConfigError("--seed", found=args.seed, expected="less than 2147483648")
-    words = (("resume", RESUME_WORDS), ("save_busy", SAVE_BUSY_WORDS), ("deepspeed_log_level", LOG_LEVELS),
-             ("lr_schedule", KINDS))
-    for name, known in words:
-        if getattr(args, name) not in known:
-            raise ConfigError(f"--{name}", found=getattr(args, name), expected=", ".join(known),
-                              word=getattr(args, name), known=known)
+        if value not in choices:
+            raise ConfigError(f"--{name}", found=value, expected=", ".join(choices), word=value, known=choices)
     _check_schedule_flags(args)
     _check_checkpoint_flags(args)
     if (args.train_steps is None) == (args.train_tokens is None):
         raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
                           found="neither of them" if args.train_steps is None else "both")
+
+
+def _check_ranges(args: RunArguments) -> None:
+    for names, low, above in ((_AT_LEAST_ONE, 1, False), (_AT_LEAST_ZERO, 0, False), (_ABOVE_ZERO, 0, True)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (math.isfinite(value) and (value > low if above else value >= low)):
+                raise ConfigError(f"--{name}", found=value, expected=f"{'above' if above else 'at least'} {low}")
+    for name, high in _AT_MOST.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise ConfigError(f"--{name}", found=value, expected=f"at most {high:.10g}")
 
 
 def _check_schedule_flags(args: RunArguments) -> None:
@@ -62,10 +66,10 @@ def _check_schedule_flags(args: RunArguments) -> None:
 
 
 def _check_checkpoint_flags(args: RunArguments) -> None:
-    """Reject flags that would have no effect, and a number that would leave no checkpoint to fall back to."""
+    """Reject flags without an effect, and a --keep_checkpoints that leaves no older checkpoint to fall back to."""
     if args.keep_checkpoints == 1:
         raise ConfigError("--keep_checkpoints", found=1, expected="at least 2, or 0 for all",
-                          remedy="one of them may turn out to be damaged")
+                          remedy="the newest one may be damaged")
     for name in ("keep_every", "keep_best"):
         if getattr(args, name) and not args.keep_checkpoints:
             raise ConfigError(f"--{name}", found=getattr(args, name), expected="0, as all checkpoints are kept",
@@ -81,16 +85,16 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 def check_folders(save: str, mirror: str | None) -> None:
     """Raises ConfigError unless the run folder and the mirror can be written to."""
     if not save:
-        raise ConfigError("--save", found="nothing", expected="a run folder, made where it does not exist")
+        raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
     check_folder(Path(save), "--save")
     if mirror is not None:
         _check_mirror(mirror, save)
 
 
 def _check_mirror(mirror: str, save: str) -> None:
-    """Validate a mirror: of a URL its form and that its package is installed, of a folder that it can be written to.
+    """Validate the form of a URL and that its package is installed, or that a folder can be written to.
 
-    A folder is not checked if the run has a checkpoint, as it resumes without the mirror too. Rank 0 contacts the
+    The folder is not checked if the run has a checkpoint: such a run resumes without the mirror. Rank 0 contacts the
     server of a URL later. Raises ConfigError.
     """
     import fsspec
@@ -114,6 +118,6 @@ def _check_mirror(mirror: str, save: str) -> None:
     folder, run = (Path(os.path.realpath(name)) for name in (mirror.partition("://")[2] if separator else mirror, save))
     if folder == run or run in folder.parents:
         raise ConfigError("--checkpoint_mirror", problem=f"{folder} lies in the run folder (--save {save})",
-                          remedy="a copy protects from the loss of the run folder only if it is elsewhere")
+                          remedy="choose a folder elsewhere: this copy would be lost with the run folder")
     if not any(Path(save, "checkpoints").glob("global_step*")):
         check_folder(folder, "--checkpoint_mirror")

@@ -33,7 +33,7 @@ NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 
 
 def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
-    """`config["a"]["b"] = value` for "a.b", blocks being made as needed."""
+    """Set `config["a"]["b"] = value` for "a.b"; missing blocks are created."""
     *parents, name = dotted.split(".")
     for parent in parents:
         if not isinstance(config.get(parent), dict):
@@ -43,7 +43,7 @@ def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def choose(file: DsFile, dotted: str, flag: str, wanted: Any, default: Any) -> Any:
-    """The JSON's own value, or the flag's (`wanted`, None: not given), or for "auto" the default; else None."""
+    """Return the JSON's value, or the flag's (`wanted`; None: not given), or for "auto" the default; else None."""
     value = file.get(dotted)
     if value is None or value == "auto":
         return wanted if wanted is not None else default if value == "auto" else None
@@ -54,7 +54,7 @@ def choose(file: DsFile, dotted: str, flag: str, wanted: Any, default: Any) -> A
 
 
 def fill(file: DsFile, config: dict[str, Any], dotted: str, flag: str, wanted: Any, default: Any) -> None:
-    """`choose`, written into `config`; a key that neither file nor flag has stays out."""
+    """Write the result of `choose` into `config`; a key that neither the file nor a flag sets is left out."""
     value = choose(file, dotted, flag, wanted, default)
     if value is not None:
         set_value(config, dotted, value)
@@ -69,7 +69,8 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
     keys = {"bf16": f"{bf16}.enabled", "fp16": "fp16.enabled"}
     states = {name: file.get(key) for name, key in keys.items()}
     if states["bf16"] is True and states["fp16"] is True:
-        raise ConfigError(file.where("fp16.enabled"), found="true beside bf16.enabled true", expected="one of the two")
+        raise ConfigError(file.where("fp16.enabled"), problem="bf16.enabled is true as well",
+                          remedy="enable only one of the two")
     enabled = [name for name, state in states.items() if state is True]
     if wanted is None and not enabled and states["fp16"] == "auto" and states["bf16"] != "auto":
         raise ConfigError(file.where("fp16.enabled"), found='"auto" without --precision', expected="true or false",
@@ -108,21 +109,23 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
 
 
 def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
-    """The file itself, or a copy with AdamW for the flags to fill: transformers' users give the rate by a flag, and
-    many of their files have no "optimizer". Raises ConfigError where no flag gives a rate either.
+    """Return the file itself or, if it has no "optimizer", a copy with an AdamW that the flags fill.
+
+    Many JSONs of transformers users have no "optimizer", because the learning rate is a flag there. Raises ConfigError
+    without --learning_rate.
     """
     if "optimizer" in file.values:
         return file
     if args.learning_rate is None:
-        raise ConfigError(file.where("optimizer"), found="no such block, and no --learning_rate",
-                          expected="one of the two", remedy="--learning_rate 3e-4 makes it AdamW; with \"optimizer\": "
+        raise ConfigError(file.where("optimizer"), problem="the block is missing, and there is no --learning_rate",
+                          remedy='--learning_rate 3e-4 selects AdamW; with "optimizer": '
                           '{"type": "AdamW", "params": {"lr": "auto"}} the rate has a default')
     auto = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
     return replace(file, values={**file.values, "optimizer": auto})
 
 
 def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> float:
-    """optimizer.params and gradient_clipping. Returns the peak learning rate."""
+    """Set optimizer.params and gradient_clipping. Returns the peak learning rate."""
     fill(file, config, "gradient_clipping", "--gradient_clipping", args.gradient_clipping, DEFAULT_GRADIENT_CLIPPING)
     betas = _betas(file, args)
     rows = (
@@ -137,8 +140,8 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         dotted = f"optimizer.params.{name}"
         if name not in known:
             if wanted is not None:
-                raise ConfigError(flag, found=wanted, expected="no value",
-                                  remedy=f'the JSON\'s optimizer, "{kind}", has no such "{name}"')
+                raise ConfigError(flag, problem=f'the JSON\'s optimizer, "{kind}", has no parameter "{name}"',
+                                  remedy="leave the flag out")
             continue
         fill(file, config, dotted, flag, wanted, default)
     config["optimizer"]["params"].setdefault("lr", DEFAULT_LEARNING_RATE)
@@ -151,7 +154,7 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
 
 
 def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
-    """--adam_beta1 and --adam_beta2 as one value, the one that is not given taken from the JSON or the default."""
+    """Return the pair of --adam_beta1 and --adam_beta2; a missing one comes from the JSON or the default."""
     flags = (args.adam_beta1, args.adam_beta2)
     if flags == (None, None):
         return None
@@ -159,8 +162,8 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
         if flag is not None and not 0 <= flag < 1:
             raise ConfigError(f"--adam_beta{number}", found=flag, expected="a number from 0 to below 1")
     own = file.get("optimizer.params.betas")
-    rest = own if isinstance(own, list) else DEFAULT_BETAS
-    return [other if flag is None else flag for flag, other in zip(flags, rest, strict=True)]
+    fallback = own if isinstance(own, list) else DEFAULT_BETAS
+    return [other if flag is None else flag for flag, other in zip(flags, fallback, strict=True)]
 
 
 def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int) -> None:
@@ -176,8 +179,10 @@ def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int
 
 
 def swap_folder(nvme_path: str, save: str) -> Path:
-    """A folder of the run's own: DeepSpeed names its swap files by rank and parameter alone, so that two runs with the
-    same nvme_path would silently read each other's.
+    """Folder for the swap files of this run.
+
+    DeepSpeed names swap files by rank and parameter alone: two runs with the same nvme_path would silently read each
+    other's files.
     """
     run = Path(save).absolute()
     return Path(nvme_path, f"ds-pretrain-{run.name}-{zlib.crc32(str(run).encode()):08x}")
@@ -202,12 +207,12 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
                               remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
         own["nvme_path"] = str(swap_folder(path, args.save))
     if args.nvme_path is not None and not used:
-        raise ConfigError("--nvme_path", found=args.nvme_path, expected="no value",
-                          remedy='the JSON offloads nothing to "nvme"')
+        raise ConfigError("--nvme_path", problem='the JSON offloads nothing to "nvme"',
+                          remedy="leave the flag out")
 
 
 def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int, rate: float) -> None:
-    """scheduler.params: the run's length, its warm-up and the peak rate."""
+    """Set "auto" values of scheduler.params: the run's length, its warm-up and the peak rate."""
     if "scheduler" not in config:
         return
     warmup = default_warmup_steps(train_steps)
@@ -218,9 +223,9 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
 
 
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
-    """Monitors that write files write them into the run folder where the JSON names no other place.
+    """Direct file monitors into the run folder unless the JSON names another folder; set steps_per_print for timers.
 
-    With timers PipelineEngine divides by steps_per_print, which DeepSpeed leaves unset: it gets --log_interval.
+    With timers, DeepSpeed 0.19.8's PipelineEngine computes `global_steps % steps_per_print`, which is None by default.
     """
     timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
     if timers and zero_stage < 2 and config.get("steps_per_print") is None:

@@ -3,7 +3,7 @@
 import os
 import shutil
 
-from pretrain.config.ds_json.clean import idle_notes
+from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
@@ -13,7 +13,7 @@ _PADDING = 256  # rows; vocabularies are often padded by up to this number of un
 
 def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
     """Notes about the JSON: keys without an effect, and a missing optimizer."""
-    layout, notes = resolved.layout, idle_notes(resolved.idle)
+    layout, notes = resolved.layout, ignored_key_notes(resolved.ignored_keys)
     if "optimizer" not in resolved.file.values:
         params = ", ".join(f"{name} {value}" for name, value in resolved.get("optimizer.params").items()
                            if name != "torch_adam")

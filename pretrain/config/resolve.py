@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.config.arguments import RunArguments
-from pretrain.config.ds_json.clean import Idle, clean, drop_idle
+from pretrain.config.ds_json.clean import IgnoredKey, clean, drop_ignored_keys
 from pretrain.config.ds_json.keys import check_json_keys
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
@@ -38,7 +38,7 @@ class ResolvedConfig:
     layout: Layout
     train_steps: int
     schedule: Schedule | None  # None: the JSON has its own scheduler
-    idle: tuple[Idle, ...]  # keys of the file that have no effect, with the reason
+    ignored_keys: tuple[IgnoredKey, ...]  # keys of the file that have no effect, with the reason
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """Value of a dotted key of the complete configuration."""
@@ -60,21 +60,21 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     `pretrain.config.rules.check_rules` validates combinations of keys afterwards.
     """
     check_json_keys(file)
-    with_own = with_optimizer(file, args)
-    config, idle = clean(with_own.values)
+    completed = with_optimizer(file, args)
+    config, ignored = clean(completed.values)
     config["optimizer"].setdefault("params", {})
     zero_stage = int(get_value(config, "zero_optimization.stage", 0))
-    idle += drop_idle(config, zero_stage)
+    ignored += drop_ignored_keys(config, zero_stage)
     pipeline_stages = _pipeline_stages(file, zero_stage, world_size, model)
     _resolve_pipeline(file, config)
     fill_precision(file, config, args)
     fill_batch(file, config, args, world_size // pipeline_stages)
     train_steps = run_steps(args.train_steps, args.train_tokens,
                             tokens_per_step=config["train_batch_size"] * args.seq_length)
-    rate = fill_optimizer(with_own, config, args)
+    rate = fill_optimizer(completed, config, args)
     if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
             get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
-        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled with nvcc
+        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
     fill_model_sizes(config, model, zero_stage)
     fill_scheduler(file, config, args, train_steps, rate)
     fill_nvme_path(file, config, args)
@@ -82,7 +82,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
                           train_steps=train_steps, schedule=_schedule(file, config, args, train_steps),
-                          idle=tuple(idle))
+                          ignored_keys=tuple(ignored))
 
 
 def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int) -> Schedule | None:
@@ -98,7 +98,7 @@ def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, train_st
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:
-    """pipeline.stages, which must suit ZeRO, the ranks and the model."""
+    """Return pipeline.stages. Raises ConfigError unless it fits the ZeRO stage, the ranks and the model."""
     stages = int(file.get("pipeline.stages", 1))
     where = file.where("pipeline.stages")
     if stages > 1 and zero_stage >= 2:
@@ -108,12 +108,9 @@ def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: Mode
         raise ConfigError(where, found=stages, expected=f"at most {model.num_layers}, the model's layers")
     if world_size % stages:
         raise ConfigError(where, found=f"{stages} stages on {world_size} ranks",
-                          expected="a number that divides the ranks", remedy=f"launch {_multiples(stages)} ranks")
+                          expected="a number that divides the ranks",
+                          remedy=f"launch {stages}, {2 * stages} or {3 * stages} ranks")
     return stages
-
-
-def _multiples(stages: int) -> str:
-    return f"{stages}, {2 * stages} or {3 * stages}"
 
 
 def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
@@ -121,21 +118,21 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
     own = config.get("pipeline", {})
     given = [name for name in ("partition", "partition_method") if name in own]
     if len(given) == 2:
-        raise ConfigError(file.where("pipeline.partition"), found='beside "partition_method"',
-                          expected="one of the two")
+        raise ConfigError(file.where("pipeline.partition"), problem='"partition_method" is set too',
+                          remedy="both are names of the same setting; remove one of them")
     method = own[given[0]] if given else DEFAULT_PARTITION_METHOD
     if method.lower() in PARTITION_METHODS:
         method = PARTITION_METHODS[method.lower()]
     elif not _splits_blocks(method):
         raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=
-                          '"flops", "parameters", "uniform" or "type:block" (as many blocks on each stage)')
+                          '"flops", "parameters", "uniform" or "type:block" (the same number of blocks on each stage)')
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
 
 
 def _splits_blocks(method: str) -> bool:
-    """Whether "type:REGEX" finds the models' blocks, whose class is Block; read as DeepSpeed reads it."""
+    """Return whether "type:REGEX" matches the class Block of the models, evaluated as in DeepSpeed."""
     kind, _, pattern = method.lower().partition(":")
     try:
         return kind == "type" and re.search(pattern.split(":")[0], "Block", re.IGNORECASE) is not None

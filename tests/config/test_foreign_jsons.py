@@ -74,7 +74,7 @@ def test_a_missing_optimizer_is_adamw_of_the_flags() -> None:
     assert settings.schedule.peak == 1e-3
     assert json_notes(settings) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
                                "weight_decay 0.2, from the flags and their defaults",)
-    with pytest.raises(ConfigError, match="optimizer: found no such block, and no --learning_rate"):
+    with pytest.raises(ConfigError, match="optimizer: the block is missing, and there is no --learning_rate"):
         complete(base)
 
 

@@ -128,7 +128,7 @@ def test_optimizers_and_schedulers_are_deepspeeds_and_torchs() -> None:
         assert set(params) == taken - {"self", "optimizer"}, name
     ns_method = ds_optimizers.OPTIMIZERS["muon"]["ns_method"]
     assert isinstance(ns_method, Key)
-    assert set(ns_method.words) == NS_METHODS
+    assert set(ns_method.choices) == NS_METHODS
 
 
 def keys_of(values: dict[str, Any], parent: str = "") -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""DeepSpeed JSONs of public repositories and documentation, and what becomes of each here.
+"""DeepSpeed JSONs of public repositories and documentation, with the expected outcome of each.
 
-`tests/golden/foreign_jsons.jsonl` has one a line, without comments: {"from": repository and path, "json": the document,
-"flags" (of the run, those that "auto" values and missing keys need), "ranks" (1 unless given), and either "notes" (the
-subject of each note) or "rejected": [key, remedy]}. Blocks that have no part in the outcome may be shortened.
+`tests/golden/foreign_jsons.jsonl` has one JSON a line, without comments: {"from": repository and path, "json": the
+document, "flags": those that "auto" values and missing keys need, "ranks": 1 by default, and either "notes": subject
+of each note, or "rejected": [key, remedy]}. Blocks that do not affect the outcome may be shortened.
 """
 
 import json
@@ -26,7 +26,7 @@ class ForeignJson:
 
 
 def read_foreign_jsons() -> list[ForeignJson]:
-    """All documents, in the order of the file."""
+    """Read all documents, in the order of the file."""
     rows = [json.loads(line) for line in _PATH.read_text(encoding="utf-8").splitlines()]
     return [ForeignJson(row["from"], row["json"], row.get("flags", {}), row.get("ranks", 1),
                         tuple(row["notes"]) if "notes" in row else None, tuple(row.get("rejected", ())))

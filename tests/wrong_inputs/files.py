@@ -142,13 +142,13 @@ def _tree_cases(tree: dict[str, Any], prefix: str, changes: dict[str, Any], abou
             yield _json_case(f"{dotted}.no_such_key", "1", changes, about)
             yield from _tree_cases(key, f"{dotted}.", changes, about)
             continue
-        if key.refused:
+        if key.rejected:
             yield _json_case(dotted, "12345", changes, about)
             continue
         values = list(_WRONG_KINDS.get(key.kind, ()))
         values += [str(key.low - 1)] if key.low is not None else []
         values += [str(key.high + 1)] if key.high is not None and key.kind != "pair" else []
-        values += ['"no-such-word"'] if key.words else []
+        values += ['"no-such-word"'] if key.choices else []
         values += [] if key.null or key.kind == "any" else ["null"]
         for value in values:
             yield _json_case(dotted, value, changes, about)

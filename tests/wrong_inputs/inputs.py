@@ -185,8 +185,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, {"world_size": 2}, "flops_profiler.enabled"),
     (z("stage", 2) | {"prescale_gradients": True}, {}, "prescale_gradients"),
     # precision
-    ({"fp16": {"enabled": True}}, {}, "one of the two"),
-    ({"bfloat16": {"enabled": False}}, {}, "bfloat16: found it next to \"bf16\""),
+    ({"fp16": {"enabled": True}}, {}, "enable only one of the two"),
+    ({"bfloat16": {"enabled": False}}, {}, "bfloat16: \"bf16\" is set too"),
     ({"bf16": {}, "bfloat16": {"enabled": True}}, {}, "names of the same setting"),
     ({"bf16": NOTHING, "fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 17}},
      {"emulate_fp16": True}, "fp16.min_loss_scale: found 17; expected 1 to 16"),
@@ -204,7 +204,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bf16.immediate_grad_update": True}, {}, "bf16.immediate_grad_update"),
     ({"bf16.bf16_master_weights_and_grads": True}, {}, "bf16_master_weights_and_grads"),
     # optimizer and scheduler
-    ({"optimizer": NOTHING}, {}, "optimizer: found no such block, and no --learning_rate"),
+    ({"optimizer": NOTHING}, {}, "optimizer: the block is missing, and there is no --learning_rate"),
     ({"optimizer": NOTHING}, {"learning_rate": 0}, "--learning_rate"),
     ({"optimizer.type": NOTHING}, {}, "optimizer.type: found nothing"),
     ({"optimizer.type": "AdamM"}, {}, 'did you mean "Adam'),

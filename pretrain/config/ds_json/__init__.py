@@ -1,1 +1,4 @@
-"""pretrain/config/ds_json"""
+"""DeepSpeed JSON files: reading, legal keys, and keys without an effect.
+
+Imports errors only.
+"""

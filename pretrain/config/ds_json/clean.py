@@ -1,4 +1,4 @@
-"""Remove the keys of a DeepSpeed JSON that have no effect, with a note for each; spell the others as DeepSpeed does."""
+"""Remove keys of a DeepSpeed JSON that have no effect, with a note for each, and normalize the spelling of the rest."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from pretrain.config.ds_json.optimizers import SCHEDULERS, optimizer_params
 from pretrain.config.ds_json.schema import BLOCKS_WITH_DEFAULTS, OLD_OFFLOAD, REMOVED, TREE, ZERO, Key, Tree
 
-Idle = tuple[str, str]  # a dotted key, and why it has no effect
+IgnoredKey = tuple[str, str]  # a dotted key, and why it has no effect
 
 _COMMENTS = ("comment", "comments", "description", "note", "notes")
 _STAGE_12_KEYS = ("round_robin_gradients", "parameter_alignment")
@@ -20,35 +20,39 @@ _NVME_KEYS = {
 
 
 def is_comment(name: str) -> bool:
-    """Whether a key is for human readers: "_comment", "//", "$schema", or a key that was disabled with "_"."""
+    """Return whether a key is for human readers: "_comment", "//", "$schema", or a key that was disabled with "_"."""
     return name[:1] in ("_", "#", "$") or name.startswith("//") or name.lower() in _COMMENTS
 
 
-def is_idle(value: Any, key: Key | None = None) -> bool:
-    """Whether a value requests nothing, as in blocks copied from elsewhere: {"enabled": false}."""
+def requests_nothing(value: Any, key: Key | None = None) -> bool:
+    """Return whether a value turns nothing on, like {"enabled": false} in blocks that were copied from elsewhere."""
     if value is None or value is False or value == {}:
         return True
-    if key is not None and any(value == idle and isinstance(value, bool) == isinstance(idle, bool)
-                               for idle in key.idle):
+    if key is not None and any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+                               for neutral in key.neutral):
         return True
     return isinstance(value, dict) and value.get("enabled") is False
 
 
 def takes_default(dotted: str) -> bool:
-    """Whether DeepSpeed reads "auto" as the key's default (runtime/config_utils.py). A ZeRO stage must be a number."""
+    """Return whether DeepSpeed replaces "auto" by the key's default (runtime/config_utils.py).
+
+    zero_optimization.stage must be a number.
+    """
     block, _, rest = dotted.partition(".")
     return block in BLOCKS_WITH_DEFAULTS and rest not in ("", "stage")
 
 
-def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[Idle]]:
-    """A copy in DeepSpeed's own spelling without the keys that never have an effect here; and those of them that
-    request something, to be noted.
+def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[IgnoredKey]]:
+    """Copy a JSON in DeepSpeed's spelling, without the keys that never have an effect here.
+
+    Returns the copy, and those of the removed keys that request something.
     """
-    idle: list[Idle] = []
-    config = _clean(values, TREE, "", idle)
-    idle += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
-             rename_old_keys(config)]
-    return config, idle
+    ignored: list[IgnoredKey] = []
+    config = _clean(values, TREE, "", ignored)
+    ignored += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
+                rename_old_keys(config)]
+    return config, ignored
 
 
 def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -65,77 +69,80 @@ def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:
     return renamed
 
 
-def _clean(values: dict[str, Any], tree: Tree, prefix: str, idle: list[Idle]) -> dict[str, Any]:
+def _clean(values: dict[str, Any], tree: Tree, prefix: str, ignored: list[IgnoredKey]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in values.items():
         dotted, key = prefix + name, tree.get(name)
         if key is None and is_comment(name):
-            idle.append((dotted, "read as a comment"))
+            ignored.append((dotted, "read as a comment"))
         elif dotted in REMOVED:
-            idle.append((dotted, "off, and DeepSpeed no longer has it"))
+            ignored.append((dotted, "off, and DeepSpeed no longer has it"))
         elif isinstance(key, Key):
             if key.ignored:
-                if not is_idle(value, key):
-                    idle.append((dotted, key.ignored))
+                if not requests_nothing(value, key):
+                    ignored.append((dotted, key.ignored))
             elif value == "auto" and not key.auto and takes_default(dotted):
-                idle.append((dotted, 'DeepSpeed\'s default, since nothing fills "auto" here'))
-            elif not key.refused:
-                result[name] = _as_deepspeed_spells(value, key)
+                ignored.append((dotted, 'DeepSpeed\'s default, since nothing fills "auto" here'))
+            elif not key.rejected:
+                result[name] = _normalize(value, key)
         elif isinstance(value, dict):
             inner = _params_tree(values, key or {}) if name == "params" else key
-            result[name] = _clean(value, inner or {}, f"{dotted}.", idle)
+            result[name] = _clean(value, inner or {}, f"{dotted}.", ignored)
     return result
 
 
-def _as_deepspeed_spells(value: Any, key: Key) -> Any:
-    """5e8 becomes an integer where the key takes one, and "CPU" becomes "cpu" where that is a legal string."""
+def _normalize(value: Any, key: Key) -> Any:
+    """Convert 5e8 to an integer for an integer key, and "CPU" to "cpu" if that is the legal string."""
     if key.kind == "int" and isinstance(value, float):
         return int(value)
-    if key.words and isinstance(value, str):
-        return next((word for word in key.words if word.lower() == value.lower()), value)
+    if key.choices and isinstance(value, str):
+        return next((choice for choice in key.choices if choice.lower() == value.lower()), value)
     return value
 
 
 def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
-    """The parameters of an "optimizer" or "scheduler" block."""
+    """Return the legal parameters of an "optimizer" or "scheduler" block."""
     return optimizer_params(block["type"]) or SCHEDULERS.get(block["type"]) or tree
 
 
-def drop_idle(config: dict[str, Any], stage: int) -> list[Idle]:
-    """Remove keys without an effect at this ZeRO stage or without NVMe. Returns those that request something."""
-    idle: list[Idle] = []
+def drop_ignored_keys(config: dict[str, Any], zero_stage: int) -> list[IgnoredKey]:
+    """Remove keys without an effect at this ZeRO stage or without NVMe, in place.
+
+    Returns those that request something.
+    """
+    ignored: list[IgnoredKey] = []
     zero = config.get("zero_optimization", {})
     for name in list(zero):
-        if (_is_for_stage_3(name) and stage != 3) or (name in _STAGE_12_KEYS and stage not in (1, 2)):
+        if (_is_for_stage_3(name) and zero_stage != 3) or (name in _STAGE_12_KEYS and zero_stage not in (1, 2)):
             value = zero.pop(name)
             if name == "offload_param" and value.get("device", "none") == "none":
                 continue
-            if not is_idle(value) and not (name == "zero_hpz_partition_size" and value <= 1):
-                idle.append((f"zero_optimization.{name}", f"no effect at ZeRO stage {stage}"))
-    if stage < 2 and zero.get("overlap_comm"):
+            if not requests_nothing(value) and not (name == "zero_hpz_partition_size" and value <= 1):
+                ignored.append((f"zero_optimization.{name}", f"no effect at ZeRO stage {zero_stage}"))
+    if zero_stage < 2 and zero.get("overlap_comm"):
         zero["overlap_comm"] = False  # DeepSpeed does so itself for a PipelineModule
-        idle.append(("zero_optimization.overlap_comm", f"no effect at ZeRO stage {stage}"))
+        ignored.append(("zero_optimization.overlap_comm", f"no effect at ZeRO stage {zero_stage}"))
     devices = {block: (zero.get(block) or {}).get("device", "none") for block in _NVME_KEYS}
     for block, names in _NVME_KEYS.items():
         for name in names if devices[block] == "cpu" else ():
             if zero[block].pop(name, None) not in (None, False, "auto"):
-                idle.append((f"zero_optimization.{block}.{name}", 'no effect with "device": "cpu"'))
+                ignored.append((f"zero_optimization.{block}.{name}", 'no effect with "device": "cpu"'))
     if "nvme" not in devices.values() and config.pop("aio", None) is not None:
-        idle.append(("aio", 'no effect without "device": "nvme"'))
+        ignored.append(("aio", 'no effect without "device": "nvme"'))
     if config.get("steps_per_print") in ("auto", math.inf):
         del config["steps_per_print"]
-    return idle
+    return ignored
 
 
 def _is_for_stage_3(name: str) -> bool:
     return name.startswith("stage3_") or f"stage3_{name}" in ZERO or name in (*_STAGE_3_KEYS, "offload_param")
 
 
-def idle_notes(idle: tuple[Idle, ...]) -> list[str]:
-    """One line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect at ...`."""
+def ignored_key_notes(ignored: tuple[IgnoredKey, ...]) -> list[str]:
+    """Return a line for each reason and block: `sub_group_size, offload_param (zero_optimization): no effect ...`."""
     groups: dict[tuple[str, str], list[str]] = {}
-    blocks = {dotted for dotted, _ in idle}
-    for dotted, reason in idle:
+    blocks = {dotted for dotted, _ in ignored}
+    for dotted, reason in ignored:
         parent, _, name = dotted.rpartition(".")
         if parent in blocks:
             continue

@@ -1,11 +1,11 @@
-"""Each key of a DeepSpeed JSON validated by itself: known, of the right type and range, and supported."""
+"""Validate each key of a DeepSpeed JSON by itself: known, of the right type and range, and supported."""
 
 import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from pretrain.config.ds_json.clean import is_comment, is_idle, takes_default
+from pretrain.config.ds_json.clean import is_comment, requests_nothing, takes_default
 from pretrain.config.ds_json.optimizers import (
     DEEPSPEED_REJECTED,
     KNOWN_NAMES,
@@ -18,18 +18,18 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.ds_json.schema import OLD_OFFLOAD, REMOVED, TREE, Key, Tree
 from pretrain.errors import ConfigError, closest, did_you_mean
 
-# Names of older versions and of other programs.
+# Key names of older DeepSpeed versions and of other programs.
 _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas",
                 "check_overflow": "check_grad_overflow",
                 "micro_batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size",
                 "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps"}
 _KINDS = {"bool": "true or false", "int": "a whole number", "number": "a number", "str": "a string",
           "list": "a list of strings", "pair": "a list of two numbers", "interval": "a number"}
-_TOO_LARGE = 2**63  # for DeepSpeed and torch
+_TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
 
 
 def check_json_keys(file: DsFile) -> None:
-    """Raises ConfigError for the first key, in the file's order, that is unknown, mistyped or not supported."""
+    """Raises ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported."""
     _check_tree(file, file.values, TREE, "")
     _check_old_names(file)
     if "optimizer" in file.values:
@@ -39,21 +39,21 @@ def check_json_keys(file: DsFile) -> None:
 
 
 def _check_old_names(file: DsFile) -> None:
-    """An old name next to the new one, with another value: DeepSpeed would take one of them, or stop."""
+    """Raises ConfigError for an old key name next to the new one with another value: DeepSpeed would ignore one."""
     pairs = [("bfloat16", "bf16", file.get("bfloat16") not in (None, file.get("bf16")))]
     pairs += [(f"zero_optimization.{old}", f"zero_optimization.{new}", file.get(f"zero_optimization.{old}") is True)
               for old, new in OLD_OFFLOAD.items()]
     for old, new, differs in pairs:
         if differs and file.get(new) is not None:
-            raise ConfigError(file.where(old), found=f'it next to "{new}", with another value',
-                              expected="one of the two", remedy="they are names of the same setting")
+            raise ConfigError(file.where(old), problem=f'"{new}" is set too, to another value',
+                              remedy="both are names of the same setting; remove one of them")
 
 
 def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -> None:
     for name, value in values.items():
         dotted = f"{prefix}{name}"
         if dotted in REMOVED:
-            if not is_idle(value) and not (name == "mics_shard_size" and value == -1):
+            if not requests_nothing(value) and not (name == "mics_shard_size" and value == -1):
                 raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
                                   remedy=REMOVED[dotted])
             continue
@@ -75,7 +75,7 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
 
 
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
-    """Error for a key that is not in `tree`. Files of other programs have many of them: one line names up to eight."""
+    """Error for an unknown key. Files of other programs have many unknown keys, so one line names up to eight."""
     found, remedy = "an unknown key", suggest_key(name, tree)
     if not remedy:
         unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
@@ -90,13 +90,12 @@ def _known(tree: Tree, prefix: str) -> str:
 
 
 def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
-    """One value against its Key. Raises ConfigError."""
+    """Validate one value. Raises ConfigError."""
     where = file.where(dotted)
-    if key.refused:
-        if not is_idle(value, key):
-            idle = key.idle[0] if key.idle else "no such key"
-            raise ConfigError(where, found=_show(value), expected=_show(idle) if key.idle else str(idle),
-                              remedy=key.refused)
+    if key.rejected:
+        if not requests_nothing(value, key):
+            expected = _show(key.neutral[0]) if key.neutral else "no such key"
+            raise ConfigError(where, found=_show(value), expected=expected, remedy=key.rejected)
         return
     if value is None and key.null:
         return
@@ -105,11 +104,11 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
     expected = _expected(key)
     if value == "auto":
         raise ConfigError(where, found='"auto"', expected=expected,
-                          remedy='nothing fills "auto" here; remove the key for DeepSpeed\'s default')
+                          remedy='nothing fills "auto" here; remove the key to get DeepSpeed\'s default')
     if not _has_kind(value, key):
         raise ConfigError(where, found=_show(value), expected=expected)
-    if key.words and value.lower() not in [word.lower() for word in key.words]:
-        raise ConfigError(where, found=_show(value), expected=expected, word=value, known=key.words)
+    if key.choices and value.lower() not in [word.lower() for word in key.choices]:
+        raise ConfigError(where, found=_show(value), expected=expected, word=value, known=key.choices)
     for number in value if key.kind == "pair" else [value]:
         if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
             raise ConfigError(where, found=_show(value), expected=expected)
@@ -138,8 +137,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _expected(key: Key) -> str:
-    if key.words:
-        return "one of " + ", ".join(f'"{word}"' for word in key.words)
+    if key.choices:
+        return "one of " + ", ".join(f'"{word}"' for word in key.choices)
     text = _KINDS.get(key.kind, "another value")
     if key.low is not None:
         text += f" from {key.low:.10g}"
@@ -159,16 +158,16 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 
 
 def suggest_key(name: str, tree: Tree) -> str:
-    """Where an unknown key belongs, or what it was meant to be: siblings first, then the whole tree."""
+    """Suggest the block that an unknown key belongs to, or a similar key: of the same block first, then of any."""
     if _OTHER_NAMES.get(name) in tree:
         return f'did you mean "{_OTHER_NAMES[name]}"?'
     everywhere = list(_walk(TREE, ""))
-    homes = [parent for parent, known in everywhere if known == name]
-    if homes:
-        places = " or ".join(f'"{home}"' for home in homes[:3])
-        return f"it belongs under {places}" if "" not in homes else "it belongs at the top level"
-    if meant := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
-        return meant
+    parents = [parent for parent, known in everywhere if known == name]
+    if parents:
+        blocks = " or ".join(f'"{parent}"' for parent in parents[:3])
+        return f"it belongs under {blocks}" if "" not in parents else "it belongs at the top level"
+    if suggestion := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
+        return suggestion
     for parent, known in everywhere:
         if closest(name, [known]):
             return f'did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
@@ -176,7 +175,7 @@ def suggest_key(name: str, tree: Tree) -> str:
 
 
 def _walk(tree: Tree, parent: str) -> Iterator[tuple[str, str]]:
-    """(dotted parent, key) of every key of the tree, and of the optimizers' and schedulers' parameters."""
+    """Yield (dotted parent, key) for every key of the tree and every parameter of an optimizer or scheduler."""
     for name, key in tree.items():
         yield parent, name
         if not isinstance(key, Key):
@@ -191,7 +190,7 @@ def _check_optimizer(file: DsFile) -> None:
     if kind is None:
         raise ConfigError(file.where("optimizer.type"), found="nothing",
                           expected='"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}',
-                          remedy=f"known types: {', '.join(KNOWN_NAMES)}")
+                          remedy=f"the known types are {', '.join(KNOWN_NAMES)}")
     tree = optimizer_params(kind)
     if tree is None:
         reason = DEEPSPEED_REJECTED.get(kind.lower()) or TORCH_REJECTED.get(kind)
@@ -205,6 +204,6 @@ def _check_scheduler(file: DsFile) -> None:
     if kind not in SCHEDULERS:
         found = "nothing" if kind is None else _show(kind)
         raise ConfigError(file.where("scheduler.type"), found=found, expected=f"one of {', '.join(SCHEDULERS)}",
-                          remedy="or remove the block and use --lr_schedule; torch's own need another optimizer class",
+                          remedy="remove the block and use --lr_schedule, if none of them fits",
                           word=kind or "", known=SCHEDULERS)
     _check_tree(file, file.get("scheduler.params") or {}, SCHEDULERS[kind], "scheduler.params.")

@@ -1,22 +1,22 @@
-"""Parameters that each optimizer and scheduler of a DeepSpeed 0.19.8 JSON takes, without importing deepspeed."""
+"""Parameters of each optimizer and scheduler of a DeepSpeed 0.19.8 JSON, without importing deepspeed."""
 
 from pretrain.config.ds_json.schema import Key, Tree
 
 _RATE = Key("number", low=0, auto=True)
-_SHARE = Key("number", low=0, high=1)
+_FRACTION = Key("number", low=0, high=1)
 _SMALL = Key("number", low=0, auto=True)
 _DECAY = Key("number", low=0, auto=True)
 _BETAS = Key("pair", low=0, high=0.999999, auto=True)
 _ON = Key("bool")
-_NO_CLIPPING = Key(refused='DeepSpeed refuses it; use "gradient_clipping" at the top level')
-_NO_AMSGRAD = Key(refused="DeepSpeed's optimizers do not have it; remove the key")
+_NO_CLIPPING = Key(rejected='DeepSpeed rejects it; use "gradient_clipping" at the top level')
+_NO_AMSGRAD = Key(rejected="DeepSpeed's optimizers do not have it; remove the key")
 
 _ADAM: Tree = {
     "lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _ON, "amsgrad": _NO_AMSGRAD,
     "adam_w_mode": _ON, "torch_adam": _ON, "fp32_optimizer_states": _ON, "set_grad_none": _ON,
     "foreach": Key("bool", null=True), "max_grad_norm": _NO_CLIPPING,
 }
-# By the lower-case name, as DeepSpeed compares its own optimizers' names.
+# By the lower-case name: DeepSpeed compares the names of its own optimizers in lower case.
 OPTIMIZERS: dict[str, Tree] = {
     "adam": _ADAM,
     "adamw": _ADAM,
@@ -28,29 +28,30 @@ OPTIMIZERS: dict[str, Tree] = {
     "lamb": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _ON,
              "eps_inside_sqrt": _ON, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
              "amsgrad": _NO_AMSGRAD, "max_grad_norm": _NO_CLIPPING},
-    "muon": {"lr": _RATE, "momentum": _SHARE, "weight_decay": _DECAY,
-             "ns_method": Key("str", words=("gram", "standard")),
+    "muon": {"lr": _RATE, "momentum": _FRACTION, "weight_decay": _DECAY,
+             "ns_method": Key("str", choices=("gram", "standard")),
              "muon_lr": Key("number", low=0), "adam_lr": Key("number", low=0), "betas": _BETAS, "eps": _SMALL,
              "adam_w_mode": _ON, "torch_adam": _ON, "fp32_optimizer_states": _ON, "max_grad_norm": _NO_CLIPPING,
-             "per_head_muon": Key(refused="the models here do not name their attention heads to Muon; remove the key")},
+             "per_head_muon": Key(rejected="the models here have no marked attention heads; remove the key")},
 }
-# torch.optim's own, by their exact names: what each takes beside "lr" and the flags of its implementation.
+# torch.optim's optimizers by their exact names: parameters besides "lr" and the implementation flags below.
 _FROM_0 = Key("number", low=0)
 _TORCH: dict[str, Tree] = {
     "ASGD": {"lambd": _FROM_0, "alpha": _FROM_0, "t0": _FROM_0, "weight_decay": _DECAY},
-    "Adadelta": {"rho": _SHARE, "eps": _SMALL, "weight_decay": _DECAY},
+    "Adadelta": {"rho": _FRACTION, "eps": _SMALL, "weight_decay": _DECAY},
     "Adafactor": {"beta2_decay": Key("number", high=0), "eps": Key("pair", low=0), "d": Key("number", low=1),
                   "weight_decay": _DECAY},
     "Adamax": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY},
     "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
               "decoupled_weight_decay": _ON},
     "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _ON},
-    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _SHARE, "centered": _ON},
+    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION, "centered": _ON},
     "Rprop": {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)},
-    "SGD": {"momentum": _SHARE, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
+    "SGD": {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
 }
-_TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True), "maximize": Key(refused="the loss is minimised")}
-_TORCH_GRAPHS: Tree = {"capturable": _ON, "differentiable": Key(refused="nothing differentiates through a step")}
+_TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True),
+                       "maximize": Key(rejected="the loss is minimized")}
+_TORCH_GRAPHS: Tree = {"capturable": _ON, "differentiable": Key(rejected="nothing differentiates through a step")}
 TORCH_OPTIMIZERS: dict[str, Tree] = {
     name: {**_TORCH_COMMON, **tree, "max_grad_norm": _NO_CLIPPING, **({} if name == "Adafactor" else _TORCH_GRAPHS)}
     for name, tree in _TORCH.items()
@@ -75,30 +76,30 @@ KNOWN_NAMES = ("Adam", "AdamW", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMI
 
 
 def optimizer_params(kind: str) -> Tree | None:
-    """The parameters that an "optimizer.type" takes; None: there is no such optimizer."""
+    """Return the parameters of an "optimizer.type"; None if there is no such optimizer."""
     return OPTIMIZERS.get(kind.lower()) or TORCH_OPTIMIZERS.get(kind)
 
 
-# Those with an implementation for offload_optimizer (Muon: its matrices' update, beside CPU Adam).
+# Optimizers with a CPU implementation, which offload_optimizer needs.
 CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad")
-# Those that ZeRO knows; the others need "zero_allow_untested_optimizer".
+# Optimizers that DeepSpeed tests with ZeRO; the others need "zero_allow_untested_optimizer".
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 
-_START = Key(refused="the step to go on from is the checkpoint's; remove the key", idle=(-1,))
+_START = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
 _STEPS = Key("int", low=1, auto=True)
-_WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", words=("log", "linear")),
+_WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", choices=("log", "linear")),
                  "last_batch_iteration": _START}
 _WARMUP_RATES: Tree = {"warmup_min_lr": _RATE, "warmup_max_lr": _RATE}
 SCHEDULERS: dict[str, Tree] = {
     "WarmupLR": {**_WARMUP, **_WARMUP_RATES},
     "WarmupDecayLR": {**_WARMUP, **_WARMUP_RATES, "total_num_steps": _STEPS},
-    "WarmupCosineLR": {**_WARMUP, "total_num_steps": _STEPS, "warmup_min_ratio": _SHARE, "cos_min_ratio": _SHARE},
+    "WarmupCosineLR": {**_WARMUP, "total_num_steps": _STEPS, "warmup_min_ratio": _FRACTION, "cos_min_ratio": _FRACTION},
     "OneCycle": {
         "cycle_min_lr": _FROM_0, "cycle_max_lr": _FROM_0, "decay_lr_rate": _FROM_0,
         "cycle_first_step_size": Key("int", low=1), "cycle_second_step_size": Key("int", low=1, null=True),
         "cycle_first_stair_count": Key("int", low=0), "cycle_second_stair_count": Key("int", low=0, null=True),
-        "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _SHARE,
-        "cycle_max_mom": _SHARE, "decay_mom_rate": _FROM_0, "last_batch_iteration": _START,
+        "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _FRACTION,
+        "cycle_max_mom": _FRACTION, "decay_mom_rate": _FROM_0, "last_batch_iteration": _START,
     },
     "LRRangeTest": {
         "lr_range_test_min_lr": _FROM_0, "lr_range_test_step_size": Key("int", low=1),

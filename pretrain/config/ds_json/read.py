@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed JSON: comments and trailing commas allowed, the line of every key remembered."""
+"""Read a DeepSpeed JSON with comments and trailing commas, and record the line of each key."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from pretrain.errors import ConfigError
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
-_WORDS = {"true": True, "false": False, "null": None, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_WORD = re.compile(r"-?[A-Za-z_]\w*")
+_LITERALS = {"true": True, "false": False, "null": None, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_LITERAL = re.compile(r"-?[A-Za-z_]\w*")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _DEEPEST = 32
 _LARGEST = 2**63 - 1
@@ -26,10 +26,10 @@ class DsFile:
 
     path: str
     values: dict[str, Any]
-    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # keys from the top down -> line, from 1
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)  # path of keys -> line number, from 1
 
     def where(self, dotted: str) -> str:
-        """`file:line: dotted.key`, the line being that of the innermost part that the file has."""
+        """Return `file:line: dotted.key`, with the line of the innermost part that the file has."""
         keys = tuple(dotted.split("."))
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.lines:
@@ -37,12 +37,12 @@ class DsFile:
         return f"{self.path}: {dotted}"
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """The value under `dotted`, or `default` where the file has none."""
+        """Return the value of a dotted key, or `default` if the file does not have it."""
         return get_value(self.values, dotted, default)
 
 
 def get_value(values: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
-    """`values["a"]["b"]` for "a.b", or `default` where a part is missing."""
+    """Return `values["a"]["b"]` for "a.b", or `default` if a part is missing."""
     node: Any = values
     for key in dotted.split("."):
         if not isinstance(node, Mapping) or key not in node:
@@ -52,25 +52,27 @@ def get_value(values: Mapping[str, Any], dotted: str, default: Any = None) -> An
 
 
 def read_ds_config(path: str, *, flag: str = "--deepspeed_config") -> DsFile:
-    """The file that `flag` names. Raises ConfigError, with file and line, for what is no JSON object or names a key
-    twice.
+    """Read the file that `flag` names.
+
+    Raises:
+        ConfigError: with file and line, for text that is not a JSON object, and for duplicate keys.
     """
     if not path:
         raise ConfigError(flag, found="nothing", expected="a DeepSpeed JSON file",
-                          remedy="ds_configs/README.md says which one when")
+                          remedy="ds_configs/README.md helps to choose one")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(flag, found=f"{path} ({error.strerror or error})", expected="a readable file") from None
+        raise ConfigError(flag, problem=f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(flag, found=f"{path}, which is not UTF-8 text", expected="a DeepSpeed JSON file") from None
-    reader = _Reader(path, text)
-    values = reader.document()
-    return DsFile(path, values, reader.lines)
+        raise ConfigError(flag, problem=f"{path} is not UTF-8 text") from None
+    parser = _Parser(path, text)
+    values = parser.document()
+    return DsFile(path, values, parser.lines)
 
 
-class _Reader:
-    """A recursive-descent reader; json.loads would neither allow comments nor tell where a key stands."""
+class _Parser:
+    """Recursive-descent parser. json.loads neither allows comments nor returns line numbers."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text, self.at = path, text, 0
@@ -97,14 +99,14 @@ class _Reader:
             return self._string("a closed string")
         if number := _NUMBER.match(self.text, self.at):
             return self._number(number)
-        word = _WORD.match(self.text, self.at)
-        if word is None or word[0] not in _WORDS:
+        word = _LITERAL.match(self.text, self.at)
+        if word is None or word[0] not in _LITERALS:
             raise self._error("a value: a number, a string in double quotes, true, false, null, {...} or [...]")
         self.at = word.end()
-        return _WORDS[word[0]]
+        return _LITERALS[word[0]]
 
     def _number(self, found: re.Match[str]) -> Any:
-        """Finite, and within 64 bits where it is an integer: what no library after this one stumbles over."""
+        """Read a finite number; integers have at most 64 bits, because later libraries fail on larger ones."""
         digits = found[0].lstrip("-")
         if digits.isdigit() and (len(digits) > len(str(_LARGEST)) or int(digits) > _LARGEST):
             raise self._error("an integer of at most 64 bits")
@@ -123,8 +125,9 @@ class _Reader:
             path = (*keys, name)
             if name in values:
                 dotted = ".".join(path)
-                raise ConfigError(f"{self.path}:{line}: {dotted}", expected="every key once",
-                                  found=f"the key a second time (first: line {self.lines[path]})")
+                raise ConfigError(f"{self.path}:{line}: {dotted}",
+                                  problem=f"the same key is on line {self.lines[path]}",
+                                  remedy="remove one of the two")
             self.lines[path] = line
             self._take(":")
             values[name] = self._value(path)
@@ -178,4 +181,4 @@ class _Reader:
     def _error(self, expected: str) -> ConfigError:
         rest = self.text[self.at:].split("\n")[0].strip()[:40]
         return ConfigError(f"{self.path}:{self._line()}", found=repr(rest) if rest else "the end of the line or file",
-                           expected=expected, remedy="JSON with // or # comments is read")
+                           expected=expected, remedy="the file must be JSON; // and # comments are allowed")

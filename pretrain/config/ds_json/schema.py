@@ -1,4 +1,4 @@
-"""The legal keys of a DeepSpeed 0.19.8 JSON, at every depth, without importing deepspeed.
+"""Legal keys of a DeepSpeed 0.19.8 JSON at every depth, without importing deepspeed.
 
 `tests/config/test_resolve.py` compares this tree with DeepSpeed's own models and constants.
 """
@@ -6,25 +6,25 @@
 from dataclasses import dataclass
 from typing import Any, Union
 
-DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's own
+DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"
 PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform",
-                     "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's own word for the default
+                     "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's name for the default
 
 
 @dataclass(frozen=True)
 class Key:
-    """One value of the JSON: what it may be, and whether it does anything in this program."""
+    """Legal values of one key of the JSON, and whether the key has an effect in this program."""
 
     kind: str = "any"  # bool, int, number, str, list (of strings), pair (two numbers), interval
     low: float | None = None
     high: float | None = None
-    words: tuple[str, ...] = ()  # the legal strings
-    auto: bool = False  # "auto" is filled from flags, model or run
+    choices: tuple[str, ...] = ()  # legal strings
+    auto: bool = False  # "auto" is legal: it is filled from flags, model or run
     null: bool = False
-    refused: str = ""  # why every value but the idle ones is refused, and what to do instead
-    idle: tuple[Any, ...] = ()  # values that ask for nothing (besides false, null, {} and "enabled": false)
-    ignored: str = ""  # why the key has no effect here, whatever its value: it is left out, and a note says so
+    rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
+    neutral: tuple[Any, ...] = ()  # values that request nothing (besides false, null, {} and "enabled": false)
+    ignored: str = ""  # why no value has an effect here: the key is left out, with a note
 
 
 Tree = dict[str, Union[Key, "Tree"]]
@@ -37,12 +37,13 @@ _BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
 _PRECISION = ("fp16", "bf16", "fp32")
 
 
-def _no(reason: str, *idle: Any) -> Key:
-    return Key(refused=reason, idle=idle)
+def _rejected(reason: str, *neutral: Any) -> Key:
+    return Key(rejected=reason, neutral=neutral)
 
 
-def _ignored(reason: str, *idle: Any, kind: str = "bool", low: float | None = None, high: float | None = None) -> Key:
-    return Key(kind, low, high, null=True, idle=idle, ignored=f"no effect: {reason}")
+def _ignored(reason: str, *neutral: Any, kind: str = "bool", low: float | None = None,
+             high: float | None = None) -> Key:
+    return Key(kind, low, high, null=True, neutral=neutral, ignored=f"no effect: {reason}")
 
 
 _NOT_YET = "not supported by this version"
@@ -51,7 +52,7 @@ _CHECKPOINTING = '"pipeline": {"activation_checkpoint_interval": k} recomputes e
 _NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
 
 _OFFLOAD_PARAM: Tree = {
-    "device": Key("str", words=("none", "cpu", "nvme")),
+    "device": Key("str", choices=("none", "cpu", "nvme")),
     "nvme_path": Key("str", auto=True, null=True),
     "buffer_count": Key("int", low=1),
     "buffer_size": _COUNT,
@@ -59,15 +60,15 @@ _OFFLOAD_PARAM: Tree = {
     "pin_memory": _ON,
 }
 _OFFLOAD_OPTIMIZER: Tree = {
-    "device": Key("str", words=("none", "cpu", "nvme")),
+    "device": Key("str", choices=("none", "cpu", "nvme")),
     "nvme_path": Key("str", auto=True, null=True),
-    "buffer_count": Key("int", low=4),  # weights, two moments and the gradient of a sub-group at once
+    "buffer_count": Key("int", low=4),  # weights, two optimizer states and the gradient of a sub-group at once
     "pin_memory": _ON,
     "pipeline_read": _ON,
     "pipeline_write": _ON,
     "fast_init": _ON,
-    "ratio": _no(f"partial offload is {_NOT_YET}; remove the key to offload everything", 1, 1.0),
-    "super_offload": _no(f"SuperOffload is {_NOT_YET}; remove the key"),
+    "ratio": _rejected(f"partial offload is {_NOT_YET}; remove the key to offload everything", 1, 1.0),
+    "super_offload": _rejected(f"SuperOffload is {_NOT_YET}; remove the key"),
     "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
 }
 _GATHER = _ignored("tools/checkpoint.py consolidate writes the complete weights")
@@ -98,7 +99,7 @@ ZERO: Tree = {
     "elastic_checkpoint": _ignored("checkpoints resume on any number of ranks"),
     "offload_param": _OFFLOAD_PARAM,
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zenflow": _no(f"ZenFlow is {_NOT_YET}; use offload_optimizer alone"),
+    "zenflow": _rejected(f"ZenFlow is {_NOT_YET}; use offload_optimizer alone"),
     "sub_group_size": _COUNT,
     "cpu_offload_param": Key("bool", null=True),
     "cpu_offload_use_pin_memory": _ignored('DeepSpeed reads "pin_memory" in the offload blocks'),
@@ -107,7 +108,7 @@ ZERO: Tree = {
     **{f"stage3_{name}": key for name, key in _STAGE3.items()},
     "stage3_gather_fp16_weights_on_model_save": _GATHER,
     "ignore_unused_parameters": _ON,
-    "legacy_stage1": _no("DeepSpeed has removed it; remove the key"),
+    "legacy_stage1": _rejected("DeepSpeed has removed it; remove the key"),
     "round_robin_gradients": _ON,
     "parameter_alignment": _ON,
     "zero_hpz_partition_size": _COUNT,
@@ -115,12 +116,12 @@ ZERO: Tree = {
     "zero_quantized_nontrainable_weights": _ignored("every parameter is trained"),
     "zero_quantized_gradients": _ON,
     "memory_efficient_linear": _ON,
-    "pipeline_loading_checkpoint": _no(f"{_NOT_YET}; remove the key"),
+    "pipeline_loading_checkpoint": _rejected(f"{_NOT_YET}; remove the key"),
     "override_module_apply": _ON,
     "log_trace_cache_warnings": _ON,
     "enable_sanity_checks": _ON,
     "save_muon_momentum_buffer_in_memory": _ON,
-    "leaf_module": _no("the models here have no such modules; remove the block"),
+    "leaf_module": _rejected("the models here have no such modules; remove the block"),
 }
 FP16: Tree = {
     "enabled": Key("bool", auto=True),
@@ -145,24 +146,24 @@ PIPELINE: Tree = {
     "partition": Key("str"),
     "partition_method": Key("str"),
     "activation_checkpoint_interval": _COUNT,
-    "use_reentrant": _no("re-entrant checkpointing fails with these models; write false"),
-    "seed_layers": _no("initial weights depend on --seed and the parameter's name alone; remove the key"),
+    "use_reentrant": _rejected("re-entrant checkpointing fails with these models; write false"),
+    "seed_layers": _rejected("initial weights depend on --seed and the parameter's name alone; remove the key"),
     "pipe_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
     "grad_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
 }
 DATA_TYPES: Tree = {
-    "grad_accum_dtype": Key("str", words=_PRECISION, null=True),
-    "param_dtype": Key("str", words=_PRECISION, null=True),
-    "buffer_dtype": _no("the models keep their few buffers in fp32; remove the key"),
-    "keep_in_fp32_modules": _no("the models keep their few buffers in fp32; remove the key", "auto", []),
+    "grad_accum_dtype": Key("str", choices=_PRECISION, null=True),
+    "param_dtype": Key("str", choices=_PRECISION, null=True),
+    "buffer_dtype": _rejected("the models keep their few buffers in fp32; remove the key"),
+    "keep_in_fp32_modules": _rejected("the models keep their few buffers in fp32; remove the key", "auto", []),
 }
 CHECKPOINT: Tree = {
-    "tag_validation": Key("str", words=("WARN", "IGNORE", "FAIL")),
+    "tag_validation": Key("str", choices=("WARN", "IGNORE", "FAIL")),
     "checkpoint_serialization": _ON,
     "parallel_write": {"pipeline_stage": _ON},
-    "load_universal": _no(f"universal checkpoints are {_NOT_YET}; remove the key"),
-    "use_node_local_storage": _no("the run folder (--save) is one that all machines share; remove the key"),
-    "writer": _no("these writers cannot read their own files back in DeepSpeed 0.19.8; remove the block"),
+    "load_universal": _rejected(f"universal checkpoints are {_NOT_YET}; remove the key"),
+    "use_node_local_storage": _rejected("all machines share the run folder (--save); remove the key"),
+    "writer": _rejected("these writers cannot read their own files back in DeepSpeed 0.19.8; remove the block"),
 }
 MONITORS: Tree = {
     "tensorboard": {"enabled": _ON, "output_path": Key("str"), "job_name": Key("str")},
@@ -171,10 +172,10 @@ MONITORS: Tree = {
     "comet": {
         "enabled": _ON, "samples_log_interval": _POSITIVE, "project": _TEXT, "workspace": _TEXT, "api_key": _TEXT,
         "experiment_name": _TEXT, "experiment_key": _TEXT, "online": Key("bool", null=True),
-        "mode": Key("str", words=("get", "create", "get_or_create"), null=True),
+        "mode": Key("str", choices=("get", "create", "get_or_create"), null=True),
     },
 }
-# DeepSpeed's block says how activations are recomputed by programs that call its functions; it turns nothing on.
+# The block configures DeepSpeed's checkpointing functions, which this program does not call; it turns nothing on.
 ACTIVATION_CHECKPOINTING: Tree = {
     "number_checkpoints": _ignored(_CHECKPOINTING, kind="int", low=0),
     **{name: _ignored(_CHECKPOINTING)
@@ -185,14 +186,14 @@ TREE: Tree = {
     "train_batch_size": _BATCH,
     "train_micro_batch_size_per_gpu": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "managed_gradient_accumulation": _no("the engine counts the micro-batches of a step here; remove the key", True),
+    "managed_gradient_accumulation": _rejected("the engine counts a step's micro-batches; remove the key", True),
     "optimizer": {"type": Key("str"), "params": {}, "legacy_fusion": _ON},
     "scheduler": {"type": Key("str"), "params": {}},
     "gradient_clipping": Key("number", low=0, auto=True),
     "fp16": FP16,
     "bf16": BF16,
     "bfloat16": BF16,
-    "torch_autocast": _no("under ZeRO it clips scaled gradients and with a pipeline it crashes; use bf16 or fp16"),
+    "torch_autocast": _rejected("it clips scaled gradients under ZeRO and crashes with a pipeline; use bf16 or fp16"),
     "data_types": DATA_TYPES,
     "zero_optimization": ZERO,
     "zero_allow_untested_optimizer": _ON,
@@ -200,12 +201,12 @@ TREE: Tree = {
     "allgather_size": _ignored('it belongs to "zero_optimization": true, of old versions', kind="int", low=1),
     "pipeline": PIPELINE,
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
-    "communication_data_type": Key("str", words=_PRECISION, null=True),
-    "seq_parallel_communication_data_type": Key("str", words=_PRECISION, null=True,
+    "communication_data_type": Key("str", choices=_PRECISION, null=True),
+    "seq_parallel_communication_data_type": Key("str", choices=_PRECISION, null=True,
                                                 ignored="no effect: there is no sequence parallelism"),
     "prescale_gradients": _ON,
     "gradient_predivide_factor": Key("number", low=1e-9),
-    "gradient_allreduce_op": _no('the loss is a mean over the tokens of all ranks; use "mean"', "mean"),
+    "gradient_allreduce_op": _rejected('the loss is a mean over the tokens of all ranks; use "mean"', "mean"),
     "disable_allgather": _ignored("DeepSpeed 0.19.8 does not read it"),
     "checkpoint": CHECKPOINT,
     **MONITORS,
@@ -227,26 +228,26 @@ TREE: Tree = {
     "memory_breakdown": _ON,
     "dump_state": _ON,
     "disable_python_gc": _ON,
-    "log_level": _no("use --deepspeed_log_level"),
+    "log_level": _rejected("use --deepspeed_log_level"),
     "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
-    "data_efficiency": _no(f"{_LOADER}; remove the block"),
-    "autotuning": _no(f"the autotuner is {_NOT_YET}; remove the block"),
-    "compile": _no("use --compile_blocks, and remove the block"),
-    "hybrid_engine": _no("it generates text for RLHF and has no place in pretraining; remove the block"),
-    "weight_quantization": _no("it acts on inference only; remove the block"),
-    "tensor_parallel": _no(f'tensor parallelism is {_NOT_YET}; use "pipeline" stages or ZeRO-3'),
-    "expert_parallel": _no(f"mixture-of-experts models are {_NOT_YET}; remove the block"),
-    "sequence_parallel_size": _no(f'sequence parallelism is {_NOT_YET}; use "pipeline" stages', 1),
-    "use_data_before_expert_parallelism": _no(f"mixture-of-experts models are {_NOT_YET}; remove the key"),
-    "datastates_ckpt": _no("this checkpoint engine cannot be imported in DeepSpeed 0.19.8; remove the block"),
+    "data_efficiency": _rejected(f"{_LOADER}; remove the block"),
+    "autotuning": _rejected(f"the autotuner is {_NOT_YET}; remove the block"),
+    "compile": _rejected("use --compile_blocks, and remove the block"),
+    "hybrid_engine": _rejected("it generates text for RLHF, not for pretraining; remove the block"),
+    "weight_quantization": _rejected("it affects inference only; remove the block"),
+    "tensor_parallel": _rejected(f'tensor parallelism is {_NOT_YET}; use "pipeline" stages or ZeRO-3'),
+    "expert_parallel": _rejected(f"mixture-of-experts models are {_NOT_YET}; remove the block"),
+    "sequence_parallel_size": _rejected(f'sequence parallelism is {_NOT_YET}; use "pipeline" stages', 1),
+    "use_data_before_expert_parallelism": _rejected(f"mixture-of-experts models are {_NOT_YET}; remove the key"),
+    "datastates_ckpt": _rejected("this checkpoint engine cannot be imported in DeepSpeed 0.19.8; remove the block"),
 }
 
-# Blocks that DeepSpeed reads with pydantic models, which take "auto" as a key that is not there.
+# Blocks that DeepSpeed reads with pydantic models, which treat "auto" as a missing key.
 BLOCKS_WITH_DEFAULTS = ("zero_optimization", "fp16", "bf16", "bfloat16", "tensorboard", "csv_monitor", "wandb", "comet",
                         "comms_logger")
 
-# Keys that DeepSpeed has removed, with its own reason. It refuses them whatever they say; here they may be off.
+# Keys that DeepSpeed has removed, with its reason. DeepSpeed rejects every value; here they may be off.
 REMOVED: dict[str, str] = {
     "nebula": "Nebula checkpointing has been removed",
     "compression_training": "the DeepSpeed compression library has been removed",

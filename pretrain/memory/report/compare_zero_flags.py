@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pretrain.cli import Parser, number, place, text, whole_number
+from pretrain.cli import Parser, number, path_text, text, whole_number
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
@@ -55,7 +55,8 @@ def _parser() -> Parser:
         "simulate: real DeepSpeed engines, one rank of N at a time, in this host's memory\n"
         "measure:  real runs of the --configs on this machine, for a few steps"))
     group = parser.add_argument_group("the model")
-    group.add_argument("--model", type=place, help="preset name, transformers config.json, or a folder that holds one")
+    group.add_argument("--model", type=path_text,
+                       help="preset name, transformers config.json, or a folder that holds one")
     group.add_argument("--model_overrides", type=text, help="changes to the config.json: n_layer=4,vocab_size=8000")
     group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: compare only the model states, as in the ZeRO paper")
@@ -83,22 +84,25 @@ def _parser() -> Parser:
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s (default: {STORAGE_RATE / GB:g})")
     group.add_argument("--steps", type=whole_number(2, 10**4), help="measure: timed steps of each run (default: 4)")
-    group.add_argument("--nvme_path", type=place,
+    group.add_argument("--nvme_path", type=path_text,
                        help="measure: folder on a local disk, for JSONs whose nvme_path is \"auto\"")
     group = parser.add_argument_group("output")
     group.add_argument("--unit", choices=UNITS, help="unit of the table (default: GiB; with --num_parameters GB)")
     group.add_argument("--all_micro_batches", action="store_true",
                        help="one row per micro-batch size, instead of only the best size")
     for flag, about in (("json", "write all results as JSON"), ("csv", "write the table as CSV")):
-        group.add_argument(f"--{flag}", nargs="?", const="-", type=place, metavar="FILE",
+        group.add_argument(f"--{flag}", nargs="?", const="-", type=path_text, metavar="FILE",
                            help=f"{about} (without FILE: to stdout, instead of the table)")
-    group.add_argument("--plot", type=place, metavar="FILE", help="write a bar chart of the memory, as .png or .html")
-    group.add_argument("--write", type=place, metavar="FILE", help="write the recommended layout as a DeepSpeed JSON")
+    group.add_argument("--plot", type=path_text, metavar="FILE",
+                       help="write a bar chart of the memory, as .png or .html")
+    group.add_argument("--write", type=path_text, metavar="FILE",
+                       help="write the recommended layout as a DeepSpeed JSON")
     return parser
 
 
 def _add_layouts(group: Any) -> None:
-    group.add_argument("--configs", nargs="+", type=place, metavar="JSON", help="compare these DeepSpeed JSONs only")
+    group.add_argument("--configs", nargs="+", type=path_text, metavar="JSON",
+                       help="compare these DeepSpeed JSONs only")
     count = whole_number(1, _MOST)
     for flag, (_, kind, choices, about) in _AXES.items():
         low = 0 if flag in ("zero_stage", "activation_checkpoint_interval") else 1
