@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 _THREADS = 4  # hashing releases Python's GIL; a disk can seldom supply more threads
 
-Advance = Callable[[int, str], None]  # arguments: bytes verified since the last call, name of the file
+Advance = Callable[[int, str], None]  # signature of ProgressBar.advance: bytes since the last call, file name
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *,

@@ -51,7 +51,8 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
     if errors:
         raise no_complete_checkpoint(checkpoints_folder(plan), errors)
     if plan.args.resume == "required":
-        raise ConfigError("--resume required", problem="the run folder and the mirror hold no checkpoint",
+        mirror = " or in the mirror" if plan.args.checkpoint_mirror else ""
+        raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints_folder(plan)}{mirror}",
                           remedy="to begin at step 0, use --resume auto")
     return None
 
@@ -103,14 +104,21 @@ def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
                                                     active=rank == 0) as progress:
         hashing = pool.submit(find_damage, folder, manifest, mine, advance=progress.advance)
         wait_until_all(hashing.done)
-        found = hashing.result()
-    found += unexpected_files(folder, manifest) if rank == 0 else []
+        problems = hashing.result() + _manifest_problems(folder, manifest)
+    if rank == 0:
+        problems += unexpected_files(folder, manifest)
+    return [line for lines in gather(problems) for line in lines]
+
+
+def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a line if this host does not read rank 0's manifest, because the hosts do not share the folder."""
     try:
-        if (folder / MANIFEST).read_text(encoding="utf-8") != manifest.to_json():
-            found.append(f"{folder}: {gethostname()} has another manifest than rank 0; all hosts must share the folder")
+        if (folder / MANIFEST).read_text(encoding="utf-8") == manifest.to_json():
+            return []
+        problem = "has another manifest than rank 0"
     except (OSError, ValueError) as error:
-        found.append(f"{folder}: {gethostname()} cannot read the manifest ({error}); all hosts must share the folder")
-    return [line for lines in gather(found) for line in lines]
+        problem = f"cannot read the manifest ({error})"
+    return [f"{folder}: {gethostname()} {problem}; all hosts must share this folder"]
 
 
 def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
@@ -122,5 +130,6 @@ def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
             load_pickle(folder / name, mmap=True)
         except ConfigError as error:
             rejected.append(str(error))
-    for line in (line for lines in gather(rejected) for line in lines):
-        raise ConfigError.from_line(line)
+    lines = [line for lines_of_rank in gather(rejected) for line in lines_of_rank]
+    if lines:
+        raise ConfigError.from_line(lines[0])

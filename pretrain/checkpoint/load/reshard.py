@@ -42,16 +42,17 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     try:
         with torch.no_grad():
             reader = CheckpointReader(folder)
-            _check(engine, reader)
-            _fill(engine, reader)
+            _check_model_and_optimizer(engine, reader)
+            _fill_flat_tensors(engine, reader)
             _set_groups(engine, reader)
             _set_counters(engine, reader)
     except ConfigError as error:
         rejection = str(error)
-    for line in filter(None, gather(rejection)):
-        raise ConfigError.from_line(line)
+    rejections = [line for line in gather(rejection) if line]
+    if rejections:
+        raise ConfigError.from_line(rejections[0])
     with torch.no_grad():
-        _refresh(engine)
+        _update_16bit_weights(engine)
     set_loss_scale(engine, manifest.loss_scale)
     digest = hashlib.sha256(f"{manifest.seed} {manifest.step} {dist.get_rank()}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
@@ -74,11 +75,11 @@ def _fragments_in(index: str) -> Any:
                                       for tensor in values.get("tensors", [])]]
 
 
-def _check(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
+def _check_model_and_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Raise ConfigError unless parameters and optimizer are the same, and the optimizer's states can be divided."""
-    saved, now = reader.optimizer, type(base_optimizer(engine)).__name__
-    if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(now):
-        raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {now} in this run",
+    saved, current = reader.optimizer, type(base_optimizer(engine)).__name__
+    if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(current):
+        raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {current} in this run",
                           expected=f"one of {', '.join(ELEMENTWISE_OPTIMIZERS)} in both",
                           remedy="with other optimizers, resume in the layout that saved")
     for name, parameter in engine.module.named_parameters():
@@ -88,7 +89,7 @@ def _check(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
                               expected=f"{shape}, as in this run's model")
 
 
-def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
+def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Fill the flat fp32 weights and their optimizer states; at ZeRO stage 3 the 16-bit weights too."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.checkpoint_event_prologue()  # partitions all gathered parameters
@@ -99,7 +100,7 @@ def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     total = bytes_each * sum(flat.numel for flat in flats)
     with ProgressBar("changing the layout", total, active=dist.get_rank() == 0) as progress:
         for flat in flats:
-            with _in_memory(engine, flat):
+            with _swapped_in(engine, flat):
                 for fragment in flat.fragments:
                     target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
                     reader.copy(fragment.name, FP32, fragment.start, target)
@@ -108,7 +109,7 @@ def _fill(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 
 
 @contextlib.contextmanager
-def _in_memory(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
+def _swapped_in(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
     """At ZeRO stage 3, swap the tensor in from NVMe if it is there, and afterwards update the 16-bit weights."""
     optimizer = engine.optimizer
     stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
@@ -131,8 +132,8 @@ def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, An
     dummy = torch.zeros(2, dtype=like.dtype, device=like.device, requires_grad=True)
     dummy.grad = torch.zeros_like(dummy)
     groups = [group["params"] for group in optimizer.param_groups]
-    hooks, optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks, type(
-        optimizer._optimizer_step_pre_hooks)()
+    hooks = optimizer._optimizer_step_pre_hooks
+    optimizer._optimizer_step_pre_hooks = type(hooks)()  # the trial step must not run DeepSpeed's hooks
     try:
         for i, group in enumerate(optimizer.param_groups):
             group["params"] = [dummy] if i == 0 else []
@@ -153,7 +154,7 @@ def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: d
     saved = {*reader.states, *reader.scalars} - {FP32}
     if not needed <= saved or (set(reader.states) - {FP32}) - needed:
         raise ConfigError(f"{reader.folder}: optimizer states", found=", ".join(sorted(saved)) or "none",
-                          expected=f"those of this run's optimizer, {', '.join(sorted(needed)) or 'none'}")
+                          expected=f"{', '.join(sorted(needed)) or 'none'}, as this run's optimizer needs")
 
 
 def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointReader, template: dict[str, Any]) -> None:
@@ -186,10 +187,10 @@ def _clear_states(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
 
 def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Set the scheduled settings of each parameter group. A group of padding alone gets the first parameter's."""
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # parameter group -> one of its parameters
     for flat in flat_tensors(engine):
-        for fragment in flat.fragments[:1]:
-            names.setdefault(group_of(engine, flat), fragment.name)
+        if flat.fragments:
+            names.setdefault(group_of(engine, flat), flat.fragments[0].name)
     for i, group in enumerate(base_optimizer(engine).param_groups):
         saved = reader.group(names.get(i, next(iter(reader.shapes))))
         for key in set(SCHEDULED) & group.keys() & saved.keys():
@@ -206,7 +207,7 @@ def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
-def _refresh(engine: DeepSpeedEngine) -> None:
+def _update_16bit_weights(engine: DeepSpeedEngine) -> None:
     """Update the 16-bit weights from the fp32 weights; collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

@@ -104,9 +104,9 @@ def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
 
 
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-    for name, (saved, now) in pairs.items():
-        if saved != now:
-            raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {now} in this run",
+    for name, (saved, current) in pairs.items():
+        if saved != current:
+            raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {current} in this run",
                               remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
 
 
