@@ -15,7 +15,7 @@ import pytest
 
 from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, complete_checkpoints, read_manifest
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
-from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, finished_in_mirror, upload
+from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, mirrored_checkpoints, upload
 from pretrain.errors import ConfigError, SaveError
 from tests.support.checkpoints import real_run
 from tests.support.launch import free_port
@@ -90,10 +90,10 @@ def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
 
 def test_upload_and_fetch(checkpoints: Path, url: str, tmp_path: Path) -> None:
     check_mirror(url)
-    assert finished_in_mirror(url) == []
+    assert mirrored_checkpoints(url) == []
     for step in (1, 3, 2):
         _mirror(checkpoints / f"global_step{step}", url)
-    assert finished_in_mirror(url) == [NEWEST, "global_step2", "global_step1"]
+    assert mirrored_checkpoints(url) == [NEWEST, "global_step2", "global_step1"]
     folder = fetch(url, tmp_path / "fetched", NEWEST)
     assert folder == tmp_path / "fetched" / NEWEST
     assert find_damage(folder, read_manifest(folder)) == []
@@ -115,23 +115,23 @@ def test_unfinished_uploads_do_not_count_as_checkpoints(checkpoints: Path, url: 
     _mirror(checkpoints / "global_step2", url)
     folder = checkpoints / NEWEST
     _upload(folder, url, 0)
-    assert finished_in_mirror(url) == ["global_step2"]
+    assert mirrored_checkpoints(url) == ["global_step2"]
     with pytest.raises(ConfigError, match=r"rank 1 has not copied its files within 0\.01 s"):
         finish_upload(folder, url, timeout_s=0.01, poll_s=0.01)
     _upload(folder, url, 1)
-    assert finished_in_mirror(url) == ["global_step2"]
+    assert mirrored_checkpoints(url) == ["global_step2"]
     finish_upload(folder, url)
-    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
+    assert mirrored_checkpoints(url) == [NEWEST, "global_step2"]
     assert _names_in(url) == {MANIFEST, *read_manifest(folder).files}
     again = Path(shutil.copytree(folder, tmp_path / "again" / NEWEST))  # another save of the same step
     (again / MANIFEST).write_text(replace(read_manifest(folder), save_id="another").to_json())
     _upload(again, url, 0)
-    assert finished_in_mirror(url) == ["global_step2"]
+    assert mirrored_checkpoints(url) == ["global_step2"]
     with pytest.raises(ConfigError, match="rank 1 has not copied its files"):
         finish_upload(again, url, timeout_s=0.01, poll_s=0.01)
     _upload(again, url, 1)
     finish_upload(again, url)
-    assert finished_in_mirror(url) == [NEWEST, "global_step2"]
+    assert mirrored_checkpoints(url) == [NEWEST, "global_step2"]
 
 
 def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path: Path) -> None:

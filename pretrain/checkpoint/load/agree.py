@@ -20,7 +20,7 @@ from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers
-from pretrain.checkpoint.save.mirror import check_mirror, fetch, finished_in_mirror
+from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
 from pretrain.console.progress import ProgressBar
@@ -77,7 +77,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     if mirror is not None:
         try:
             check_mirror(mirror)
-            mirrored = {step_of(Path(tag)): tag for tag in finished_in_mirror(mirror)}
+            mirrored = {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror)}
         except ConfigError as error:
             yield str(error)  # the run continues if there is a local checkpoint
     if plan.args.resume == "never":

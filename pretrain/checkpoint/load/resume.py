@@ -66,8 +66,8 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
 
 def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
     """Check that `plan` can resume exactly from this checkpoint, and add warnings. Raises ConfigError if it cannot."""
-    check_can_resume(manifest, plan, folder)
-    changes = changed_inputs(manifest, plan)
+    _check_can_resume(manifest, plan, folder)
+    changes = _changed_inputs(manifest, plan)
     if changes:
         warnings = [*warnings, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
     return Resume(folder, manifest, warnings)
@@ -82,7 +82,7 @@ def same_layout(saved: Layout, current: Layout) -> bool:
     return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
 
 
-def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
+def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     """Raise ConfigError if resuming would silently continue another run. The layout may change."""
     # the optimizer's settings are loaded with its state: changed ones would have no effect
     optimizer = plan.ds_config["optimizer"]
@@ -104,13 +104,14 @@ def check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
 
 
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigError if a value of the checkpoint and that of this run differ. `what` names what must be equal."""
     for name, (saved, current) in pairs.items():
         if saved != current:
             raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {current} in this run",
                               remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
 
 
-def changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
+def _changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
     """Return names of inputs that differ from the run that saved. They may differ, but the user is warned."""
     pairs = {"data_fingerprint": (manifest.data_fingerprint, plan.datasets["train"].fingerprint),
              "tokenizer_fingerprint": (manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)),

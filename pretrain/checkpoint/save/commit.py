@@ -88,9 +88,12 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
         write_manifest(temporary, manifest)
         remove_parts(temporary, world_size=manifest.world_size)
         publish(temporary, final)
-    except (OSError, SaveError) as error:
+    except SaveError:
         discard(temporary)
-        raise error if isinstance(error, SaveError) else SaveError(f"{final}: {error}") from error
+        raise
+    except OSError as error:
+        discard(temporary)
+        raise SaveError(f"{final}: {error}") from error
     with contextlib.suppress(OSError):  # the checkpoint is complete; on a full disk the next save updates `latest`
         write_latest(final)
     return manifest
@@ -154,10 +157,10 @@ def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: in
     """Raise SaveError unless the folder holds exactly the files of the parts, with their sizes."""
     parts = {_part(temporary, rank).name for rank in range(world_size)}
     present = set(files_in(temporary)) - parts
-    for name in sorted(present - files.keys()):
-        raise SaveError(f"{temporary}: no rank has recorded {name}")
-    for name in sorted(files.keys() - present):
-        raise SaveError(f"{temporary}: {name} is missing; do all hosts share this folder?")
+    if unknown := sorted(present - files.keys()):
+        raise SaveError(f"{temporary}: no rank has recorded {unknown[0]}")
+    if missing := sorted(files.keys() - present):
+        raise SaveError(f"{temporary}: {missing[0]} is missing; do all hosts share this folder?")
     for name, record in files.items():
         size = (temporary / name).stat().st_size
         if size != record.bytes:

@@ -14,16 +14,9 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.files import HashedFile
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, step_of
-from pretrain.checkpoint.save.commit import (
-    SaveError,
-    check_space,
-    publish,
-    temporary_folder,
-    write_latest,
-    write_manifest,
-)
+from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.console.progress import ProgressBar
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, SaveError
 
 _PROBE = ".ds-pretrain-probe"
 _PART = ".part-"
@@ -40,7 +33,7 @@ class _Mirror:
         from fsspec.asyn import AsyncFileSystem
 
         self.url = re.sub(r"//[^/@]*@", "//", url)  # for messages: without user name and password
-        with self.reaching():
+        with self.one_line_errors():
             self.fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
         # fsspec's clients of object stores are AsyncFileSystems. They have no folders, and makedirs would create a
@@ -49,7 +42,7 @@ class _Mirror:
         self._num_transfers = _MAX_TRANSFERS if self._is_object_store else 1
 
     @contextlib.contextmanager
-    def reaching(self, *parts: str) -> Iterator[None]:
+    def one_line_errors(self, *parts: str) -> Iterator[None]:
         """Turn the exceptions of all clients, each of which has its own classes, into a ConfigError of one line."""
         try:
             yield
@@ -97,7 +90,7 @@ class _Mirror:
 
     def read(self, *parts: str) -> Iterator[bytes]:
         """Yield a file's content in pieces. Raises ConfigError."""
-        with self.reaching(*parts), self.fs.open(self.path(*parts), "rb") as file:
+        with self.one_line_errors(*parts), self.fs.open(self.path(*parts), "rb") as file:
             while piece := file.read(_READ_BYTES):
                 yield piece
 
@@ -121,7 +114,7 @@ class _Mirror:
 def check_mirror(url: str) -> None:
     """Write a small file to the mirror and remove it. Raises ConfigError if that fails."""
     mirror = _Mirror(url)
-    with mirror.reaching():
+    with mirror.one_line_errors():
         mirror.make_folder(mirror.path())
         mirror.fs.pipe_file(mirror.path(_PROBE), b"probe")
         mirror.fs.rm_file(mirror.path(_PROBE))
@@ -136,7 +129,7 @@ def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: 
         mirror.make_folder(target.rpartition("/")[0])
         mirror.fs.put_file(str(folder / name), target)
 
-    with mirror.reaching(tag):
+    with mirror.one_line_errors(tag):
         if rank == 0 and mirror.fs.exists(mirror.path(tag, MANIFEST)):  # from an earlier save of this step
             mirror.fs.rm_file(mirror.path(tag, MANIFEST))
         mirror.make_folder(mirror.path(tag))
@@ -152,16 +145,16 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
     mirror, tag, manifest = _Mirror(url), folder.name, read_manifest(folder)
     parts = {_part(rank, manifest.save_id): rank for rank in range(manifest.world_size)}
     deadline = time.monotonic() + timeout_s
-    with mirror.reaching(tag):
+    with mirror.one_line_errors(tag):
         while absent := parts.keys() - mirror.sizes(tag).keys():
             if time.monotonic() >= deadline:
                 rank = min(parts[name] for name in absent)
                 raise ConfigError(f"{mirror.url}/{tag}", problem=f"rank {rank} has not copied its files within "
                                   f"{timeout_s:g} s")
             time.sleep(poll_s)
-        for name in mirror.missing(tag, manifest):
-            raise ConfigError(f"{mirror.url}/{tag}/{name}", problem="the copy is missing or does not have "
-                              f"{manifest.files[name].bytes} bytes")
+        if missing := mirror.missing(tag, manifest):
+            raise ConfigError(f"{mirror.url}/{tag}/{missing[0]}", problem="the copy is missing or does not have "
+                              f"{manifest.files[missing[0]].bytes} bytes")
         mirror.fs.pipe_file(mirror.path(tag, MANIFEST), manifest.to_json().encode())
         for name in mirror.sizes(tag):
             if name.startswith(_PART):
@@ -173,10 +166,10 @@ def _part(rank: int, save_id: str) -> str:
     return f"{_PART}{rank:05d}-{save_id}"
 
 
-def finished_in_mirror(url: str) -> list[str]:
+def mirrored_checkpoints(url: str) -> list[str]:
     """List the folder names of the mirror's complete checkpoints, newest first. Raises ConfigError."""
     mirror = _Mirror(url)
-    with mirror.reaching():
+    with mirror.one_line_errors():
         tags = [name for name in mirror.names() if step_of(Path(name)) >= 0
                 and mirror.fs.exists(mirror.path(name, MANIFEST))]
     return sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True)
@@ -189,7 +182,7 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     of the copy then.
     """
     mirror = _Mirror(url)
-    with mirror.reaching(tag):
+    with mirror.one_line_errors(tag):
         manifest = mirror.manifest(tag)
     if manifest is None:
         raise ConfigError(f"{mirror.url}/{tag}", problem="the manifest is missing or damaged",
