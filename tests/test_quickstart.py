@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import ROOT
-from tests.support.pages import PAGES, README, block_commands, runnable
+from tests.support.pages import PAGES, README, block_commands, blocks, runnable
 
 SCRIPTS = Path(sys.executable).parent
+PRINTED: set[str] = set()  # lines that the commands printed, normalized
+NOT_PRINTED = ("ds-pretrain: error: zero2.json", "ds-pretrain [flags", "SIGINT: ", "saved runs/b/", "stopped by SIGINT")
 FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in an empty home directory
 
 
@@ -43,7 +45,19 @@ def _run(command: str, clone: Path, home: Path, timeout: float = 3600) -> subpro
     done = subprocess.run(["bash", "-c", command], cwd=clone, env=_environment(clone, home), capture_output=True,
                           text=True, timeout=timeout)
     print(f"{time.monotonic() - begin:.1f} s: {command}")
+    PRINTED.update(_normalized(line.replace(f"{clone}/", "")) for line in (done.stdout + done.stderr).splitlines())
     return done
+
+
+def _normalized(line: str) -> str:
+    """A line of output without numbers, colours and alignment, which differ from run to run."""
+    return " ".join(re.sub(r"\d[\d.,:]*(e[-+]\d+)?", "#", re.sub(r"\x1b\[\d*m", "", line)).split())
+
+
+def _is_printed(line: str) -> bool:
+    """Return whether a command printed this line of a page; `...` in it stands for any text."""
+    pattern = ".*".join(re.escape(part.strip()) for part in _normalized(line).split("..."))
+    return any(re.fullmatch(pattern, printed) for printed in PRINTED)
 
 
 def _not_cloned(folder: str, names: list[str]) -> set[str]:
@@ -133,6 +147,17 @@ def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_page(page: Path, guide: tuple[Path, Path]) -> None:
     _run_page(page, *guide)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(language == "text" for language, _ in blocks(page))],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_output_on_the_page(page: Path, guide: tuple[Path, Path]) -> None:
+    """What a page shows as output is what its commands print, numbers aside."""
+    lines = [line for language, content in blocks(page) if language == "text" for line in content.splitlines()]
+    lines = [line for line in lines if not line.startswith(NOT_PRINTED)]
+    if not all(map(_is_printed, lines)):  # this test was selected alone
+        _run_page(page, *guide)
+    assert [line for line in lines if not _is_printed(line)] == []
 
 
 def test_events_of_the_guides_run(guide: tuple[Path, Path]) -> None:
