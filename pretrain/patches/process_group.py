@@ -1,10 +1,10 @@
 """Work-arounds for the process groups of DeepSpeed: time-outs, and shared memory on CPUs."""
 
+import importlib
 import os
 from pathlib import Path
 
 from deepspeed import comm as dist
-from deepspeed.comm import torch as comm_torch
 from deepspeed.constants import default_pg_timeout
 from torch.distributed import distributed_c10d
 
@@ -23,8 +23,10 @@ def skip_shared_memory_operator() -> None:
     """Keep DeepSpeed from compiling its operator for collectives in shared memory. Call it before the first group.
 
     DeepSpeed 0.19.8 (comm/torch.py, TorchBackend.__init__) compiles the operator even for one rank, which needs none.
+    Guarded by tests/distributed/test_upstream.py, test_one_rank_loads_no_shared_memory_operator.
     """
-    comm_torch.build_shm_op = lambda: None
+    comm_torch = importlib.import_module("deepspeed.comm.torch")  # `from deepspeed.comm import torch` is PyTorch
+    setattr(comm_torch, "build_shm_op", lambda: None)  # noqa: B010 (mypy rejects an assignment)
 
 
 def remove_shared_memory_names(rank: int) -> None:

@@ -1,6 +1,6 @@
-"""Every defect of DeepSpeed 0.19.8 that `pretrain/patches/apply.py` lists: the right result with us, and the
-wrong one of DeepSpeed as it is. The second half fails on the day that upstream fixes a defect, and
-says what can then be removed.
+"""Every defect of DeepSpeed 0.19.8 in the table of `pretrain/patches/apply.py`: right with our patch, wrong without.
+
+Once DeepSpeed has fixed a defect, the second assertion fails, and its message says what can be removed.
 """
 
 import copy
@@ -51,7 +51,7 @@ def flags(corpus: str, **changes: Any) -> dict[str, Any]:
 
 
 def both(name: str, job: str, config: dict[str, Any], given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same case with our work-arounds and without."""
+    """Return a case twice: with our patches, and with plain DeepSpeed."""
     return [{"name": f"{name}_{kind}", "job": job, "config": config, "flags": given, "plain": kind == "plain"}
             for kind in ("ours", "plain")]
 
@@ -61,7 +61,7 @@ def one(name: str, config: dict[str, Any], given: dict[str, Any], job: str = "tr
 
 
 def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
-    """A, B, K and the checkpoint of bf16 at stage 0: two pipeline stages that share the embedding."""
+    """Cases for A, B, K and bf16 checkpoints at ZeRO stage 0: two pipeline stages that share the embedding."""
     fp16, tied = flags(corpus, **EMULATE), flags(corpus)
     half = {"fp16": FP16, **TWO_STAGES}
     torch_adam = {**ADAM, "params": {**ADAM["params"], "torch_adam": True}}
@@ -82,7 +82,7 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
 
 
 def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """C: sub-groups that stay in memory (under 1 MiB), ones that are swapped, and parameters that are."""
+    """Cases for C: sub-groups that stay in memory (under 1 MiB), swapped sub-groups, and swapped parameters."""
     if not HAS_LIBAIO:
         return []
     nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -97,7 +97,7 @@ def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """What DeepSpeed alone does (D to I), and our ZeRO-3 start."""
+    """Cases for D to I with plain DeepSpeed, and initial weights under ZeRO-3."""
     return [
         one("initial_zero3", ds_config(3, **BF16), flags(corpus), job="initial_weights"),
         {"name": "nvme_below_stage_3", "job": "nvme_below_stage_3", "folder": str(folder)},
@@ -108,14 +108,14 @@ def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every case's result by its name, of one launch of two ranks."""
+    """Results of all cases by name, from one launch of two ranks."""
     folder, *disks = (tmp_path_factory.mktemp(name) for name in ("upstream", "nvme", "nvme"))
     cases = [*pipeline_cases(corpus), *nvme_cases(corpus, disks[0]), *plain_cases(corpus, disks[1])]
     return run_worker("upstream_worker.py", cases, 2, folder)
 
 
 def rejection(config: dict[str, Any], corpus: str, folder: Path) -> str:
-    """The error of a run on two ranks with this DeepSpeed JSON."""
+    """Return the error of a run on two ranks with this DeepSpeed JSON."""
     path = folder / "ds.json"
     path.write_text(json.dumps(config))
     words = [f"--{name}={value}" for name, value in flags(corpus, save=folder / "run").items()]
@@ -156,12 +156,12 @@ def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) ->
     assert ours["optimizer"] == "FP16_UnfusedOptimizer"
     assert ours["loss"] == close(stage_1["loss"], 5e-4)
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
-    # its loss is not scaled, and its norm not divided: what is left of the error is the tied weight, counted twice
+    # without scaling of the loss and division of the norm, the remaining error is the tied weight, counted twice
     assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
         "DeepSpeed fixed a part of defect A: remove `unfused` from fp16._unscale_before_the_scale_grows")
 
 
-def test_a_fp16_stage_0_begins_without_a_step(results: Results) -> None:
+def test_a_fp16_stage_0_starts_without_a_step(results: Results) -> None:
     ours, plain = results["fp16_construction_ours"], results["fp16_construction_plain"]
     assert ours == {"difference": 0.0, "adam_steps": 0}
     assert plain["adam_steps"] > 0, "DeepSpeed fixed a part of defect A: remove the reset in scale_loss_at_stage_0"
@@ -184,12 +184,12 @@ def test_b_tied_gradients_are_summed_over_the_stages(results: Results, name: str
 
 @NEEDS_LIBAIO
 @pytest.mark.parametrize(("name", "swapped"), [("nvme_small", [False, False]), ("nvme_large", [True, True, False])])
-def test_c_nvme_checkpoint_is_a_checkpoint(results: Results, name: str, swapped: list[bool]) -> None:
+def test_c_nvme_checkpoints_are_complete(results: Results, name: str, swapped: list[bool]) -> None:
     ours, plain = results[f"{name}_ours"], results[f"{name}_plain"]
     assert ours["swapped"] == plain["swapped"] == swapped
     assert ours["consolidated"] == 0, "zero_to_fp32 gives other weights"
-    for place in ("nvme", "cpu"):
-        assert ours[place] == {"loaded": 0.0, "tail": ours["tail"], "final": 0.0}
+    for offload in ("nvme", "cpu"):
+        assert ours[offload] == {"loaded": 0.0, "tail": ours["tail"], "final": 0.0}
     assert plain["nvme"]["tail"] != plain["tail"], (
         "DeepSpeed fixed defect C: remove nvme.save_complete_nvme_checkpoints")
     if any(swapped):
@@ -216,7 +216,7 @@ def test_d_nvme_below_stage_3_is_rejected(results: Results, corpus: str, tmp_pat
     plain = results["nvme_below_stage_3"]
     assert plain["cpu_offload"], "DeepSpeed fixed defect D: allow NVMe in config/rules.py"
     assert plain["files"] == 0
-    assert plain["bytes_in_memory"] > 512 * 512 * 4, "Adam's moments are not in memory"
+    assert plain["bytes_in_memory"] > 512 * 512 * 4, "Adam's states are not in memory"
 
 
 def test_e_autocast_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
@@ -227,12 +227,12 @@ def test_e_autocast_is_rejected(results: Results, corpus: str, tmp_path: Path) -
         "DeepSpeed fixed defect E: allow torch_autocast in config/ds_json/schema.py")
 
 
-def test_f_zero3_begins_with_the_weights_of_a_plain_module(results: Results) -> None:
+def test_f_zero3_starts_with_the_weights_of_a_plain_module(results: Results) -> None:
     assert results["initial_zero3"]["difference"] == 0
     assert results["init_in_parent"] != [3.0, 3.0], "DeepSpeed fixed defect F: nn.init works under zero.Init"
 
 
-def test_g_stages_begin_with_their_own_weights(results: Results) -> None:
+def test_g_pipeline_stages_start_with_different_weights(results: Results) -> None:
     ours = results["initial_pipeline"]
     assert ours["difference"] == 0, "a stage differs from the model in one process"
     assert ours["first_blocks"] > 1e-2
@@ -275,7 +275,7 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
     code = f"import deepspeed; deepspeed.init_distributed(distributed_port={free_port()}); " \
            "print('world of', deepspeed.comm.get_world_size())"
     for rank in run_ranks([str(WORKERS / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
-        # without an MPI library it fails; with one, that was started by srun without PMI, each task is a world of 1
+        # without an MPI library it fails; with one, but without PMI, each task is a world of 1
         assert "world of 2" not in rank.stdout, "DeepSpeed fixed defect J: it reads SLURM's variables"
         assert "world of 1" in rank.stdout or rank.returncode != 0
 
@@ -283,15 +283,15 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
 # --- L
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
-@pytest.mark.parametrize("mended", [True, False])
-def test_l_adam_on_the_cpu_goes_on_bit_for_bit(kind: type[torch.optim.Optimizer], mended: bool) -> None:
+@pytest.mark.parametrize("patched", [True, False])
+def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer], patched: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(1000))
     optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.95))
-    if mended:
+    if patched:
         make_bias_correction_stateless(optimizer)
-    before = {}  # step -> weights and state before it
+    before = {}  # step -> weights and optimizer state before this step
     final = []
-    for first in (0, *range(2, 20)):  # at once, and from each of these steps on
+    for first in (0, *range(2, 20)):  # without interruption, and resumed at each of these steps
         if first > 0:
             parameter.data.copy_(before[first][0])
             optimizer.load_state_dict(before[first][1])
@@ -300,8 +300,8 @@ def test_l_adam_on_the_cpu_goes_on_bit_for_bit(kind: type[torch.optim.Optimizer]
             parameter.grad = torch.sin(torch.arange(1000.0) + step)
             optimizer.step()
         final.append(parameter.detach().clone())
-    assert all(torch.equal(final[0], weights) for weights in final) == mended, (
-        "another result after a resume" if mended else "DeepSpeed fixed defect L: remove its function")
+    assert all(torch.equal(final[0], weights) for weights in final) == patched, (
+        "another result after a resume" if patched else "DeepSpeed fixed defect L: remove its function")
 
 
 # --- K and lesser ones
@@ -322,12 +322,12 @@ def test_bf16_stage_0_pipeline_checkpoint_can_be_loaded(results: Results) -> Non
     assert (loaded, at_end_again) == (at_save, at_end)
     assert ours["resumed"] == ours["tail"]
     assert results["bf16_stage_0_plain"] == "KeyError: 0", (
-        "DeepSpeed reads bf16 checkpoints of stage 0: let checkpoint.load_checkpoint do without bf16_at_stage_0")
+        "DeepSpeed reads bf16 checkpoints of stage 0: remove bf16_at_stage_0 from checkpoint.load_checkpoint")
 
 
 def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
     def left_by(code: str) -> int:
-        """How many files one launch of two ranks leaves in /dev/shm."""
+        """Return the number of files that one launch of two ranks leaves in /dev/shm."""
         port = str(free_port())
         done = run_ranks(["-c", code], 2, cwd=tmp_path, environ={"MASTER_PORT": port})
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
@@ -341,3 +341,18 @@ def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
                    "init_process_group(running_environment())") == 0
     assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
         "DeepSpeed unlinks its shared memory: remove process_group.remove_shared_memory_names")
+
+
+def test_one_rank_loads_no_shared_memory_operator(tmp_path: Path) -> None:
+    def operator_after(code: str) -> str:
+        """Return the operator for shared memory of a world of one rank."""
+        code += "\nfrom deepspeed.comm import comm; print('operator:', comm.cdb.shm_comm_op)"
+        (rank,) = run_ranks(["-c", code], 1, cwd=tmp_path)
+        assert rank.returncode == 0, rank.stdout
+        return rank.stdout.rpartition("operator: ")[2].strip()
+
+    assert operator_after("from pretrain.distributed.process_group import init_process_group\n"
+                          "from pretrain.distributed.world import running_environment\n"
+                          "init_process_group(running_environment())") == "None"
+    assert operator_after("import deepspeed; deepspeed.init_distributed()") != "None", (
+        "DeepSpeed loads no operator for one rank: remove process_group.skip_shared_memory_operator")

@@ -13,7 +13,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import torch as comm_torch
 from deepspeed.ops import op_builder
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import partition_parameters
@@ -29,6 +28,7 @@ from pretrain.memory.measure.observe_steps import observe_steps
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
+from pretrain.patches.process_group import skip_shared_memory_operator
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,7 +90,7 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     """Initialize a process group whose collectives do nothing, and make this process its rank `rank`."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1",
                       CROSS_RANK=str(rank), CROSS_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    comm_torch.build_shm_op = lambda: None
+    skip_shared_memory_operator()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 

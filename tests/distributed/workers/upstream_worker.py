@@ -1,6 +1,6 @@
-"""One rank of tests/distributed/test_upstream.py: the cases of a JSON file, with our work-arounds or without them.
+"""One rank of tests/distributed/test_upstream.py: run the cases of a JSON file, with our patches or without.
 
-A case is one of `worker.py`; with "plain": true our model runs in DeepSpeed as it is.
+Cases are those of `worker.py`. With "plain": true our model runs in unpatched DeepSpeed.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
 def gathered(value: Any) -> list[Any]:
-    """`value` of every rank."""
+    """Return the values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -43,7 +43,7 @@ def gathered(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def plain_deepspeed() -> Iterator[None]:
-    """Our model and loop in DeepSpeed as it is."""
+    """Run our model and loop in unpatched DeepSpeed."""
 
     def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, **_: Any) -> tuple[Path]:
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
@@ -62,15 +62,15 @@ def plain_deepspeed() -> Iterator[None]:
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What it returns, or "Type: message" of what it raises (on every rank alike)."""
+    """Return the result of `action`, or "Type: message" of its error, which is the same on every rank."""
     try:
         return action()
-    except Exception as error:  # whatever DeepSpeed raises is what the test looks at
+    except Exception as error:  # the test checks type and message
         return f"{type(error).__name__}: {error}"
 
 
 def whole_weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """Copies of the model's weights, gathered where ZeRO-3 has partitioned them."""
+    """Return copies of the model's complete weights, gathered under ZeRO-3."""
     weights = {}
     for name, parameter in engine.module.named_parameters():
         partitioned = [parameter] if hasattr(parameter, "ds_id") else []
@@ -80,14 +80,14 @@ def whole_weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over the names of `ours`."""
+    """Return the largest absolute difference over the names of `ours`."""
     return max(float((value.float() - theirs[name].float()).abs().max()) for name, value in ours.items())
 
 
 # --- with our model
 
 def train(case: Case) -> dict[str, Any]:
-    """What each step reports, and how far the stages' copies of the tied weight are apart at the end."""
+    """Train; return the metrics of each step and the final difference of the tied weight between pipeline stages."""
     plan = plan_of(case)
     engine = engine_of(plan)
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
@@ -99,7 +99,7 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def construction(case: Case) -> dict[str, Any]:
-    """FP16_Optimizer before its first step: fp32 weights beside fp16 ones, and the steps that Adam has counted."""
+    """Return the state of FP16_Optimizer before its first step: fp32 minus fp16 weights, and Adam's step count."""
     engine = engine_of(plan_of(case))
     pairs = zip(engine.optimizer.fp32_groups_flat, engine.optimizer.fp16_groups_flat, strict=True)
     result = {"difference": max(float((master.float() - half.float()).abs().max()) for master, half in pairs),
@@ -113,7 +113,7 @@ def resume(case: Case) -> Any:
 
 
 def nvme(case: Case) -> dict[str, Any]:
-    """2 steps under NVMe, a checkpoint, 2 more; and from it: fp32 weights, a resume here, one without NVMe."""
+    """Train 2 steps on NVMe, save, train 2 more; then consolidate the checkpoint and resume with and without NVMe."""
     plan = plan_of(case)
     folder = Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
@@ -132,7 +132,7 @@ def nvme(case: Case) -> dict[str, Any]:
 
     def resumed(ds_config: dict[str, Any]) -> dict[str, Any]:
         again = engine_of(dataclasses.replace(plan, ds_config=copy.deepcopy(ds_config)))
-        steps(again, plan, 0, 1)  # whatever was there must be replaced
+        steps(again, plan, 0, 1)  # so that the load must replace weights and states
         load_checkpoint(again, plan, saved, read_manifest(saved))
         found = {"loaded": largest_difference(weights, whole_weights(again)), "tail": steps(again, plan, 2, 4),
                  "final": largest_difference(final, whole_weights(again))}
@@ -148,7 +148,7 @@ def nvme(case: Case) -> dict[str, Any]:
 
 
 def initial_weights(case: Case) -> dict[str, Any]:
-    """How far an engine's initial weights are from those of a plain module in one process; seeds of the ranks."""
+    """Compare an engine's initial weights with those of a plain module; return also the seeds of the ranks."""
     plan = plan_of(case)
     engine = engine_of(plan)
     module = as_module(plan.model)
@@ -172,7 +172,7 @@ def initialize(module: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeed
 
 
 def nvme_below_stage_3(case: Case) -> dict[str, Any]:
-    """ZeRO-2 told to keep its optimizer on NVMe: where it is after a step."""
+    """Run a step of ZeRO-2 with its optimizer on NVMe; return where the states are."""
     folder = Path(case["folder"])
     offload = {"device": "nvme", "nvme_path": str(folder)}
     engine = initialize(nn.Linear(512, 512), {"bf16": {"enabled": True},
@@ -188,9 +188,9 @@ def nvme_below_stage_3(case: Case) -> dict[str, Any]:
 
 
 def autocast_norm(case: Case) -> dict[str, float]:
-    """The gradient norm that ZeRO-2 reports under torch_autocast in fp16, and the true one."""
+    """Return the gradient norm that ZeRO-2 reports under torch_autocast in fp16, and the true norm."""
     torch.manual_seed(0)
-    module, inputs = nn.Linear(16, 1, bias=False), 0.01 * torch.randn(2, 16)  # small: scaled, they must fit in fp16
+    module, inputs = nn.Linear(16, 1, bias=False), 0.01 * torch.randn(2, 16)  # small, so that scaled values fit in fp16
     twin = copy.deepcopy(module)
     twin(inputs).square().mean().backward()
     engine = initialize(module, {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 1.0,
@@ -203,7 +203,7 @@ def autocast_norm(case: Case) -> dict[str, float]:
 
 
 class Parent(nn.Module):
-    """Initialises its child's weight, which zero.Init has partitioned by then."""
+    """A module that initializes its child's weight after zero.Init has partitioned it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Parent(nn.Module):
 
 
 def init_in_parent(case: Case) -> list[float]:
-    """Smallest and largest weight of a child that its parent set to 3."""
+    """Return the smallest and largest weight of a child that its parent has set to 3."""
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
         module = Parent()
     with deepspeed.zero.GatheredParameters([module.child.weight]):
@@ -220,7 +220,7 @@ def init_in_parent(case: Case) -> list[float]:
 
 
 def equal_stages(case: Case) -> bool:
-    """Whether two stages that torch initialises begin with the same weights."""
+    """Return whether two pipeline stages that torch initializes start with the same weights."""
     torch.manual_seed(0)
     module = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages=2, partition_method="uniform")
     stages = gathered([parameter.detach().clone() for parameter in module.parameters()])
@@ -228,12 +228,12 @@ def equal_stages(case: Case) -> bool:
 
 
 def unknown_key(case: Case) -> int:
-    """The ZeRO stage of a JSON that misspells "zero_optimization"."""
+    """Return the ZeRO stage of a JSON that misspells "zero_optimization"."""
     return int(DeepSpeedConfig({"train_batch_size": 2, "zero_optimisation": {"stage": 2}}).zero_optimization_stage)
 
 
 def sequence_parallel_pipeline(case: Case) -> list[int]:
-    """(sequence-parallel, data-parallel) size of a pipeline that was told to split sequences over both ranks."""
+    """Return sequence- and data-parallel size of a pipeline whose JSON splits sequences over both ranks."""
     module = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(2)], num_stages=1, loss_fn=nn.MSELoss())
     engine = initialize(module, {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1})
     result = [engine.sequence_parallel_size, engine.dp_world_size]
