@@ -39,21 +39,21 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line. Raises ConfigError."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
     workload = workload_of(flags)
-    found = combinations_of(flags, workload, _device_kind(flags.mode))
+    candidates = candidates_of(flags, workload, _device_kind(flags.mode))
     if flags.mode != "estimate":
         # imports numpy, which the estimate does not need
         from pretrain.memory.report.estimate_check import check_estimates, checks_json, print_checks, print_progress
 
-        checks = check_estimates(_smallest_micro_batches(found), workload, flags, print_progress)
+        checks = check_estimates(_smallest_micro_batches(candidates), workload, flags, print_progress)
         if not _write_output(flags.json, lambda: checks_json(checks)):
             print_checks(checks, flags.unit or "MiB")
         return
     if flags.find:
-        largest = find_largest(flags.find, _smallest_micro_batches(found), workload)
+        largest = find_largest(flags.find, _smallest_micro_batches(candidates), workload)
         if not _write_output(flags.json, lambda: largest_json(largest)):
-            print_largest(largest, _constraint_lines(flags, workload, found))
+            print_largest(largest, _constraint_lines(flags, workload, candidates))
         return
-    report = make_report(flags, workload, found)
+    report = make_report(flags, workload, candidates)
     json_printed = _write_output(flags.json, lambda: report_json(report))
     csv_printed = _write_output(flags.csv, lambda: report_csv(report))
     if not json_printed and not csv_printed:
@@ -81,7 +81,7 @@ def _device_kind(mode: str) -> str:
     return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
 
 
-def combinations_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
+def candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
     """Return the layouts that the flags describe."""
     positions = workload.shape.max_positions if workload.shape else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
@@ -94,27 +94,28 @@ def combinations_of(flags: argparse.Namespace, workload: Workload, device_kind: 
         gradient_accumulation_steps=flags.gradient_accumulation_steps, device_kind=device_kind)
 
 
-def _smallest_micro_batches(found: CandidateSet) -> list[Candidate]:
-    """Of layouts that differ only in the micro-batch size, return the smallest."""
-    return [group[0] for group in group_micro_batches(found.candidates)]
+def _smallest_micro_batches(candidates: CandidateSet) -> list[Candidate]:
+    """Of the layouts that differ only in the micro-batch size, keep the one with the smallest."""
+    return [group[0] for group in group_micro_batches(candidates.candidates)]
 
 
-def _constraint_lines(flags: argparse.Namespace, workload: Workload, found: CandidateSet) -> list[str]:
+def _constraint_lines(flags: argparse.Namespace, workload: Workload, candidates: CandidateSet) -> list[str]:
     """Say what --find keeps fixed."""
-    layout, cluster = found.candidates[0].layout, workload.cluster
-    fixed = {"max_model": f"the proportions of {workload.name}", "max_seq": workload.name,
-             "max_micro_batch": workload.name}[flags.find]
+    layout, cluster = candidates.candidates[0].layout, workload.cluster
     if workload.shape is None:
         return ["", f"model states only, on {cluster.describe()}"]
-    fixed += "" if flags.find == "max_seq" else f"; sequences of {layout.seq_length}"
-    fixed += "" if flags.find == "max_micro_batch" else f"; micro-batch {layout.micro_batch_size}"
-    return ["", f"{fixed}; on {cluster.describe()}; a layout fits into the device less {cluster.margin:.0%} and the "
-            "host memory less 10%"]
+    fixed = [f"the proportions of {workload.name}" if flags.find == "max_model" else workload.name]
+    if flags.find != "max_seq":
+        fixed.append(f"sequences of {layout.seq_length}")
+    if flags.find != "max_micro_batch":
+        fixed.append(f"micro-batch {layout.micro_batch_size}")
+    return ["", f"{'; '.join(fixed)}; on {cluster.describe()}; a layout fits into the device less "
+            f"{cluster.margin:.0%} and the host memory less 10%"]
 
 
-def make_report(flags: argparse.Namespace, workload: Workload, found: CandidateSet) -> ComparisonReport:
+def make_report(flags: argparse.Namespace, workload: Workload, candidates: CandidateSet) -> ComparisonReport:
     """Compare the layouts. Return the rows in display order, with recommendation and cost."""
-    rows = compare(found.candidates, workload, all_micro_batches=flags.all_micro_batches)
+    rows = compare(candidates.candidates, workload, all_micro_batches=flags.all_micro_batches)
     best = recommend(rows) if workload.shape else None
     if workload.shape is not None:
         rows.sort(key=_display_order)
@@ -124,7 +125,7 @@ def make_report(flags: argparse.Namespace, workload: Workload, found: CandidateS
                         flops_per_token=workload.flops_per_token(best.candidate.layout.seq_length),
                         peak_flops=best.time.peak_flops, mfu=flags.mfu or best.time.mfu, nodes=workload.cluster.nodes,
                         tokens=flags.tokens, storage_rate=flags.storage_gbps * GB)
-    report = ComparisonReport(workload, rows, best, cost, found.impossible, [])
+    report = ComparisonReport(workload, rows, best, cost, candidates.impossible, [])
     report.lines.extend(_lines_below_table(report, flags))
     return report
 
@@ -161,22 +162,26 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
 
 
 def _impossible_lines(impossible: dict[str, int], *, one_line_each: bool) -> list[str]:
-    """Say which combinations are no layouts, and why. `impossible` has the number of combinations by reason."""
-    if one_line_each:
-        return [f"no layout: {reason}" + f" ({number} combinations)" * (number > 1)
-                for reason, number in impossible.items()]
-    return ["no layouts: " + "; ".join(f"{reason} ({number})" for reason, number in impossible.items())]
+    """Say which combinations are impossible, and why. `impossible` has the number of combinations by reason."""
+    if not one_line_each:
+        return ["impossible: " + "; ".join(f"{reason} ({number})" for reason, number in impossible.items())]
+    return [f"impossible: {reason} ({number} combinations)" if number > 1 else f"impossible: {reason}"
+            for reason, number in impossible.items()]
 
 
 def _estimator_differences(report: ComparisonReport) -> list[str]:
-    """Say where DeepSpeed's own estimators count differently, one line per difference."""
+    """Say how the estimates of DeepSpeed's own functions differ, one line per group of layouts."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in report.rows:
         if row.deepspeed is not None:
             groups.setdefault(row.deepspeed.differs, []).append(row.candidate.name)
-    head = ["DeepSpeed: device / host of a node, by its own estimators, which count differently:"] * bool(groups)
-    return head + [f"  {min(names, key=len)}{' ...' * (len(names) > 1)}: {'; '.join(differs)}"
-                   for differs, names in groups.items()]
+    if not groups:
+        return []
+    lines = ["column DeepSpeed: device / host of a node, as DeepSpeed's own functions estimate them. How they differ:"]
+    for differs, names in groups.items():
+        others = " ..." if len(names) > 1 else ""
+        lines.append(f"  {min(names, key=len)}{others}: {'; '.join(differs)}")
+    return lines
 
 
 def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:

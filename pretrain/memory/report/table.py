@@ -37,8 +37,8 @@ class ComparisonReport:
     lines: list[str]  # printed below the table
 
 
-def _sum(footprint: Footprint, roles: tuple[str, ...], place: str) -> int:
-    return sum(footprint.total(role, place) for role in roles)
+def _sum(footprint: Footprint, roles: tuple[str, ...], location: str) -> int:
+    return sum(footprint.total(role, location) for role in roles)
 
 
 def _seconds(seconds: float) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import GIB
-from pretrain.memory.report.compare_zero import combinations_of, main, make_report, workload_of
+from pretrain.memory.report.compare_zero import candidates_of, main, make_report, workload_of
 from pretrain.memory.report.compare_zero_flags import parse_flags
 from pretrain.memory.report.table import print_report
 from pretrain.memory.sizes import in_unit
@@ -93,7 +93,7 @@ def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str
 def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str], columns: int) -> None:
     flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
     workload = workload_of(flags)
-    report = make_report(flags, workload, combinations_of(flags, workload, "cuda"))
+    report = make_report(flags, workload, candidates_of(flags, workload, "cuda"))
     print_report(report, "GiB", Console(force_terminal=True, width=columns, color_system=None, legacy_windows=False))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= columns for line in lines)
