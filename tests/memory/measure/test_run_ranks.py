@@ -1,4 +1,4 @@
-"""What `compare_zero.py measure` says of a rank that fails: how it ended and its own last lines; real processes."""
+"""Error of `compare_zero.py measure` for a failed rank: how the process ended, and its last lines. Real processes."""
 
 import json
 from pathlib import Path
@@ -13,16 +13,17 @@ SMALLER = "fewer layers or a smaller micro-batch"
 
 
 def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, *how: str, timeout_s: float = 60) -> list[FailedRank]:
+    """Run one rank for each behaviour in `how` (workers/failing_rank.py); return the failed ranks, worst first."""
     monkeypatch.setattr(run_ranks, "RANK_MODULE", "tests.distributed.workers.failing_rank")
     (folder / "request.json").write_text(json.dumps({"do": how}))
     return sorted(run_ranks.run_ranks(folder, len(how), timeout_s), key=FailedRank.severity)
 
 
-def test_ranks_that_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successful_ranks_are_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed(tmp_path, monkeypatch, "nothing", "nothing") == []
 
 
-def test_an_aborted_rank_is_not_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_rank_is_not_reported_as_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = failed(tmp_path, monkeypatch, "lose", "abort")
     assert (first.rank, first.code, second.rank, second.code) == (1, -6, 0, 1)
     line = str(failure_error("zero2", first, 0))
@@ -30,35 +31,35 @@ def test_an_aborted_rank_is_not_short_of_memory(tmp_path: Path, monkeypatch: pyt
                     "without an active exception.")
 
 
-@pytest.mark.parametrize(("oom_kills", "said"), [
+@pytest.mark.parametrize(("oom_kills", "cause"), [
     (0, "by SIGKILL from another process (the kernel counts no kill for lack of memory)"),
     (1, "killed by the kernel for lack of memory"),
     (None, "by SIGKILL, either from another process or from the kernel")])
-def test_a_killed_rank_is_short_of_memory_where_the_kernel_says_so(oom_kills: int | None, said: str, tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = failed(tmp_path, monkeypatch, "kill")
-    line = str(failure_error("zero2", one, oom_kills))
-    assert said in line
+def test_the_kernels_count_decides_whether_a_killed_rank_was_out_of_memory(
+        oom_kills: int | None, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = failed(tmp_path, monkeypatch, "kill")
+    line = str(failure_error("zero2", rank, oom_kills))
+    assert cause in line
     assert (SMALLER in line) == bool(oom_kills)
 
 
-def test_a_rank_that_could_not_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_error_is_reported_as_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = failed(tmp_path, monkeypatch, "lose", "allocate")
     line = str(failure_error("zero2", first, 0))
     assert "rank 1 failed with exit code 1: RuntimeError: DefaultCPUAllocator: can't allocate memory" in line
     assert SMALLER in line
 
 
-def test_the_others_are_ended_with_the_first_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = failed(tmp_path, monkeypatch, "wait", "kill", timeout_s=60)
-    assert one.rank == 1
+def test_the_first_failure_ends_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = failed(tmp_path, monkeypatch, "wait", "kill", timeout_s=60)
+    assert rank.rank == 1
 
 
-def test_a_run_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = failed(tmp_path, monkeypatch, "wait", timeout_s=3)
-    assert "rank 0 was still running at the timeout" in str(failure_error("zero2", one, 0))
+def test_a_rank_that_exceeds_the_timeout_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = failed(tmp_path, monkeypatch, "wait", timeout_s=3)
+    assert "rank 0 was still running at the timeout" in str(failure_error("zero2", rank, 0))
 
 
-def test_the_kernel_counts_its_kills() -> None:
+def test_out_of_memory_kills_are_read_from_vmstat() -> None:
     counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     assert kernel_oom_kills() == (int(counters["oom_kill"]) if "oom_kill" in counters else None)

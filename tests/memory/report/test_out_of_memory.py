@@ -1,4 +1,4 @@
-"""A run that really runs out of memory says what was predicted, what was found, and what would fit; and that fits."""
+"""Advice after an out-of-memory error, from a run that really fails; the advised change makes the run succeed."""
 
 import re
 import resource
@@ -19,12 +19,12 @@ from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment
 
-ADDRESS_SPACE = 3 * 2**30  # bytes; Python, torch and DeepSpeed take more than a third of it
+ADDRESS_SPACE = 3 * 2**30  # bytes; Python, torch and DeepSpeed map more than a third of it
 MICRO_BATCH_SIZE = 96
 
 
 def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> subprocess.CompletedProcess[str]:
-    """Two steps in a process that may map no more than ADDRESS_SPACE."""
+    """Train two steps in a process that may map at most ADDRESS_SPACE bytes."""
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
@@ -33,13 +33,13 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
              "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run,
              "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
-    # the limit counts addresses, of which a heap that never shrinks (distributed/allocator.py) takes more than memory
+    # The limit counts mapped addresses. A heap that never shrinks (distributed/allocator.py) maps more than it uses.
     environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
     return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=900,
                           check=False)
 
 
-def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) -> None:
+def test_the_advised_change_makes_the_run_succeed(corpus: str, tmp_path: Path) -> None:
     failed = train(corpus, tmp_path / "failed", MICRO_BATCH_SIZE, 1)
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "Traceback" not in failed.stderr
@@ -58,25 +58,25 @@ def test_out_of_memory_and_the_change_that_helps(corpus: str, tmp_path: Path) ->
     assert "memory: predicted" in done.stdout
 
 
-def test_alternatives_are_of_the_same_batch_and_ranks() -> None:
+def test_alternatives_have_the_same_global_batch_and_ranks() -> None:
     model = load_model_config("gpt2")
-    workload = Workload(make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8), model.num_parameters(),
-                      shape_of(model), model)
+    cluster = make_cluster(gpu="h100", world_size=8, nodes=None, gpus_per_node=8)
+    workload = Workload(cluster, model.num_parameters(), shape_of(model), model)
     layout = Layout(world_size=8, zero_stage=1, micro_batch_size=8, gradient_accumulation_steps=4, precision="fp16")
-    found = [candidate.layout for candidate in alternatives(layout, workload)]
-    assert {one.global_batch_size for one in found} == {layout.global_batch_size}
-    assert {one.world_size for one in found} == {8}
-    assert {one.precision for one in found} == {"fp16"}
-    assert {one.zero_stage for one in found} == {1, 2, 3}
-    assert {} in [differences(layout, one) for one in found]  # the layout itself
-    assert {"micro": "micro-batch 2 x 16 accumulation steps"} in [differences(layout, one) for one in found]
+    layouts = [candidate.layout for candidate in alternatives(layout, workload)]
+    assert {other.global_batch_size for other in layouts} == {layout.global_batch_size}
+    assert {other.world_size for other in layouts} == {8}
+    assert {other.precision for other in layouts} == {"fp16"}
+    assert {other.zero_stage for other in layouts} == {1, 2, 3}
+    assert {} in [differences(layout, other) for other in layouts]  # the layout itself
+    assert {"micro": "micro-batch 2 x 16 accumulation steps"} in [differences(layout, other) for other in layouts]
 
 
 @pytest.mark.parametrize(("error", "is_memory"), [
     (MemoryError(), True), (OSError(12, "Cannot allocate memory"), True),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (RuntimeError("std::bad_alloc"), True),
     (RuntimeError("shapes do not match"), False), (OSError(28, "No space left on device"), False)])
-def test_what_counts_as_out_of_memory(error: Exception, is_memory: bool) -> None:
+def test_which_errors_are_out_of_memory(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
 
 
