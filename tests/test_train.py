@@ -1,4 +1,4 @@
-"""The program as a user starts it: through DeepSpeed's launcher, and by itself; and how it refuses."""
+"""The program as a user starts it, through DeepSpeed's launcher and by itself; and how it rejects bad input."""
 
 import json
 import os
@@ -30,18 +30,18 @@ def _flags(corpus: str, run: Path, *others: str, config: Path = CONFIG) -> list[
 def _environment() -> dict[str, str]:
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}  # another run may have torch's default
+            "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}  # another run may use torch's default port
 
 
 def launch(ranks: int, flags: list[str]) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --num_accelerators RANKS pretrain/train.py FLAGS`"""
+    """Run `deepspeed --num_accelerators RANKS pretrain/train.py FLAGS`."""
     command = ["deepspeed", "--quiet", "--num_accelerators", str(ranks), "--master_port", str(free_port()),
                str(ROOT / "pretrain" / "train.py"), *flags]
     return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=900)
 
 
-def alone(flags: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
-    """`python pretrain/train.py FLAGS`: a world of one, from a folder that is not the checkout."""
+def start_one_rank(flags: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python pretrain/train.py FLAGS` with one rank, outside the repository folder."""
     return subprocess.run([sys.executable, str(ROOT / "pretrain" / "train.py"), *flags], cwd="/",
                           env={**_environment(), **environ}, capture_output=True, text=True, timeout=900)
 
@@ -55,43 +55,43 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 
 
 @pytest.fixture(scope="module")
-def interrupted(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """(run stopped after 3 of 6 steps and resumed, run done at once, what the resumed one printed)."""
+def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """Return a run stopped after 3 of 6 steps and resumed, an uninterrupted run, and the output of the resumed one."""
     base = tmp_path_factory.mktemp("runs")
-    for run, *more in (("whole",), ("halves", "--exit_step", "3")):
+    for run, *more in (("uninterrupted",), ("resumed", "--exit_step", "3")):
         done = train_ranks(2, _flags(corpus, base / run, "--train_steps", "6", *more), base)
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout + done[1].stdout
-    second = launch(2, _flags(corpus, base / "halves", "--train_steps", "6", "--resume", "required"))
+    second = launch(2, _flags(corpus, base / "resumed", "--train_steps", "6", "--resume", "required"))
     assert second.returncode == 0, second.stdout + second.stderr
-    return base / "halves", base / "whole", second.stdout.splitlines()
+    return base / "resumed", base / "uninterrupted", second.stdout.splitlines()
 
 
-def test_resumed_run_equals_the_uninterrupted_one(interrupted: tuple[Path, Path, list[str]]) -> None:
-    halves, whole, _ = interrupted
-    assert losses(halves) == losses(whole)
-    assert [step for step, *_ in losses(whole)] == [1, 2, 3, 4, 5, 6]
+def test_resumed_run_equals_the_uninterrupted_one(runs: tuple[Path, Path, list[str]]) -> None:
+    resumed, uninterrupted, _ = runs
+    assert losses(resumed) == losses(uninterrupted)
+    assert [step for step, *_ in losses(uninterrupted)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_run_folder_is_as_promised(interrupted: tuple[Path, Path, list[str]]) -> None:
-    halves, _, _ = interrupted
-    assert rows(halves)[0].keys() >= METRICS
-    evaluations = [row for row in rows(halves) if row.get("split") == "valid"]
+def test_run_folder_has_the_documented_files(runs: tuple[Path, Path, list[str]]) -> None:
+    resumed, _, _ = runs
+    assert rows(resumed)[0].keys() >= METRICS
+    evaluations = [row for row in rows(resumed) if row.get("split") == "valid"]
     assert {"eval_loss", "eval_ppl"} <= evaluations[-1].keys()
-    events = [row["event"] for row in rows(halves, "events.jsonl")]
+    events = [row["event"] for row in rows(resumed, "events.jsonl")]
     assert events == ["start", "save", "stop", "start", "resume", "save", "stop"]
-    starts = json.loads((halves / "run.json").read_text())
+    starts = json.loads((resumed / "run.json").read_text())
     assert len(starts) == 2
     assert starts[0]["flags"]["seq_length"] == 64
     assert starts[0]["num_parameters"] > 0
     assert {"versions", "git_commit", "hosts", "deepspeed_config", "model_config", "data"} <= starts[0].keys()
-    folder = halves / "checkpoints"
+    folder = resumed / "checkpoints"
     assert (folder / "latest").read_text() == "global_step6"
     assert not list(folder.glob(".tmp*"))
     assert json.loads((folder / "global_step6" / MANIFEST).read_text())["consumed_samples"] == 6 * 4
 
 
-def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> None:
-    *_, printed = interrupted
+def test_output_in_a_log_is_quiet(runs: tuple[Path, Path, list[str]]) -> None:
+    *_, printed = runs
     steps = [line for line in printed if line.startswith("step ")]
     assert len(steps) == 4, printed  # steps 4, 5, 6 and the evaluation
     assert len(printed) <= 10, printed
@@ -102,13 +102,13 @@ def test_output_in_a_log_is_quiet(interrupted: tuple[Path, Path, list[str]]) -> 
     assert not any("\r" in line or "WARNING" in line for line in printed)
 
 
-def test_complete_run_says_so(interrupted: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
-    again = train_ranks(2, _flags(corpus, interrupted[0], "--train_steps", "6"), tmp_path)
+def test_a_complete_run_is_reported(runs: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
+    again = train_ranks(2, _flags(corpus, runs[0], "--train_steps", "6"), tmp_path)
     assert [rank.returncode for rank in again] == [0, 0]
     assert "is complete: 6 of 6 steps" in again[0].stdout
 
 
-def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+def _assert_rejected(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, lines
@@ -118,38 +118,38 @@ def _refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.stdout == ""
 
 
-def test_resumes_that_are_refused(interrupted: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
-    halves, _, _ = interrupted
+def test_resuming_another_run_is_rejected(runs: tuple[Path, Path, list[str]], corpus: str, tmp_path: Path) -> None:
+    resumed, _, _ = runs
     one = ROOT / "ds_configs" / "zero1_bf16.json"
-    _refused(alone(_flags(corpus, tmp_path / "new", "--train_steps", "6", "--resume", "required", config=one)),
-             "--resume required", "no checkpoint")
-    _refused(alone(_flags(corpus, halves, "--train_steps", "9", "--resume", "never", config=one)), "--resume never",
-             "global_step6")
+    required = _flags(corpus, tmp_path / "new", "--train_steps", "6", "--resume", "required", config=one)
+    _assert_rejected(start_one_rank(required), "--resume required", "no checkpoint")
+    never = _flags(corpus, resumed, "--train_steps", "9", "--resume", "never", config=one)
+    _assert_rejected(start_one_rank(never), "--resume never", "global_step6")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for flag, value, word in (("--learning_rate", "5e-4", "optimizer params"), ("--seed", "7", "--seed"),
                               ("--model_overrides", "vocab_size=256,n_layer=3,n_embd=64", "model num_layers")):
-        changed = _flags(corpus, halves, "--train_steps", "9", flag, value)
-        _refused(alone(changed, **first_of_two), word, "in the checkpoint and")
+        changed = _flags(corpus, resumed, "--train_steps", "9", flag, value)
+        _assert_rejected(start_one_rank(changed, **first_of_two), word, "in the checkpoint and")
     scheduled = tmp_path / "scheduled.json"
     scheduled.write_text(one.read_text().replace('"bf16"', '"scheduler": {"type": "WarmupLR", "params": {}}, "bf16"'))
-    _refused(alone(_flags(corpus, halves, "--train_steps", "9", config=scheduled)), "scheduler",
-             "the flags in the checkpoint and WarmupLR in this run")
+    _assert_rejected(start_one_rank(_flags(corpus, resumed, "--train_steps", "9", config=scheduled)), "scheduler",
+                     "the flags in the checkpoint and WarmupLR in this run")
 
 
-def test_damaged_newest_checkpoint_is_passed_over(interrupted: tuple[Path, Path, list[str]]) -> None:
-    _, whole, _ = interrupted
-    checkpoints = whole / "checkpoints"
-    (checkpoints / "global_step9").mkdir()  # as a killed copy would leave it
+def test_a_damaged_newest_checkpoint_is_skipped(runs: tuple[Path, Path, list[str]]) -> None:
+    _, uninterrupted, _ = runs
+    checkpoints = uninterrupted / "checkpoints"
+    (checkpoints / "global_step9").mkdir()  # such as a killed copy leaves behind
     found = newest_complete(checkpoints)
     assert found is not None
     assert found[0].name == "global_step6"
     assert "global_step9" in found[2][0]
 
 
-def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
+def test_wrong_input_is_rejected_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "6", config=ROOT / "ds_configs" / "zero1_bf16.json")
-    _refused(alone([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "--seq_length"?')
-    _refused(alone(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
+    _assert_rejected(start_one_rank([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "--seq_length"?')
+    _assert_rejected(start_one_rank(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
@@ -157,39 +157,39 @@ def test_wrong_input_is_refused_before_torch_is_imported(corpus: str, tmp_path: 
     assert done.stdout.strip() == "[]"
 
 
-def test_a_refusal_is_the_last_line_and_leaves_no_process_behind(corpus: str, tmp_path: Path) -> None:
+def test_a_rejection_is_the_last_line_and_leaves_no_process(corpus: str, tmp_path: Path) -> None:
     command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()),
-               str(ROOT / "pretrain" / "train.py"), *_flags(corpus, tmp_path / "refused", "--train_steps", "0")]
+               str(ROOT / "pretrain" / "train.py"), *_flags(corpus, tmp_path / "rejected", "--train_steps", "0")]
     done = subprocess.run(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           timeout=300)
     lines = done.stdout.splitlines()
     assert done.returncode == 2, done.stdout
-    assert "exits with return code = 2" in done.stdout  # DeepSpeed's launcher has its say, but not the last
+    assert "exits with return code = 2" in done.stdout  # a line of DeepSpeed's launcher, before ours
     assert lines[-1] == "ds-pretrain: error: --train_steps: found 0; expected at least 1."
     assert sum("ds-pretrain: error: " in line for line in lines) == 1
     commands = [_content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert not any(str(tmp_path / "refused").encode() in command for command in commands)
+    assert not any(str(tmp_path / "rejected").encode() in command for command in commands)
 
 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # the process has ended meanwhile
+    except OSError:  # the process has ended
         return b""
 
 
-def test_a_taken_port_is_named(corpus: str, tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(corpus: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = alone(_flags(corpus, tmp_path / "run", "--train_steps", "6",
+        done = start_one_rank(_flags(corpus, tmp_path / "run", "--train_steps", "6",
                             config=ROOT / "ds_configs" / "zero1_bf16.json"), MASTER_PORT=port)
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"MASTER_PORT: another program listens on port {port}" in done.stderr.strip().splitlines()[-1]
 
 
-def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:
+def test_yaml_takes_the_same_keys(corpus: str, tmp_path: Path) -> None:
     words = _flags(corpus, tmp_path / "run", config=ROOT / "ds_configs" / "zero1_bf16.json")
     text = "".join(f"{key.removeprefix('--')}: {value}\n" for key, value in zip(words[::2], words[1::2], strict=True))
     (tmp_path / "run.yaml").write_text(text + "train_steps: 50\n")
@@ -197,4 +197,5 @@ def test_yaml_holds_the_same_keys(corpus: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert len(losses(tmp_path / "run")) == 1
     (tmp_path / "bad.yaml").write_text("train_stepz: 50\n")
-    _refused(alone(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz", 'did you mean "train_steps"?')
+    _assert_rejected(start_one_rank(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz",
+                     'did you mean "train_steps"?')

@@ -49,7 +49,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def _count(number: int, noun: str) -> str:
     """`2 ranks`, `1 rank`."""
-    return f"{number} {noun}{'s' * (number > 1)}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed JSONs from public repositories: accepted with a note for what has no effect, or rejected with a reason."""
+"""DeepSpeed JSONs from public repositories: accepted, with notes about ignored keys, or rejected with a reason."""
 
 import dataclasses
 import importlib.util
@@ -22,64 +22,64 @@ CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 MODEL = load_model_config("tiny")
 
 
-def complete(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> ResolvedConfig:
+def resolve(config: dict[str, Any], *, ranks: int = 1, **flags: Any) -> ResolvedConfig:
     args = RunArguments(model="tiny", save="run", train_steps=20_000, seq_length=64)
-    settings = resolve_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
-                                  world_size=ranks, device=CUDA)
-    check_rules(settings)
-    return settings
+    resolved = resolve_ds_config(DsFile("ds.json", config), dataclasses.replace(args, **flags), model=MODEL,
+                                 world_size=ranks, device=CUDA)
+    check_rules(resolved)
+    return resolved
 
 
 @pytest.fixture(autouse=True)
 def _no_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether wandb is installed is not what is tested."""
+    """Hide an installed wandb: the expected outcomes do not depend on this machine."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec",
                         lambda name, package=None: None if name == "wandb" else find_spec(name, package))
 
 
 @pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is not None], ids=lambda row: row.source)
-def test_accepted_and_what_deepspeed_gets_is_what_it_accepts(foreign: ForeignJson) -> None:
+def test_accepted_by_this_program_and_by_deepspeed(foreign: ForeignJson) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
-    settings = complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
-    assert tuple(note.split(": ")[0] for note in json_notes(settings)) == foreign.notes
-    config = json.loads(json.dumps(settings.config))
+    resolved = resolve(foreign.config, ranks=foreign.ranks, **foreign.flags)
+    assert tuple(note.split(": ")[0] for note in json_notes(resolved)) == foreign.notes
+    config = json.loads(json.dumps(resolved.config))
     assert '"auto"' not in json.dumps(config)
-    config["train_batch_size"] //= foreign.ranks  # DeepSpeed sees one rank here
+    config["train_batch_size"] //= foreign.ranks  # DeepSpeed runs with one rank here
     own = DeepSpeedConfig(config)
-    assert own.zero_optimization_stage == settings.layout.zero_stage
-    assert own.optimizer_name == settings.layout.optimizer
+    assert own.zero_optimization_stage == resolved.layout.zero_stage
+    assert own.optimizer_name == resolved.layout.optimizer
 
 
 @pytest.mark.parametrize("foreign", [row for row in FOREIGN if row.notes is None], ids=lambda row: row.source)
-def test_rejected_with_the_reason(foreign: ForeignJson) -> None:
+def test_rejected_with_a_reason(foreign: ForeignJson) -> None:
     key, remedy = foreign.rejected
     with pytest.raises(ConfigError) as caught:
-        complete(foreign.config, ranks=foreign.ranks, **foreign.flags)
+        resolve(foreign.config, ranks=foreign.ranks, **foreign.flags)
     assert str(caught.value).startswith(f"ds.json: {key}: ")
     assert remedy in str(caught.value)
 
 
-def test_there_are_enough_and_no_two_are_the_same() -> None:
+def test_jsons_are_many_and_different() -> None:
     assert len({json.dumps(row.config, sort_keys=True) for row in FOREIGN}) == len(FOREIGN) >= 60
     assert len({row.source.split("/")[1] for row in FOREIGN}) >= 20
     assert sum(row.notes is not None for row in FOREIGN) >= 40
 
 
-def test_a_missing_optimizer_is_adamw_of_the_flags() -> None:
+def test_a_missing_optimizer_becomes_adamw_with_the_flags() -> None:
     base = {"train_batch_size": 8, "bf16": {"enabled": True}}
-    settings = complete(base, learning_rate=1e-3, weight_decay=0.2, adam_beta1=0.8, adam_epsilon=1e-6)
-    assert settings.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6,
+    resolved = resolve(base, learning_rate=1e-3, weight_decay=0.2, adam_beta1=0.8, adam_epsilon=1e-6)
+    assert resolved.get("optimizer") == {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6,
                                                                      "weight_decay": 0.2}}
-    assert settings.schedule.peak == 1e-3
-    assert json_notes(settings) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
-                               "weight_decay 0.2, from the flags and their defaults",)
+    assert resolved.schedule.peak == 1e-3
+    assert json_notes(resolved) == ('the JSON has no "optimizer": AdamW with lr 0.001, betas [0.8, 0.95], eps 1e-06, '
+                                    "weight_decay 0.2, from the flags and their defaults",)
     with pytest.raises(ConfigError, match="optimizer: the block is missing, and there is no --learning_rate"):
-        complete(base)
+        resolve(base)
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_batch_size": 8}
-IDLE = [
+IGNORED = [
     ({"_comment": "x", "//": "x", "$schema": "y", "_train_batch_size": 4}, "_comment, //, $schema, _train_batch_size"),
     ({"zero_optimization": {"stage": 1, "_why": "small", "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9}},
      "sub_group_size, stage3_max_live_parameters (zero_optimization): no effect at ZeRO stage 1"),
@@ -95,17 +95,17 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize(("values", "note"), IDLE, ids=lambda value: value if isinstance(value, str) else "")
-def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, Any], note: str) -> None:
-    settings = complete({**ADAM, **values})
-    assert any(note in line for line in json_notes(settings)), json_notes(settings)
-    plain = complete({**ADAM, "zero_optimization": {"stage": settings.layout.zero_stage}})
-    for s in (settings, plain):
+@pytest.mark.parametrize(("values", "note"), IGNORED, ids=lambda value: value if isinstance(value, str) else "")
+def test_ignored_keys_are_noted_and_removed(values: dict[str, Any], note: str) -> None:
+    resolved = resolve({**ADAM, **values})
+    assert any(note in line for line in json_notes(resolved)), json_notes(resolved)
+    plain = resolve({**ADAM, "zero_optimization": {"stage": resolved.layout.zero_stage}})
+    for s in (resolved, plain):
         zero = s.config.get("zero_optimization", {})
         s.config["zero_optimization"] = {name: value for name, value in zero.items() if value not in ({}, 0)}
         for name in ("fp16", "steps_per_print"):
             s.config.pop(name, None)
-    assert settings.config == plain.config
+    assert resolved.config == plain.config
 
 
 @pytest.mark.parametrize("values", [
@@ -115,5 +115,5 @@ def test_keys_without_an_effect_get_a_note_and_are_left_out(values: dict[str, An
     {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
     {"fp16": {"enabled": False, "min_loss_scale": 0, "loss_scale_window": 0}}, {"gradient_allreduce_op": "mean"},
 ])
-def test_keys_that_ask_for_nothing_get_no_note(values: dict[str, Any]) -> None:
-    assert json_notes(complete({**ADAM, **values})) == ()
+def test_keys_that_request_nothing_get_no_note(values: dict[str, Any]) -> None:
+    assert json_notes(resolve({**ADAM, **values})) == ()

@@ -1,4 +1,4 @@
-"""The JSON's reader, and the completion of "auto"."""
+"""Reading a DeepSpeed JSON, and filling its "auto" values."""
 
 import dataclasses
 import json
@@ -28,17 +28,16 @@ def write(folder: Path, values: Any) -> str:
     return str(path)
 
 
-def complete(folder: Path, values: dict[str, Any], *, world_size: int = 1, device: Device = CUDA, judge: bool = True,
-             **flags: Any) -> ResolvedConfig:
+def resolve(folder: Path, values: dict[str, Any], *, world_size: int = 1, device: Device = CUDA,
+            **flags: Any) -> ResolvedConfig:
     values = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAMW, **values}
-    settings = resolve_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
-                                  model=load_model_config("tiny"), world_size=world_size, device=device)
-    if judge:
-        check_rules(settings)
-    return settings
+    resolved = resolve_ds_config(read_ds_config(write(folder, values)), dataclasses.replace(ARGS, **flags),
+                                 model=load_model_config("tiny"), world_size=world_size, device=device)
+    check_rules(resolved)
+    return resolved
 
 
-# --- the reader ---
+# --- reading ---
 
 def test_comments_and_trailing_commas_are_read(tmp_path: Path) -> None:
     text = """// first
@@ -54,7 +53,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path: Path) -> None:
     assert file.where("deep.missing").endswith("ds.json:5: deep.missing")
 
 
-def test_the_reader_agrees_with_deepspeeds_own(tmp_path: Path) -> None:
+def test_reading_agrees_with_deepspeed(tmp_path: Path) -> None:
     import hjson
     for path in CONFIGS:
         assert read_ds_config(str(path)).values == json.loads(json.dumps(hjson.loads(path.read_text())))
@@ -82,12 +81,12 @@ def test_the_reader_agrees_with_deepspeeds_own(tmp_path: Path) -> None:
     ('{"a": [{"b": {"c": 1, "c": 2}}]}', "the same key is on line"),
     ('{"train_batch_size": CONFIG_BATCH_SIZE}', "found 'CONFIG_BATCH_SIZE}'"),
 ])
-def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, culprit: str) -> None:
+def test_broken_files_are_rejected_with_the_line(tmp_path: Path, text: str, culprit: str) -> None:
     with pytest.raises(ConfigError, match=culprit):
         read_ds_config(write(tmp_path, text))
 
 
-# --- completion ---
+# --- filling ---
 
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
@@ -112,31 +111,31 @@ def test_batch_arithmetic(tmp_path: Path, values: dict, flags: dict, world_size:
     base = {} if "train_micro_batch_size_per_gpu" in values or "train_batch_size" not in values else \
         {"train_micro_batch_size_per_gpu": None}
     document = {key: value for key, value in {"optimizer": ADAMW, **base, **values}.items() if value is not None}
-    settings = resolve_ds_config(read_ds_config(write(tmp_path, document)), dataclasses.replace(ARGS, **flags),
-                                  model=load_model_config("tiny"), world_size=world_size, device=CUDA)
-    layout = settings.layout
+    resolved = resolve_ds_config(read_ds_config(write(tmp_path, document)), dataclasses.replace(ARGS, **flags),
+                                 model=load_model_config("tiny"), world_size=world_size, device=CUDA)
+    layout = resolved.layout
     assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size) == expected
-    assert settings.get("train_batch_size") == expected[2]
+    assert resolved.get("train_batch_size") == expected[2]
 
 
-def test_auto_of_the_optimizer_comes_from_flags_or_defaults(tmp_path: Path) -> None:
+def test_auto_values_of_the_optimizer_come_from_flags_or_defaults(tmp_path: Path) -> None:
     auto = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-    settings = complete(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"})
-    assert settings.get("optimizer.params") == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    assert settings.get("gradient_clipping") == 1.0
-    settings = complete(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"}, learning_rate=1e-3, adam_beta2=0.99,
+    resolved = resolve(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"})
+    assert resolved.get("optimizer.params") == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert resolved.get("gradient_clipping") == 1.0
+    resolved = resolve(tmp_path, {"optimizer": auto, "gradient_clipping": "auto"}, learning_rate=1e-3, adam_beta2=0.99,
                         adam_epsilon=1e-6, weight_decay=0.0, gradient_clipping=0.5)
-    assert settings.get("optimizer.params") == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0}
-    assert settings.get("gradient_clipping") == 0.5
-    assert settings.schedule.peak == 1e-3
+    assert resolved.get("optimizer.params") == {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.0}
+    assert resolved.get("gradient_clipping") == 0.5
+    assert resolved.schedule.peak == 1e-3
 
 
-def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path: Path) -> None:
+def test_a_flag_fills_a_missing_key_and_may_repeat_a_value(tmp_path: Path) -> None:
     bare = {"type": "AdamW"}
-    assert complete(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3
-    assert complete(tmp_path, {"optimizer": bare}).get("optimizer.params") == {"lr": 3e-4}
+    assert resolve(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3
+    assert resolve(tmp_path, {"optimizer": bare}).get("optimizer.params") == {"lr": 3e-4}
     own = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}}
-    assert complete(tmp_path, {"optimizer": own}, learning_rate=1e-3, adam_beta1=0.8).schedule.peak == 1e-3
+    assert resolve(tmp_path, {"optimizer": own}, learning_rate=1e-3, adam_beta1=0.8).schedule.peak == 1e-3
 
 
 @pytest.mark.parametrize(("values", "flag", "expected"), [
@@ -153,21 +152,21 @@ def test_a_flag_fills_what_the_json_leaves_out_and_repeats_what_it_says(tmp_path
     ({"bf16": {"enabled": False}}, None, "fp32"),
 ])
 def test_precision(tmp_path: Path, values: dict, flag: str | None, expected: str) -> None:
-    settings = complete(tmp_path, values, precision=flag)
-    assert settings.layout.precision == expected
-    assert [name for name in ("bf16", "fp16") if settings.get(f"{name}.enabled")] == \
+    resolved = resolve(tmp_path, values, precision=flag)
+    assert resolved.layout.precision == expected
+    assert [name for name in ("bf16", "fp16") if resolved.get(f"{name}.enabled")] == \
         ([] if expected == "fp32" else [expected])
 
 
-def test_sizes_follow_the_hidden_size_as_transformers_has_it(tmp_path: Path) -> None:
+def test_auto_sizes_follow_the_hidden_size_as_in_transformers(tmp_path: Path) -> None:
     auto = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto", "sub_group_size": 1e9}
-    assert complete(tmp_path, {"zero_optimization": auto}).get("zero_optimization") == {
+    assert resolve(tmp_path, {"zero_optimization": auto}).get("zero_optimization") == {
         "stage": 3, "reduce_bucket_size": 128 * 128, "stage3_prefetch_bucket_size": int(0.9 * 128 * 128),
         "stage3_param_persistence_threshold": 1280, "sub_group_size": 10**9}
     del auto["sub_group_size"]
-    settings = complete(tmp_path, {"zero_optimization": {**auto, "stage": 2}})
-    assert settings.get("zero_optimization") == {"stage": 2, "reduce_bucket_size": 128 * 128}
+    resolved = resolve(tmp_path, {"zero_optimization": {**auto, "stage": 2}})
+    assert resolved.get("zero_optimization") == {"stage": 2, "reduce_bucket_size": 128 * 128}
 
 
 TRANSFORMERS_ZERO_3 = """{
@@ -204,67 +203,67 @@ TRANSFORMERS_ZERO_2 = """{
 
 
 @pytest.mark.parametrize(("text", "stage"), [(TRANSFORMERS_ZERO_3, 3), (TRANSFORMERS_ZERO_2, 2)])
-def test_the_files_of_the_transformers_documentation_work_as_they_are(tmp_path: Path, text: str, stage: int) -> None:
-    settings = complete(tmp_path, json.loads(text), precision="fp16", micro_batch_size=4, world_size=2)
-    layout = settings.layout
+def test_jsons_of_the_transformers_documentation_work_unchanged(tmp_path: Path, text: str, stage: int) -> None:
+    resolved = resolve(tmp_path, json.loads(text), precision="fp16", micro_batch_size=4, world_size=2)
+    layout = resolved.layout
     assert (layout.zero_stage, layout.precision, layout.global_batch_size) == (stage, "fp16", 8)
-    assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
+    assert "auto" not in re.findall(r"\w+", json.dumps(resolved.config))
 
 
-def test_scheduler_of_the_json(tmp_path: Path) -> None:
+def test_auto_values_of_the_scheduler(tmp_path: Path) -> None:
     auto = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
     values = {"scheduler": {"type": "WarmupDecayLR", "params": auto}}
-    settings = complete(tmp_path, values, learning_rate=1e-3, lr_warmup_steps=7)
-    assert settings.get("scheduler.params") == {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 7,
+    resolved = resolve(tmp_path, values, learning_rate=1e-3, lr_warmup_steps=7)
+    assert resolved.get("scheduler.params") == {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 7,
                                                 "total_num_steps": 100}
-    assert settings.schedule is None
-    assert complete(tmp_path, values).get("scheduler.params.warmup_num_steps") == 1
+    assert resolved.schedule is None
+    assert resolve(tmp_path, values).get("scheduler.params.warmup_num_steps") == 1
 
 
-def test_blocks_that_ask_for_nothing_are_dropped(tmp_path: Path) -> None:
-    idle = {"autotuning": {"enabled": False}, "data_efficiency": {"enabled": False}, "sequence_parallel_size": 1,
+def test_blocks_that_request_nothing_are_removed(tmp_path: Path) -> None:
+    blocks = {"autotuning": {"enabled": False}, "data_efficiency": {"enabled": False}, "sequence_parallel_size": 1,
             "torch_autocast": {"enabled": False}, "dataloader_drop_last": False,
             "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}
-    settings = complete(tmp_path, idle)
-    assert not set(settings.config) & set(idle) - {"activation_checkpointing"}
-    assert settings.get("activation_checkpointing") == {}
+    resolved = resolve(tmp_path, blocks)
+    assert not set(resolved.config) & set(blocks) - {"activation_checkpointing"}
+    assert resolved.get("activation_checkpointing") == {}
 
 
-def test_what_is_handed_to_deepspeed_is_what_it_accepts(tmp_path: Path) -> None:
+def test_deepspeed_accepts_each_resolved_shipped_file(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     (tmp_path / "nvme").mkdir()
     for path in CONFIGS:
         file = read_ds_config(str(path))
         nvme = str(tmp_path / "nvme") if "nvme" in path.stem else None
-        settings = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
+        resolved = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
             "pipeline.stages", 1), model=load_model_config("tiny"), device=CUDA)
-        check_rules(settings)
-        own = DeepSpeedConfig(json.loads(json.dumps(settings.config)))
-        assert own.zero_optimization_stage == settings.layout.zero_stage
-        assert "auto" not in re.findall(r"\w+", json.dumps(settings.config))
+        check_rules(resolved)
+        own = DeepSpeedConfig(json.loads(json.dumps(resolved.config)))
+        assert own.zero_optimization_stage == resolved.layout.zero_stage
+        assert "auto" not in re.findall(r"\w+", json.dumps(resolved.config))
 
 
-def test_stages_can_be_cut_by_blocks(tmp_path: Path) -> None:
+def test_pipeline_stages_can_be_split_by_blocks(tmp_path: Path) -> None:
     from pretrain.model.layers import Block
     pipeline = {"stages": 2, "partition_method": f"type:{Block.__name__}"}
-    settings = complete(tmp_path, {"pipeline": pipeline}, world_size=2)
-    assert settings.layout.partition_method == "type:Block"
+    resolved = resolve(tmp_path, {"pipeline": pipeline}, world_size=2)
+    assert resolved.layout.partition_method == "type:Block"
 
 
 @pytest.mark.parametrize(("word", "method"), [("FLOPs", "flops"), ("Parameters", "parameters"), ("best", "flops")])
-def test_methods_that_cut_stages_are_known_in_any_case(tmp_path: Path, word: str, method: str) -> None:
-    settings = complete(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
-    assert settings.layout.partition_method == settings.get("pipeline.partition_method") == method
+def test_partition_methods_ignore_the_case(tmp_path: Path, word: str, method: str) -> None:
+    resolved = resolve(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
+    assert resolved.layout.partition_method == resolved.get("pipeline.partition_method") == method
 
 
 def test_monitors_write_into_the_run_folder(tmp_path: Path) -> None:
-    settings = complete(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
-    assert settings.get("csv_monitor.output_path") == "run/csv"
+    resolved = resolve(tmp_path, {"csv_monitor": {"enabled": True, "job_name": "x"}})
+    assert resolved.get("csv_monitor.output_path") == "run/csv"
 
 
 @pytest.mark.parametrize("values", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}])
 def test_timers_of_a_pipeline_engine_get_an_interval(tmp_path: Path, values: dict) -> None:
-    """Without one DeepSpeed's pipeline engine dies of `global_steps % None`."""
-    assert complete(tmp_path, values, log_interval=7).get("steps_per_print") == 7
-    assert complete(tmp_path, {**values, "steps_per_print": 3}).get("steps_per_print") == 3
-    assert complete(tmp_path, {**values, "zero_optimization": {"stage": 2}}).get("steps_per_print") is None
+    """Without an interval, DeepSpeed's PipelineEngine fails in `global_steps % None`."""
+    assert resolve(tmp_path, values, log_interval=7).get("steps_per_print") == 7
+    assert resolve(tmp_path, {**values, "steps_per_print": 3}).get("steps_per_print") == 3
+    assert resolve(tmp_path, {**values, "zero_optimization": {"stage": 2}}).get("steps_per_print") is None

@@ -12,8 +12,8 @@ from pretrain.errors import ConfigError
 
 
 def rates(kind: str, **changes: float) -> list[float]:
-    settings = {"peak": 1.0, "min_ratio": 0.1, "kind": kind, "warmup_steps": 4, "decay_steps": 20, "wsd_steps": 5}
-    return [learning_rate(step, **{**settings, **changes}) for step in range(30)]
+    values = {"peak": 1.0, "min_ratio": 0.1, "kind": kind, "warmup_steps": 4, "decay_steps": 20, "wsd_steps": 5}
+    return [learning_rate(step, **{**values, **changes}) for step in range(30)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
@@ -22,7 +22,7 @@ def test_warm_up_starts_above_zero_and_reaches_the_peak(kind: str) -> None:
     assert max(rates(kind)) == 1.0
 
 
-def test_cosine_is_half_way_in_the_middle_and_lowest_from_the_last_step_on() -> None:
+def test_cosine_has_the_mean_rate_in_the_middle_and_the_lowest_at_the_end() -> None:
     got = rates("cosine")
     assert got[11] == pytest.approx((1 + 0.1) / 2)
     assert got[5] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 2 / 16)))
@@ -30,13 +30,13 @@ def test_cosine_is_half_way_in_the_middle_and_lowest_from_the_last_step_on() -> 
     assert got[19:] == pytest.approx([0.1] * 11)
 
 
-def test_linear_falls_by_equal_amounts() -> None:
+def test_linear_decreases_by_equal_amounts() -> None:
     got = rates("linear")
     assert [a - b for a, b in itertools.pairwise(got[3:20])] == pytest.approx([0.9 / 16] * 16)
     assert got[19:] == pytest.approx([0.1] * 11)
 
 
-def test_constant_stays_and_wsd_decays_at_the_end() -> None:
+def test_constant_keeps_the_peak_and_wsd_decays_at_the_end() -> None:
     assert rates("constant")[3:] == [1.0] * 27
     assert rates("wsd")[3:15] == [1.0] * 12
     assert rates("wsd")[15:20] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])

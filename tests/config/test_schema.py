@@ -1,4 +1,4 @@
-"""The tree of known keys against DeepSpeed's own, and against every shipped file."""
+"""The tree of legal keys, compared with DeepSpeed's models and with every shipped file."""
 
 import json
 import re
@@ -19,7 +19,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 
 
 def aliases(model: Any) -> set[str]:
-    """Every name that a pydantic model of DeepSpeed takes."""
+    """Return every key that a pydantic model of DeepSpeed accepts."""
     fields = model.model_fields
     return set(fields) | {field.alias for field in fields.values() if field.alias}
 
@@ -51,18 +51,18 @@ def test_the_tree_has_exactly_the_keys_of_deepspeeds_models() -> None:
 
 
 def test_the_tree_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
-    """Whatever DeepSpeedConfig asks of its dictionary, seen by a dictionary that takes notes."""
+    """DeepSpeedConfig reads a dictionary that records each requested key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    class Notes(dict):
-        asked: set[str] = set()  # noqa: RUF012
+    class RecordingDict(dict):
+        requested: set[str] = set()  # noqa: RUF012
 
         def get(self, key: str, default: Any = None) -> Any:
-            self.asked.add(key)
+            self.requested.add(key)
             return super().get(key, default)
 
         def __contains__(self, key: object) -> bool:
-            self.asked.add(str(key))
+            self.requested.add(str(key))
             return super().__contains__(key)
 
         def keys(self) -> Any:
@@ -71,14 +71,15 @@ def test_the_tree_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
                     return key in self
             return Keys()
 
-        def __copy__(self) -> "Notes":
+        def __copy__(self) -> "RecordingDict":
             return self
 
-    DeepSpeedConfig(Notes({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}))
+    DeepSpeedConfig(RecordingDict({"train_batch_size": 1, "optimizer": {"type": "Adam"},
+                                   "scheduler": {"type": "WarmupLR"}}))
     known = set(ds_schema.TREE) | {key for key in ds_schema.REMOVED if "." not in key}
-    # The first is read beside "zero_optimization": true only, the second in an initialised process group only.
-    assert known - Notes.asked == {"allgather_size", "sequence_parallel_size"}
-    assert Notes.asked - known == set()
+    # DeepSpeed reads the first only with "zero_optimization": true, and the second only in a process group.
+    assert known - RecordingDict.requested == {"allgather_size", "sequence_parallel_size"}
+    assert RecordingDict.requested - known == set()
 
 
 def test_blocks_that_deepspeed_reads_key_by_key() -> None:
@@ -88,7 +89,7 @@ def test_blocks_that_deepspeed_reads_key_by_key() -> None:
     from deepspeed.runtime.model_checkpointing import constants as checkpointing
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}  # an earlier name, as a note
+    assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}  # an earlier name, which gets a note
     assert set(ds_schema.ACTIVATION_CHECKPOINTING) == set(ACT_CHKPT_DEFAULT)
     flops = {getattr(profiling, name) for name in vars(profiling)
              if name.startswith("FLOPS_PROFILER_") and not name.endswith(("DEFAULT", "FORMAT"))}
@@ -99,14 +100,14 @@ def test_blocks_that_deepspeed_reads_key_by_key() -> None:
             checkpointing.CHECKPOINT_WRITER} <= set(ds_schema.CHECKPOINT)
 
 
-def test_removed_keys_are_deepspeeds() -> None:
+def test_removed_keys_match_deepspeed() -> None:
     from deepspeed.runtime import config
     top = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     zero = {f"zero_optimization.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS}
     assert set(ds_schema.REMOVED) == top | zero
 
 
-def test_optimizers_and_schedulers_are_deepspeeds_and_torchs() -> None:
+def test_optimizers_and_schedulers_match_deepspeed_and_torch() -> None:
     import inspect
 
     import torch
@@ -139,33 +140,33 @@ def keys_of(values: dict[str, Any], parent: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_each_key_of_each_shipped_file_with_a_slip_is_named(path: Path, tmp_path: Path) -> None:
+def test_each_misspelt_key_of_each_shipped_file_gets_a_suggestion(path: Path, tmp_path: Path) -> None:
     changed = tmp_path / "ds.json"
     text = path.read_text(encoding="utf-8")
     for dotted in keys_of(read_ds_config(str(path)).values):
         name = dotted.split(".")[-1]
-        for slip in (name + name[-1], "x" + name[1:], name[:1] + name[2:] if len(name) > 3 else name + "s"):
+        for misspelt in (name + name[-1], "x" + name[1:], name[:1] + name[2:] if len(name) > 3 else name + "s"):
             document = json.loads(json.dumps(read_ds_config(str(path)).values))
-            _rename(document, dotted, slip)
+            _rename(document, dotted, misspelt)
             changed.write_text(json.dumps(document), encoding="utf-8")
             with pytest.raises(ConfigError) as caught:
                 check_json_keys(read_ds_config(str(changed)))
-            if "optimizer.type" not in str(caught.value):  # without "optimizer" or "type" that is what is missing
-                assert slip in str(caught.value)
-                assert f'did you mean "{name}"' in str(caught.value), f"{dotted} as {slip}: {caught.value}"
+            if "optimizer.type" not in str(caught.value):  # a misspelt "optimizer" or "type" is a missing type
+                assert misspelt in str(caught.value)
+                assert f'did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
     assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
 
 
-def _rename(values: dict[str, Any], dotted: str, slip: str) -> None:
+def _rename(values: dict[str, Any], dotted: str, misspelt: str) -> None:
     *parents, name = dotted.split(".")
     for parent in parents:
         values = values[parent]
-    renamed = {slip if key == name else key: value for key, value in values.items()}
+    renamed = {misspelt if key == name else key: value for key, value in values.items()}
     values.clear()
     values.update(renamed)
 
 
-def test_names_say_what_the_files_hold() -> None:
+def test_file_names_match_the_contents() -> None:
     for path in CONFIGS:
         file = read_ds_config(str(path))
         stages, zero_stage = file.get("pipeline.stages", 1), file.get("zero_optimization.stage")

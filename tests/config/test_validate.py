@@ -1,4 +1,4 @@
-"""Wrong inputs, each refused by tools/check_config.py in one line that names the culprit; and right ones."""
+"""tools/check_config.py rejects each wrong input in one line that names the error; and the plans of valid inputs."""
 
 import dataclasses
 import importlib.util
@@ -25,14 +25,14 @@ CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, a tokenizer, and things that are broken."""
+    """Make a folder with data, a tokenizer, and broken files."""
     folder = tmp_path_factory.mktemp("world")
     make_world(folder)
     return folder
 
 
 def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> list[str]:
-    """The command line of a run that is right but for the changes. `{world}` in a flag is the folder."""
+    """Return the command line of a valid run with changes. `{world}` in a flag stands for the folder."""
     document = json.loads(json.dumps(BASE))
     for dotted, value in json_changes.items():
         change(document, dotted, value)
@@ -61,7 +61,7 @@ MAIN = load_main()
 
 @pytest.mark.parametrize(("json_changes", "flags", "culprit"), WRONG,
                          ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "")
-def test_wrong_input_is_refused_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
+def test_wrong_input_is_rejected_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
                                             json_changes: dict[str, Any], flags: dict[str, Any],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
@@ -77,14 +77,14 @@ def test_wrong_input_is_refused_in_one_line(world: Path, capsys: pytest.CaptureF
 
 
 def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
-    """This machine's processor may compute in fp16; the one of these tests does not."""
+    """Hide fp16 support of this machine's processor."""
     def read(path: Path, *args: Any, **options: Any) -> str:
         text = read_text(path, *args, **options)
         return text.replace("avx512_fp16", "") if str(path) == "/proc/cpuinfo" else text
     return read
 
 
-def test_there_are_enough_wrong_inputs_and_no_two_are_the_same() -> None:
+def test_wrong_inputs_are_many_and_different() -> None:
     assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
 
 
@@ -92,7 +92,7 @@ PROCESSES = ("broken.json:2", 'did you mean "zero_optimization"', "truncated.bin
 
 
 @pytest.mark.parametrize("row", [row for row in WRONG if row[2] in PROCESSES], ids=lambda row: row[2])
-def test_as_a_process_it_imports_nothing_that_takes_long(world: Path, row: tuple[dict, dict, str]) -> None:
+def test_rejection_imports_no_slow_packages(world: Path, row: tuple[dict, dict, str]) -> None:
     done, imported = run_and_list_imports([str(ROOT / "tools" / "check_config.py"), *words(world, row[0], row[1])])
     assert "pretrain.config.validate" in imported
     assert not HEAVY & imported
@@ -101,7 +101,7 @@ def test_as_a_process_it_imports_nothing_that_takes_long(world: Path, row: tuple
     assert "Traceback" not in done.stderr
 
 
-def test_the_check_imports_neither_torch_nor_deepspeed(world: Path) -> None:
+def test_validation_imports_neither_torch_nor_deepspeed(world: Path) -> None:
     code = "import sys, runpy; sys.argv[0] = 'check_config.py'\n" \
            f"try: runpy.run_path({str(ROOT / 'tools' / 'check_config.py')!r}, run_name='__main__')\n" \
            "except SystemExit as end: assert not end.code\n" \
@@ -111,7 +111,7 @@ def test_the_check_imports_neither_torch_nor_deepspeed(world: Path) -> None:
     assert done.stdout.endswith("\n[]\n")
 
 
-def test_a_right_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/corpus"}
     MAIN(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
     out = capsys.readouterr().out
@@ -130,13 +130,13 @@ def plan_of(world: Path, json_changes: dict[str, Any], *, world_size: int = 1, d
 
 
 @pytest.mark.parametrize(("vocab_size", "fits"), [(300, True), (512, True), (8192, False)])
-def test_a_vocabulary_far_larger_than_the_tokenizers_gets_a_note(world: Path, vocab_size: int, fits: bool) -> None:
-    """512 is what padding to a multiple of 128, with some room, makes of the tokenizer's 300 tokens."""
+def test_a_vocabulary_far_larger_than_the_tokenizer_gets_a_note(world: Path, vocab_size: int, fits: bool) -> None:
+    """A vocabulary of 512 for a tokenizer with 300 tokens is usual padding."""
     plan = plan_of(world, {}, tokenizer=str(world / "tokenizer.json"), train_data=str(world / "few"),
                    model_overrides=f"vocab_size={vocab_size}")
-    said = [note for note in plan.notes if "tokenizer" in note]
-    assert len(said) == (0 if fits else 1)
-    assert fits or "--model_overrides vocab_size=320" in said[0]
+    notes = [note for note in plan.notes if "tokenizer" in note]
+    assert len(notes) == (0 if fits else 1)
+    assert fits or "--model_overrides vocab_size=320" in notes[0]
 
 
 def test_the_plan_of_a_pipeline(world: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_plan_of_a_pipeline(world: Path) -> None:
     assert layout.uses_pipeline_module
     assert plan.ds_config["pipeline"] == {"stages": 2, "partition_method": "flops", "use_reentrant": False,
                                           "activation_checkpoint_interval": 3}
-    assert plan.eod_token == 0  # of the data's sidecar
+    assert plan.eod_token == 0  # from the data's .meta.json
     assert plan.schedule is not None
     assert plan.schedule.peak == 1e-3
     assert plan.schedule(0) == 1e-3
@@ -165,18 +165,18 @@ def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypa
     assert (layout.zero_stage, layout.offload_optimizer, layout.uses_pipeline_module) == (3, "nvme", False)
     path = Path(get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path"))
     assert path.parent == world / "nvme"
-    other = plan_of(world, changes, save=str(world / "another-run"))  # would overwrite the first one's swap files
+    other = plan_of(world, changes, save=str(world / "another-run"))  # needs a swap folder of its own
     assert get_value(other.ds_config, "zero_optimization.offload_optimizer.nvme_path") != str(path)
 
 
-def test_fp16_runs_where_the_device_has_it_or_where_it_is_emulated(world: Path) -> None:
+def test_fp16_needs_a_device_with_fp16_or_emulation(world: Path) -> None:
     changes = {"bf16": NOTHING, "fp16": {"enabled": True}}
     assert plan_of(world, changes).layout.precision == "fp16"
     slow = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
     assert plan_of(world, changes, device=slow, emulate_fp16=True).layout.precision == "fp16"
 
 
-def test_a_scheduler_of_the_json_takes_the_place_of_the_flags(world: Path) -> None:
+def test_a_scheduler_of_the_json_replaces_the_flags(world: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     plan = plan_of(world, {"scheduler": scheduler}, lr_warmup_steps=5)
     assert plan.schedule is None
@@ -190,7 +190,7 @@ def test_tokens_become_steps(world: Path) -> None:
     assert plan.epochs == 8 * 4 / plan.datasets["train"].samples_per_epoch
 
 
-def test_notes_tell_what_has_no_effect(world: Path) -> None:
+def test_notes_name_settings_without_an_effect(world: Path) -> None:
     plan = plan_of(world, {"zero_optimization.overlap_comm": True}, split="1,0,0")
     assert [note.split(":")[0] for note in plan.notes] == ["zero_optimization.overlap_comm", "no validation data"]
     assert plan.ds_config["zero_optimization"]["overlap_comm"] is False
@@ -203,7 +203,7 @@ def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_device().memory_bytes > 2**28
 
 
-def test_notes_tell_where_faster_operators_cannot_serve(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_words(device: Device, **flags: Any) -> list[str]:
         return [note.split(":")[0] for note in plan_of(world, {}, device=device, **flags).notes][1:]
 
