@@ -1,4 +1,4 @@
 """Output to a terminal or a log: status line, progress and training rows.
 
-Imports the standard library, rich and errors; never torch.
+Imports only the standard library and rich.
 """

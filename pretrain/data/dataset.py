@@ -122,10 +122,10 @@ def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: 
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="tools/prepare_data.py writes one")
     own = {"valid": valid_data, "test": test_data}
-    weights = [0.0 if own.get(name) else share for name, share in zip(_NAMES, parse_split(split), strict=True)]
-    train_share, valid_share, test_share = (weight / sum(weights) for weight in weights)
+    weights = [0.0 if own.get(name) else fraction for name, fraction in zip(_NAMES, parse_split(split), strict=True)]
+    train, valid, test = (weight / sum(weights) for weight in weights)
     indexed = IndexedDataset(train_data)
-    ranges = split_documents(indexed.num_documents, (train_share, valid_share, test_share))
+    ranges = split_documents(indexed.num_documents, (train, valid, test))
     # The default proportion of test documents, 1 in 1000, is meant for large corpora: a small one has no test set.
     fewest_tokens = {"train": 0, "valid": 1, "test": seq_length + 1}
     datasets: dict[str, SampleDataset] = {}

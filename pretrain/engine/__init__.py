@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: built from a plan, stepped, and its compiled operators.
+"""Build the DeepSpeed engine from a plan, run its steps, and compile DeepSpeed's operators.
 
 Imports config, data, model, distributed, patches and what lies below them; never monitor, memory or checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Prepare a process for DeepSpeed, before DeepSpeed is imported."""
+"""Set up a process before DeepSpeed is imported."""
 
 import functools
 import os

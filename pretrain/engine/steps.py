@@ -1,4 +1,4 @@
-"""One training or evaluation step on either kind of engine, and what an engine reports about it.
+"""Run a training or evaluation step on an engine, and read its metrics.
 
 This file and build.py are the only ones that distinguish the PipelineModule from the plain module.
 """
@@ -45,7 +45,7 @@ def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
                loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
 
-    PipelineEngine takes the same mean of its losses, and DeepSpeed of the gradients: weights of the Loader rely on it.
+    PipelineEngine takes the same mean of losses, and every engine of gradients. The weights of the Loader rely on it.
     """
     total = torch.zeros((), device=engine.device)
     for batch in micro_batches:

@@ -165,8 +165,8 @@ def _activation(name: str, where: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _ratio(whole: int, part: int) -> int:
-    return whole // part if part > 0 else 0  # _check_sizes rejects the 0
+def _ratio(total: int, parts: int) -> int:
+    return total // parts if parts > 0 else 0  # _check_sizes rejects the 0
 
 
 def _gpt2(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -305,10 +305,10 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
     if not 0 <= config.initializer_range <= 1e3:
         raise ConfigError(f"{where}: initializer_range", found=config.initializer_range,
                           expected="a standard deviation, such as 0.02")
-    for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
-        if getattr(config, whole) % getattr(config, part):
-            raise ConfigError(f"{where}: {config.key(whole)}", found=getattr(config, whole),
-                              expected=f"a multiple of {config.key(part)} ({getattr(config, part)})")
+    for multiple, divisor in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+        if getattr(config, multiple) % getattr(config, divisor):
+            raise ConfigError(f"{where}: {config.key(multiple)}", found=getattr(config, multiple),
+                              expected=f"a multiple of {config.key(divisor)} ({getattr(config, divisor)})")
     if config.position == "rope" and not (0 < config.rotary_size <= config.head_size and config.rotary_size % 2 == 0):
         raise ConfigError(f"{where}: {config.key('rotary_size')}", found=f"{config.rotary_size} rotary elements a head",
                           expected=f"an even number from 2 to the head size ({config.head_size})")

@@ -117,8 +117,8 @@ class MLP(nn.Module):
 
 def build_norm(config: ModelConfig) -> nn.Module:
     """Return a LayerNorm or RMSNorm over D."""
-    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.hidden_size, eps=config.norm_eps)
+    norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return norm(config.hidden_size, eps=config.norm_eps)
 
 
 class Block(nn.Module):

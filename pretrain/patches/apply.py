@@ -5,7 +5,7 @@ the wrong result, and with the work-around the result is right. The first half f
 defect; then the function can be deleted. All defects were found in DeepSpeed 0.19.8, the only supported version.
 
     A  fp16 + ZeRO-0: the loss is never scaled; a stray optimizer step at construction;
-       halved gradients in each step that lets the loss scale grow        fp16.scale_loss_at_stage_0
+       halved gradients in each step after which the loss scale grows     fp16.scale_loss_at_stage_0
     B  pipeline + tied weights + another accumulation dtype:
        the gradients of tied weights are not summed                       pipeline.reduce_tied_gradients
     C  optimizer on NVMe: a resume restores nothing, or only a part       nvme.save_complete_nvme_checkpoints

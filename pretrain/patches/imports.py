@@ -19,8 +19,7 @@ def silence_renamed_collectives() -> None:
 
 
 def avoid_compiler_imports() -> None:
-    """Keep DeepSpeed and torch's optimizers from importing torch's compiler. Only for processes that compile nothing.
-    """
+    """Keep DeepSpeed and torch's optimizers from importing torch's compiler, in a process that compiles nothing."""
     _import_muon_uncompiled()
     _mark_optimizer_methods_as_uncompiled()
 

@@ -16,7 +16,7 @@ NO_NVME = missing_operator("AsyncIOBuilder")
 
 def ranks_of(path: Path) -> int:
     match = re.search(r"//\s*ranks:\s*(\d+)", path.read_text())
-    assert match, f"{path.name} does not say `// ranks: N`"
+    assert match, f"{path.name} has no line `// ranks: N`"
     return int(match.group(1))
 
 

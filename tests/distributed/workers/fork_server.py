@@ -74,7 +74,7 @@ def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
     return pid
 
 
-def serve(request: dict[str, Any]) -> dict[str, Any]:
+def run_request(request: dict[str, Any]) -> dict[str, Any]:
     """Run all ranks to their end. After one fails, end the others, which would wait for it."""
     cwd, deadline = Path(request["cwd"]), time.monotonic() + request["timeout"]
     running = {fork(request["command"], environ, cwd / f"rank{rank}.log"): rank
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     load_operators()
     gc.freeze()  # exclude imported modules from DeepSpeed's frequent garbage collections
     for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(run_request(json.loads(line))), file=answers, flush=True)
