@@ -154,8 +154,8 @@ def _cells(check: EstimateCheck, unit: str) -> dict[str, str]:
         "layout": check.candidate.name,
         "micro x acc.": f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}",
         "rank": "" if check.failure else str(check.rank),
-        f"states {unit}": states[0], "found": states[1], "off": states[2],
-        f"peak {unit}": peaks[0], "found ": peaks[1], "off ": peaks[2],
+        f"states {unit}": states[0], "actual": states[1], "error": states[2],
+        f"peak {unit}": peaks[0], "actual ": peaks[1], "error ": peaks[2],
         "step": "" if check.step_time_ms is None else f"{check.step_time_ms:,.0f} ms"}
 
 
