@@ -1,4 +1,4 @@
-"""tools/compare_zero.py: what it prints and writes, what it refuses; the recommended JSON really runs."""
+"""tools/compare_zero.py: its output and files, rejected flags, and a real run of the recommended JSON."""
 
 import csv
 import io
@@ -25,17 +25,17 @@ from tests.test_train import _environment
 TINY = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    main(list(words))
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(list(arguments))
     return capsys.readouterr().out
 
 
-def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    return json.loads(run(capsys, *words, "--json"))
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(run(capsys, *arguments, "--json"))
 
 
-def test_the_papers_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """ZeRO (arXiv 1910.02054), figure 1: 7.5 B parameters on 64 GPUs."""
+def test_the_zero_papers_sizes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO (arXiv 1910.02054), figure 1: 7.5e9 parameters on 64 GPUs."""
     text = run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
     assert "120 / 31.4 / 16.6 / 1.9 GB" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("zero")]
@@ -43,26 +43,26 @@ def test_the_papers_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert [sizes[f"zero{stage}"] for stage in range(4)] == ["120.0", "31.4", "16.6", "1.9"]
 
 
-def test_a_hundred_layouts_take_little_work(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "8", "16", "32",
+def test_a_hundred_layouts_take_few_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "8", "16", "32",
              "--micro_batch_size", "1", "2", "4", "--all_micro_batches"]
     with CountCalls() as work:
-        rows = as_json(capsys, *words)["rows"]
+        rows = as_json(capsys, *arguments)["rows"]
     assert len(rows) >= 100
-    assert work.calls < 50_000 * len(rows)  # 22,000 when this was written: a second in all
+    assert work.calls < 50_000 * len(rows)  # 22,000 when this was written: a second for all rows
 
 
-def test_the_table_is_made_without_torch() -> None:
+def test_the_table_does_not_import_torch() -> None:
     done, imported = run_and_list_imports(["tools/compare_zero.py", "--model", "gpt2", "--world_size", "8"])
     assert done.returncode == 0, done.stderr
     assert "pretrain.memory.estimate.rank_memory" in imported
     assert not {*HEAVY, "transformers", "numpy"} & imported
 
 
-def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"]
+def test_table_json_csv_and_plot_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"]
     files = [str(tmp_path / name) for name in ("all.json", "all.csv", "plot.html")]
-    text = run(capsys, *words, "--json", files[0], "--csv", files[1], "--plot", files[2])
+    text = run(capsys, *arguments, "--json", files[0], "--csv", files[1], "--plot", files[2])
     found = json.loads(Path(files[0]).read_text())
     rows, cluster = found["rows"], found["cluster"]
     assert len(rows) > 30
@@ -90,7 +90,7 @@ def test_table_json_csv_and_plots_say_the_same(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200, 240])
-def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str], columns: int) -> None:
+def test_a_narrow_terminal_omits_columns(capsys: pytest.CaptureFixture[str], columns: int) -> None:
     flags = parse_flags(["--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40"])
     workload = workload_of(flags)
     report = make_report(flags, workload, candidates_of(flags, workload, "cuda"))
@@ -108,11 +108,11 @@ def test_a_terminal_shows_the_columns_that_fit(capsys: pytest.CaptureFixture[str
         assert in_unit(row.estimate.peak.total(location="device"), "GiB") in line.split()
         assert ("fits" in line) == row.fits
         assert ("too large" in line) == (not row.fits)
-    left_out = any(line.startswith(f"not shown at {columns} columns: ") for line in lines)
-    assert left_out == (columns <= 200)
+    omitted = any(line.startswith(f"not shown at {columns} columns: ") for line in lines)
+    assert omitted == (columns <= 200)
 
 
-def test_labels_of_the_drawing_have_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_labels_of_the_plot_are_not_cut_off(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(capsys, "--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40", "--plot", str(tmp_path / "plot.html"))
     page = (tmp_path / "plot.html").read_text()
     labels = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="end">([^<]+)</text>', page)
@@ -123,22 +123,22 @@ def test_labels_of_the_drawing_have_room(capsys: pytest.CaptureFixture[str], tmp
     assert all(float(x) + 7.25 * len(text) <= int(width) for x, text in starts)
 
 
-def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plot_can_be_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run(capsys, "--model", "gpt2", "--world_size", "8", "--plot", str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_shipped_json_runs_here_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_json_of_ds_configs_is_accepted_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     paths = sorted(map(str, (ROOT / "ds_configs").glob("*.json")))
     found = as_json(capsys, "--model", "gpt2", "--world_size", "4", "--gpu", "h100", "--configs", *paths)
     assert len(found["rows"]) == len(paths)
     assert {row["name"]: row["refusal"] for row in found["rows"] if row["refusal"]} == {}
 
 
-def test_a_json_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As transformers' users have it: "auto", no optimizer, a key that DeepSpeed does not know."""
-    path = tmp_path / "theirs.json"
+def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The JSON has "auto" values, no optimizer, and a key that DeepSpeed does not have."""
+    path = tmp_path / "transformers.json"
     path.write_text("""{ // a comment
       "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
       "bf16": {"enabled": "auto"}, "zero_optimisation": {}, "steps_per_print": 2000,
@@ -154,7 +154,7 @@ def test_a_json_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "zero_optimisation" in row["refusal"]
 
 
-def test_architectures_that_are_not_trained_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_untrainable_architecture_is_not_recommended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
@@ -171,7 +171,7 @@ def test_architectures_that_are_not_trained_here(capsys: pytest.CaptureFixture[s
 
 
 PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
-REFUSED = [
+REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
     (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'did you mean "gpt2"'),
     (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "did you mean"),
@@ -203,15 +203,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda value: " ".join(value)[-40:] if value else "nothing")
-def test_refused_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), REJECTED,
+                         ids=lambda value: " ".join(value)[-40:] if value else "nothing")
+def test_wrong_flags_are_rejected_in_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        main(words)
-    assert said in str(error.value)
+        main(arguments)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_exit_code_of_a_refusal() -> None:
+def test_wrong_flags_exit_with_code_2() -> None:
     done = subprocess.run([sys.executable, "tools/compare_zero.py", "--model", "gpt2"], cwd=ROOT, capture_output=True,
                           text=True, check=False, env={**_environment(), "PYTHONPATH": str(ROOT)})
     assert done.returncode == 2
@@ -222,7 +223,7 @@ def test_exit_code_of_a_refusal() -> None:
 @pytest.mark.parametrize(("gib", "all_fit"), [("1", True), ("0.03", False)])
 def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_path: Path,
                                    capsys: pytest.CaptureFixture[str]) -> None:
-    """A device that much fits on, and one so small that the layout must save memory: two steps of two ranks each."""
+    """Two ranks train two steps, once for a GPU that every layout fits, once for a GPU that needs a small layout."""
     path = str(tmp_path / "best.json")
     model = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=4,n_embd=256"]
     flags = [*model, "--world_size", "2", "--gpu", gib, "--seq_length", "64", "--offload", "none", "optimizer_cpu"]
@@ -242,13 +243,13 @@ def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_pat
 
 def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
     """Both compared with the estimate, from the command line."""
-    words = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    arguments = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
     config = str(ROOT / "ds_configs/zero3_bf16.json")
-    text = run(capsys, "simulate", *words, "--world_size", "16", "--configs", config)
-    off = re.search(r"^zero3_bf16 +2 x 2 +\d+ +[\d.]+ +[\d.]+ +([+-][\d.]+)%", text, re.MULTILINE)
-    assert off, text
-    assert abs(float(off[1])) < 2
-    (measured,) = as_json(capsys, "measure", *words, "--world_size", "1", "--configs", config, "--steps", "2")
+    text = run(capsys, "simulate", *arguments, "--world_size", "16", "--configs", config)
+    deviation = re.search(r"^zero3_bf16 +2 x 2 +\d+ +[\d.]+ +[\d.]+ +([+-][\d.]+)%", text, re.MULTILINE)
+    assert deviation, text
+    assert abs(float(deviation[1])) < 2
+    (measured,) = as_json(capsys, "measure", *arguments, "--world_size", "1", "--configs", config, "--steps", "2")
     assert not measured["failure"]
     for role in ("parameters", "master_weights", "optimizer_states"):
         held = sum(measured["held"][role].values())
