@@ -1,6 +1,6 @@
 """Defects of DeepSpeed 0.19.8 that silently give a wrong result, and where each is worked around or rejected.
 
-Each work-around is one function. `tests/distributed/test_upstream.py` tests each defect twice: DeepSpeed alone gives
+Each work-around is one function. `tests/distributed/test_upstream*.py` test each defect twice: DeepSpeed alone gives
 the wrong result, and with the work-around the result is right. The first half fails once DeepSpeed has fixed the
 defect; then the function can be deleted. All defects were found in DeepSpeed 0.19.8, the only supported version.
 

@@ -23,7 +23,7 @@ def skip_shared_memory_operator() -> None:
     """Keep DeepSpeed from compiling its operator for collectives in shared memory. Call it before the first group.
 
     DeepSpeed 0.19.8 (comm/torch.py, TorchBackend.__init__) compiles the operator even for one rank, which needs none.
-    Guarded by tests/distributed/test_upstream.py, test_one_rank_loads_no_shared_memory_operator.
+    Guarded by tests/distributed/test_upstream_ranks.py, test_one_rank_loads_no_shared_memory_operator.
     """
     comm_torch = importlib.import_module("deepspeed.comm.torch")  # `from deepspeed.comm import torch` is PyTorch
     setattr(comm_torch, "build_shm_op", lambda: None)  # noqa: B010 (mypy rejects an assignment)
@@ -34,7 +34,7 @@ def remove_shared_memory_names(rank: int) -> None:
 
     DeepSpeed 0.19.8 (csrc/cpu/comm/shm.cpp, shm_initialize) opens a segment of 66 MiB for each rank by name and never
     unlinks it, so that every run leaves them in /dev/shm. After this call nothing remains, even if the run is killed.
-    Guarded by tests/distributed/test_upstream.py, test_no_shared_memory_is_left_behind.
+    Guarded by tests/distributed/test_upstream_ranks.py, test_no_shared_memory_is_left_behind.
     """
     dist.barrier()  # every rank has opened the segments of all ranks
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

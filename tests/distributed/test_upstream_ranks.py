@@ -1,0 +1,64 @@
+"""Defects of DeepSpeed 0.19.8 in ranks and process groups: right with our patch, wrong without it."""
+
+import json
+from pathlib import Path
+
+from pretrain.distributed.world import World, world_from_environment
+from tests.distributed.test_upstream import BF16, ds_config, flags
+from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
+
+
+def test_j_slurm_ranks_are_derived() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8",
+               "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    assert world_from_environment(environ) == World(rank=5, size=8, local_rank=1, local_size=4, launcher="slurm")
+
+
+def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(1, **BF16)))
+    words = [f"--{name}={value}" for name, value in flags(corpus, train_steps=1, split="1,0,0", save="run").items()]
+    done = run_ranks([str(WORKERS / "as_slurm.py"), str(ROOT / "pretrain" / "train.py"), "--deepspeed_config=ds.json",
+                      *words], 2, cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [0, 0], done[0].stdout[-4000:]
+    (start,) = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert start["layout"]["world_size"] == start["layout"]["data_parallel_size"] == 2
+
+    code = f"import deepspeed; deepspeed.init_distributed(distributed_port={free_port()}); " \
+           "print('world of', deepspeed.comm.get_world_size())"
+    for rank in run_ranks([str(WORKERS / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
+        # without an MPI library it fails; with one, but without PMI, each task is a world of 1
+        assert "world of 2" not in rank.stdout, "DeepSpeed fixed defect J: it reads SLURM's variables"
+        assert "world of 1" in rank.stdout or rank.returncode != 0
+
+
+def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
+    def left_by(code: str) -> int:
+        """Return the number of files that one launch of two ranks leaves in /dev/shm."""
+        port = str(free_port())
+        done = run_ranks(["-c", code], 2, cwd=tmp_path, environ={"MASTER_PORT": port})
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
+        left = list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
+        for segment in left:
+            segment.unlink()
+        return len(left)
+
+    assert left_by("from pretrain.distributed.process_group import init_process_group\n"
+                   "from pretrain.distributed.world import running_environment\n"
+                   "init_process_group(running_environment())") == 0
+    assert left_by("import deepspeed; deepspeed.init_distributed()") == 2, (
+        "DeepSpeed unlinks its shared memory: remove process_group.remove_shared_memory_names")
+
+
+def test_one_rank_loads_no_shared_memory_operator(tmp_path: Path) -> None:
+    def operator_after(code: str) -> str:
+        """Return the operator for shared memory of a world of one rank."""
+        code += "\nfrom deepspeed.comm import comm; print('operator:', comm.cdb.shm_comm_op)"
+        (rank,) = run_ranks(["-c", code], 1, cwd=tmp_path)
+        assert rank.returncode == 0, rank.stdout
+        return rank.stdout.rpartition("operator: ")[2].strip()
+
+    assert operator_after("from pretrain.distributed.process_group import init_process_group\n"
+                          "from pretrain.distributed.world import running_environment\n"
+                          "init_process_group(running_environment())") == "None"
+    assert operator_after("import deepspeed; deepspeed.init_distributed()") != "None", (
+        "DeepSpeed loads no operator for one rank: remove process_group.skip_shared_memory_operator")
