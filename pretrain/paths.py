@@ -20,7 +20,7 @@ def check_folder(path: Path, where: str) -> None:
         while not os.path.lexists(folder):  # a dangling link exists, and no folder can be made under its name
             folder = folder.parent
         if not folder.is_dir():
-            raise ConfigError(where, problem=f"{shorten(str(folder))} is a file, not a folder")
+            raise ConfigError(where, problem=f"{shorten(str(path))} cannot be made: {shorten(str(folder))} is a file")
         longest = os.pathconf(folder, "PC_NAME_MAX") - len(".tmp-")
         if any(len(os.fsencode(part)) > longest for part in path.parts[len(folder.parts):]):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))

@@ -61,7 +61,7 @@ def fill(file: DsFile, config: dict[str, Any], dotted: str, flag: str, wanted: A
 
 
 def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
-    """Set bf16.enabled and fp16.enabled, from --precision where the JSON leaves them open."""
+    """Set bf16.enabled and fp16.enabled; --precision decides if the JSON does not."""
     wanted = args.precision
     if wanted is not None and wanted not in PRECISIONS:
         raise ConfigError("--precision", found=wanted, expected=", ".join(PRECISIONS))
@@ -96,7 +96,7 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
             raise ConfigError(flag, found=number, expected="at least 1")
     micro, steps, total = (choose(file, *row, None) for row in zip(keys, flags, wanted, strict=True))
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
-        raise ConfigError(file.where(keys[0]), found="no batch size", expected=f"{keys[0]} or {keys[2]}",
+        raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
     micro, steps, total = complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
@@ -203,8 +203,8 @@ def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         used = True
         path = choose(file, dotted, "--nvme_path", args.nvme_path, None) or os.environ.get(NVME_PATH_VARIABLE)
         if not path:
-            raise ConfigError(file.where(dotted), found="no path", expected="a folder on a fast local disk",
-                              remedy=f"give --nvme_path, or set {NVME_PATH_VARIABLE}")
+            raise ConfigError(file.where(dotted), problem="the folder is missing",
+                              remedy=f"give --nvme_path, a folder on a fast local disk, or set {NVME_PATH_VARIABLE}")
         own["nvme_path"] = str(swap_folder(path, args.save))
     if args.nvme_path is not None and not used:
         raise ConfigError("--nvme_path", problem='the JSON offloads nothing to "nvme"',

@@ -119,7 +119,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer.params.learning_rate": 1}, {}, 'did you mean "lr"'),
     ({"zero_optimization.comm_overlap": True}, {}, 'did you mean "overlap_comm"'),
     ({"zero_optimization.stage3_param_persitance_threshold": 1e5}, {}, '"stage3_param_persistence_threshold"'),
-    ({"monitor_config": {"enabled": True}}, {}, "remove what DeepSpeed 0.19.8 would ignore"),
+    ({"monitor_config": {"enabled": True}}, {}, "remove unknown keys: DeepSpeed 0.19.8 would ignore them"),
     ({"optimizer.lr": 1}, {}, 'belongs under "optimizer.params"'),
     ({"zero_optimization.offload_optimizer": {"devise": "cpu"}}, {}, 'did you mean "device"'),
     ({"elasticity": {"enabled": True}}, {}, "elastic training has been removed"),

@@ -54,7 +54,7 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
         dotted = f"{prefix}{name}"
         if dotted in REMOVED:
             if not requests_nothing(value) and not (name == "mics_shard_size" and value == -1):
-                raise ConfigError(file.where(dotted), found="a key that DeepSpeed has removed", expected="no such key",
+                raise ConfigError(file.where(dotted), problem="DeepSpeed no longer has this key",
                                   remedy=REMOVED[dotted])
             continue
         if dotted in ("optimizer.params", "scheduler.params"):
@@ -75,13 +75,14 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
 
 
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
-    """Error for an unknown key. Files of other programs have many unknown keys, so one line names up to eight."""
+    """Return the error for an unknown key. One line names up to eight: files of other programs have many."""
     found, remedy = "an unknown key", suggest_key(name, tree)
     if not remedy:
         unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
         if len(unknown) > 1:
             found = f"unknown keys: {', '.join(unknown[:8])}{', ...' * (len(unknown) > 8)}"
-        remedy = "remove what DeepSpeed 0.19.8 " + ("does not know" if prefix else "would ignore")
+        remedy = "remove keys that DeepSpeed 0.19.8 does not have" if prefix else \
+            "remove unknown keys: DeepSpeed 0.19.8 would ignore them"
     return ConfigError(file.where(prefix + name), found=found, expected=_known(tree, prefix), remedy=remedy)
 
 
@@ -107,7 +108,7 @@ def check_value(file: DsFile, dotted: str, value: Any, key: Key) -> None:
                           remedy='nothing fills "auto" here; remove the key to get DeepSpeed\'s default')
     if not _has_kind(value, key):
         raise ConfigError(where, found=_show(value), expected=expected)
-    if key.choices and value.lower() not in [word.lower() for word in key.choices]:
+    if key.choices and value.lower() not in [choice.lower() for choice in key.choices]:
         raise ConfigError(where, found=_show(value), expected=expected, word=value, known=key.choices)
     for number in value if key.kind == "pair" else [value]:
         if (key.low is not None and number < key.low) or (key.high is not None and number > key.high):
@@ -161,14 +162,14 @@ def suggest_key(name: str, tree: Tree) -> str:
     """Suggest the block that an unknown key belongs to, or a similar key: of the same block first, then of any."""
     if _OTHER_NAMES.get(name) in tree:
         return f'did you mean "{_OTHER_NAMES[name]}"?'
-    everywhere = list(_walk(TREE, ""))
-    parents = [parent for parent, known in everywhere if known == name]
+    all_keys = list(_walk(TREE, ""))
+    parents = [parent for parent, known in all_keys if known == name]
     if parents:
         blocks = " or ".join(f'"{parent}"' for parent in parents[:3])
         return f"it belongs under {blocks}" if "" not in parents else "it belongs at the top level"
     if suggestion := did_you_mean(name, [*tree, *(path for path in REMOVED if "." not in path)]):
         return suggestion
-    for parent, known in everywhere:
+    for parent, known in all_keys:
         if closest(name, [known]):
             return f'did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
     return ""
