@@ -14,9 +14,8 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
     restart_with_jemalloc()
 
 from pretrain.checkpoint.load.resume import choose_resume
-from pretrain.config.arguments import RunArguments, parse_arguments
+from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.config.validate import Plan, check_run
-from pretrain.console.status import clear_status, status
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
@@ -24,6 +23,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, SaveError
 from pretrain.patches.imports import avoid_compiler_imports
+from pretrain.terminal.status import clear_status, status
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,14 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretrain.announce import announce_end, announce_start
 from pretrain.checkpoint.load.agree import agree_on_checkpoint
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
-from pretrain.console.screen import Screen
-from pretrain.console.status import clear_status, status
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.distributed.process_group import init_process_group
@@ -31,9 +28,12 @@ from pretrain.engine.steps import (
     train_batch,
 )
 from pretrain.errors import FINISHED, STOPPED
+from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
-from pretrain.monitor.run_folder import RunFolder
-from pretrain.resilience.stop import Stop
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.stop_signals import Stop
+from pretrain.terminal.screen import Screen
+from pretrain.terminal.status import clear_status, status
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
         saver = Saver(plan, folder, screen)
         stop = Stop(engine.device, report=screen.line)
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
-        announce_start(plan, world, resume, screen, folder)
+        announce_start(plan, world, screen, folder, first_step=first_step,
+                       resumed_from=resume.folder if resume else None, warnings=resume.warnings if resume else ())
         loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, last_step)
         step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():

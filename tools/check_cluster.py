@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pretrain.cli import LONGEST_SECONDS, Parser, number, run_main, whole_number
 from pretrain.cluster.health.settings import ClusterCheckSettings
-from pretrain.config.arguments import parse_arguments
+from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import ALONE, running_environment

@@ -5,7 +5,7 @@ import sys
 
 from pretrain.checkpoint.load.resume import choose_resume
 from pretrain.cli import Parser, run_main, whole_number
-from pretrain.config.arguments import parse_arguments
+from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
 

@@ -23,8 +23,8 @@ from pretrain.checkpoint.load.select import (
 )
 from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
-from pretrain.console.progress import ProgressBar
 from pretrain.errors import ConfigError, SaveError
+from pretrain.terminal.progress import ProgressBar
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
 _CHECKPOINT_HELP = "global_stepN folder, or run folder: then its newest complete checkpoint is taken"

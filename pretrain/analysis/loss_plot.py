@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pretrain.analysis.summary import summarize
 from pretrain.errors import ConfigError
-from pretrain.monitor.rows import read_metrics
+from pretrain.monitor.read_run_folder import read_metrics
 
 
 def save_loss_plot(run: Path, target: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pretrain.data.indexed import read_meta
 from pretrain.errors import ConfigError
-from pretrain.monitor.rows import newest_start, read_metrics
+from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
 
 @dataclass(frozen=True)

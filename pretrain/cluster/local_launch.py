@@ -18,7 +18,7 @@ from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.supervise.processes import ask_to_save, descendants, end_descendants
-from pretrain.config.arguments import parse_arguments
+from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free

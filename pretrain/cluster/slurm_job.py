@@ -17,13 +17,13 @@ from pretrain.checkpoint.format.manifest import newest_step
 from pretrain.checkpoint.load.resume import checkpoints_folder, choose_resume
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
-from pretrain.config.arguments import parse_arguments
+from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
 from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
-from pretrain.monitor.rows import read_metrics, read_rows
+from pretrain.monitor.read_run_folder import read_metrics, read_rows
 
 RECORD = "slurm.jsonl"
 MAX_STARTS_WITHOUT_PROGRESS = 3

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
 from pretrain.config.auto import (
     DEFAULT_BETAS,
     DEFAULT_EPSILON,
@@ -25,9 +24,10 @@ from pretrain.config.auto import (
 from pretrain.config.ds_json.optimizers import optimizer_params
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
-from pretrain.config.schedule import default_warmup_steps
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.lr_schedule import default_warmup_steps
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig
+from pretrain.model.architectures import ModelConfig
 
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 

@@ -4,9 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.clean import IgnoredKey, clean, drop_ignored_keys
-from pretrain.config.ds_json.keys import check_json_keys
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
 from pretrain.config.fill import (
@@ -19,11 +18,12 @@ from pretrain.config.fill import (
     fill_scheduler,
     with_optimizer,
 )
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.config.schedule import Schedule, make_schedule, run_steps
+from pretrain.config.lr_schedule import Schedule, make_schedule, run_steps
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig
+from pretrain.model.architectures import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
-from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
-from pretrain.config.check_flags import check_flags, check_folders
 from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.layout import Layout
+from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
-from pretrain.config.schedule import Schedule
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.architectures import ModelConfig, load_model_config
 
 DEEPSPEED_VERSION = "0.19.8"
 

@@ -8,8 +8,8 @@ import time
 
 import psutil
 
-from pretrain.console.status import clear_status
 from pretrain.distributed.world import World
+from pretrain.terminal.status import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after the first one
 _ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # longer, because on a busy machine the first rank may lag far behind

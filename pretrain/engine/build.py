@@ -22,7 +22,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
-from pretrain.model.specs import as_module, as_pipeline, compile_blocks
+from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks
 from pretrain.patches.apply import apply_patches
 
 

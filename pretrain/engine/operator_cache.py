@@ -42,9 +42,9 @@ from typing import Any
 import torch
 import torch.utils.cpp_extension
 
-from pretrain.console.screen import is_watched
 from pretrain.errors import ConfigError
 from pretrain.model.kernels.cpu_kernels import cpu_features
+from pretrain.terminal.screen import is_watched
 
 _TORCH_LOAD = torch.utils.cpp_extension.load
 # Static variables that two sources of one operator declare with the same name (csrc/cpu/comm, csrc/aio).

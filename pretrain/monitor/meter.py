@@ -9,13 +9,13 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
-from pretrain.console.screen import Screen
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import flops_per_token
 from pretrain.monitor.peak_flops import peak_tflops
-from pretrain.monitor.run_folder import RunFolder
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal.screen import Screen
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pretrain.bench.sections.pipeline import highest_speedup
 from pretrain.bench.sections.step import PEERS, PRODUCTS, PROJECT, step_section
 from pretrain.bench.settings import PRESETS, BenchSettings, add_flags, validate_flags
 from pretrain.cli import Parser
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.model.flops import flops_per_token

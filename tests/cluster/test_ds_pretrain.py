@@ -14,7 +14,7 @@ import pytest
 from pretrain.cluster.ds_pretrain import main
 from pretrain.cluster.launcher_flags import launcher_parser, split_command_line
 from pretrain.cluster.local_launch import local_slots
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pretrain.config import auto as ds_auto
-from pretrain.config.arguments import GROUPS, RunArguments, parse_arguments
+from pretrain.config.flags.arguments import GROUPS, RunArguments, parse_arguments
 
 FILLED = {"micro_batch_size": ds_auto.DEFAULT_MICRO_BATCH_SIZE, "learning_rate": ds_auto.DEFAULT_LEARNING_RATE,
           "gradient_accumulation_steps": ds_auto.DEFAULT_GRADIENT_ACCUMULATION_STEPS,

@@ -10,7 +10,7 @@ import pytest
 
 from pretrain.config.ds_json import optimizers as ds_optimizers
 from pretrain.config.ds_json import schema as ds_schema
-from pretrain.config.ds_json.keys import check_json_keys
+from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.ds_json.schema import Key
 from pretrain.errors import ConfigError

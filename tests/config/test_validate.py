@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.cli import run_main
-from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import get_value
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from tests.support.effort import HEAVY, run_and_list_imports

@@ -289,7 +289,7 @@ def test_no_process_survives_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: 
 
 def test_a_log_gets_a_line_at_intervals(capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretrain.console import progress
+    from pretrain.terminal import progress
 
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

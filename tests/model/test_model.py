@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.architectures import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
+from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.rope import Rope, inverse_frequencies
-from pretrain.model.specs import CausalLM, as_module
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
 

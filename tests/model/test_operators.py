@@ -7,13 +7,13 @@ import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pretrain.model.config import load_model_config
+from pretrain.model.architectures import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
 from pretrain.model.kernels.cpu_attention import _CausalAttention, causal_attention
+from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.loss import linear_cross_entropy
-from pretrain.model.specs import as_module, compile_blocks
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
 

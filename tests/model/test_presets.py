@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from pretrain.model.config import PRESETS, load_model_config, preset_names
-from pretrain.model.specs import as_module
+from pretrain.model.architectures import PRESETS, load_model_config, preset_names
+from pretrain.model.layer_specs import as_module
 
 PUBLISHED = {
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
@@ -55,6 +55,6 @@ def test_transformers_builds_the_same_model_from_the_file(name):
 
 
 def test_reading_a_preset_imports_no_torch_and_no_transformers():
-    program = ("import sys; from pretrain.model.config import load_model_config; load_model_config('llama3-8b');"
+    program = ("import sys; from pretrain.model.architectures import load_model_config; load_model_config('llama3-8b');"
                "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules), 'imported'")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=PRESETS.parents[2], timeout=900)

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from pretrain.monitor.meter import format_duration
-from pretrain.monitor.rows import read_metrics, read_rows
-from pretrain.monitor.run_folder import RunFolder
+from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.monitor.write_run_folder import RunFolder
 
 
 def test_durations_are_hours_minutes_and_seconds() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from pretrain.cluster.supervise.restart_log import RESTART_LOG
-from pretrain.monitor.rows import read_rows
+from pretrain.monitor.read_run_folder import read_rows
 from tests.support.launch import LIMIT_S, ROOT
 
 

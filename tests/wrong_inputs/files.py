@@ -194,7 +194,7 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
 
 def model_cases() -> Iterator[Case]:
     """Every key of a config.json that affects the model, in the file and as an override."""
-    from pretrain.model.config_keys import FIXED, KEYS, NULLABLE
+    from pretrain.model.architecture_keys import FIXED, KEYS, NULLABLE
 
     for architecture, own in _MODELS.items():
         for key, default in KEYS[architecture].items():

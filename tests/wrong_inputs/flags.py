@@ -31,7 +31,7 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _train_flags() -> Iterator[Case]:
-    from pretrain.config.arguments import RunArguments
+    from pretrain.config.flags.arguments import RunArguments
 
     program, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
     for f in dataclasses.fields(RunArguments):

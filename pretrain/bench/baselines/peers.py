@@ -22,9 +22,9 @@ from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
 from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.errors import ConfigError
-from pretrain.model.hf import to_transformers
+from pretrain.model.hf_weights import to_transformers
 from pretrain.model.init import initialize_parameters
-from pretrain.model.specs import as_module
+from pretrain.model.layer_specs import as_module
 
 
 def _model(plan: Plan) -> torch.nn.Module:

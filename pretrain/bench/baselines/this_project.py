@@ -17,7 +17,6 @@ from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
-from pretrain.console.screen import Screen
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
@@ -26,7 +25,8 @@ from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_
 from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
-from pretrain.monitor.run_folder import RunFolder
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal.screen import Screen
 
 _COMMIT_TIMEOUT_S = 600  # for a background save
 

@@ -10,7 +10,7 @@ import torch
 from pretrain.checkpoint.convert.new_folder import fill_new_folder
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, pieces_of
-from pretrain.console.progress import ProgressBar
+from pretrain.terminal.progress import ProgressBar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHARD_BYTES = 5 * 10**9

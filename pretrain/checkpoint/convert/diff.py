@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.load.reader import CheckpointReader, pieces_of
-from pretrain.console.progress import ProgressBar
+from pretrain.terminal.progress import ProgressBar
 
 
 @dataclass(frozen=True)

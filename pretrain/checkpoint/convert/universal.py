@@ -12,7 +12,7 @@ from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
-from pretrain.console.progress import ProgressBar
+from pretrain.terminal.progress import ProgressBar
 
 _UNIVERSAL_VERSION = 0.4
 

@@ -23,9 +23,9 @@ from pretrain.checkpoint.save.commit import remove_leftovers
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
-from pretrain.console.progress import ProgressBar
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
+from pretrain.terminal.progress import ProgressBar
 
 Candidate = tuple[Path, str] | str  # a folder and the text of its manifest.json; or why it cannot be used
 

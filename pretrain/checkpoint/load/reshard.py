@@ -23,9 +23,9 @@ from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, fla
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_family, state_name
-from pretrain.console.progress import ProgressBar
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
+from pretrain.terminal.progress import ProgressBar
 
 # optimizers that update a weight from its own gradient and states alone, so their states can be divided anywhere
 ELEMENTWISE_OPTIMIZERS = (

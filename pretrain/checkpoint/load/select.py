@@ -13,7 +13,7 @@ from pretrain.checkpoint.format.manifest import (
     step_of,
 )
 from pretrain.errors import ConfigError
-from pretrain.monitor.rows import newest_start
+from pretrain.monitor.read_run_folder import newest_start
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from pretrain.checkpoint.format.files import HashedFile
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, step_of
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
-from pretrain.console.progress import ProgressBar
 from pretrain.errors import ConfigError, SaveError
+from pretrain.terminal.progress import ProgressBar
 
 _PROBE = ".ds-pretrain-probe"
 _PART = ".part-"

@@ -13,10 +13,10 @@ from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_eng
 from pretrain.checkpoint.save.writer import AfterSave, SaveJob, SnapshotFiles
 from pretrain.checkpoint.save.writer_locks import has_ended
 from pretrain.config.validate import Plan
-from pretrain.console.screen import Screen
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError
-from pretrain.monitor.run_folder import RunFolder, versions
+from pretrain.monitor.write_run_folder import RunFolder, versions
+from pretrain.terminal.screen import Screen
 
 
 class Saver:

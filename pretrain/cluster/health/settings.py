@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 
 
 @dataclass(frozen=True)

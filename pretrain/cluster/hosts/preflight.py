@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

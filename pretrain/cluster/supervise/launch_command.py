@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
 from pretrain.cluster.launcher_flags import split_command_line
-from pretrain.config.arguments import read_yaml
+from pretrain.config.flags.arguments import read_yaml
 from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # need no separator between their flags and those of train.py

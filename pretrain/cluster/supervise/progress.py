@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
-from pretrain.monitor.rows import read_rows
+from pretrain.monitor.read_run_folder import read_rows
 
 _FILES = ("events.jsonl", "metrics.jsonl")
 

@@ -26,7 +26,7 @@ from pretrain.cluster.supervise.processes import ask_to_save, become_subreaper, 
 from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, read_progress
 from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
-from pretrain.monitor.rows import read_starts
+from pretrain.monitor.read_run_folder import read_starts
 
 _POLL_S, _ASK_AGAIN_S, _TERM_S = 0.2, 1.0, 10.0
 PrintLine = Callable[[str], None]

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from pretrain.memory.estimate.loss_activations import loss_saved
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
-from pretrain.memory.estimate.rank import FP32, INT64, MicroBatch
+from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
 CPU_SCORES = 2**20  # elements of attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
 ATTENTION_ROWS = 128  # queries that the CPU's attention computes at a time (model/kernels/cpu_attention.py)

@@ -9,7 +9,7 @@ from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import Layer
 from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper
 from pretrain.memory.estimate.pipeline_stages import local_size
-from pretrain.memory.estimate.rank import FP32, Rank
+from pretrain.memory.estimate.rank_parameters import FP32, Rank
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
 from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_sizes
 from pretrain.memory.footprint import Footprint

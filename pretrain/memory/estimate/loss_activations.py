@@ -5,7 +5,7 @@ tests/memory/estimate/test_activations.py measures the same numbers on a CPU.
 """
 
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.rank import FP32, INT64, MicroBatch
+from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (fused_loss.py)
 CPU_LOGITS = 2**20  # elements of the softmax that one CPU thread computes at a time (fused_loss.py); one thread assumed

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.other_architectures import ARCHITECTURES
-from pretrain.model.config import ModelConfig, find_config, model_config_from
-from pretrain.model.config_keys import KEYS, read_config_json
+from pretrain.model.architecture_keys import KEYS, read_config_json
+from pretrain.model.architectures import ModelConfig, find_config, model_config_from
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)  # equal blocks of a shape are one object, so that comparing them is fast
 class Layer:
-    """One layer of model/specs.py's list."""
+    """One layer of model/layer_specs.py's list."""
 
     kind: str  # embedding, positions, block, norm, head
     tensors: tuple[Tensor, ...]
@@ -87,7 +87,7 @@ class ModelShape:
     untrainable_reason: str = ""  # why this project cannot train the model; "": it can
 
     def layers(self) -> tuple[Layer, ...]:
-        """List the layers in the order of model/specs.py, each with its parameters in the order of registration."""
+        """List the layers in the order of model/layer_specs.py; parameters in the order of registration."""
         return _layers(self)
 
     def num_parameters(self) -> int:

@@ -6,7 +6,7 @@ A wrapper is the class that DeepSpeed puts around the optimizer; it owns the mas
 from collections.abc import Iterator
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.rank import FP32, ParameterGroup
+from pretrain.memory.estimate.rank_parameters import FP32, ParameterGroup
 
 Allocation = tuple[tuple[str, str], int]  # ((role, location), bytes)
 

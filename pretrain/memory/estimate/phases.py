@@ -31,7 +31,7 @@ from pretrain.memory.estimate.gradients import (
 from pretrain.memory.estimate.loss_activations import loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
-from pretrain.memory.estimate.rank import MicroBatch, Rank
+from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
@@ -112,8 +112,8 @@ def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch
                  interval: int) -> tuple[LayerGroup, ...]:
     """Divide layers into groups of `interval`, or into single layers if `interval` is 0 (no recomputation).
 
-    A group that contains a block is recomputed and saves only its input (model/specs.py, _worth_recomputing). The head
-    computes the loss outside of the recomputed groups and is a group of its own.
+    A group that contains a block is recomputed and saves only its input (model/layer_specs.py, _worth_recomputing). The
+    head computes the loss outside of the recomputed groups and is a group of its own.
     """
     saved = {layer: layer_saved(shape, layer, batch) for layer in set(layers)}
     body = sum(layer.kind != "head" for layer in layers)

@@ -15,7 +15,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
 from pretrain.model.flops import head_work_for_partition
 
-# Class names in model/specs.py, which the regular expression of "type:REGEX" is matched against.
+# Class names in model/layer_specs.py, which the regular expression of "type:REGEX" is matched against.
 _CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
             "head": "Head"}
 
@@ -123,7 +123,7 @@ def _cut(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) 
         weights = [layer.size for layer in layers]
     elif method.startswith("type:"):
         pattern = re.compile(method.split(":")[1], re.IGNORECASE)
-        # A tied head is built as a second TokenEmbedding (model/specs.py).
+        # A tied head is built as a second TokenEmbedding (model/layer_specs.py).
         kinds = ["embedding" if layer.tied else layer.kind for layer in layers]
         weights = [int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds]
     else:

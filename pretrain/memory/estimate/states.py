@@ -18,7 +18,7 @@ from pretrain.memory.estimate.optimizer_wrappers import (
     optimizer_states,
     optimizer_wrapper,
 )
-from pretrain.memory.estimate.rank import FP32, ParameterGroup, Rank
+from pretrain.memory.estimate.rank_parameters import FP32, ParameterGroup, Rank
 from pretrain.memory.estimate.states_zero3 import zero3_states
 from pretrain.memory.footprint import Footprint
 

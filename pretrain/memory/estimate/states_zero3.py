@@ -10,7 +10,7 @@ from pretrain.memory.estimate.optimizer_wrappers import (
     optimizer_states,
     unpinned_location,
 )
-from pretrain.memory.estimate.rank import ParameterGroup
+from pretrain.memory.estimate.rank_parameters import ParameterGroup
 
 _MIN_AIO_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
 _AIO_ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES

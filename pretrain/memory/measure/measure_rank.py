@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process import end_process, resident_bytes

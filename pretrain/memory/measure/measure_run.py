@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import detect_device
 from pretrain.memory.footprint import Footprint

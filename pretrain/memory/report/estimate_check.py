@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.config.arguments import RunArguments
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
-from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory, estimate_rank
+from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
+from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.measure_run import measure_run
 from pretrain.memory.report.table import print_lines, shown_columns, wide_console

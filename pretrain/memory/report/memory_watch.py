@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pretrain.distributed.process import resident_bytes
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
+from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.sizes import with_unit
 
 if TYPE_CHECKING:

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.rules import RULES, libaio, writable_folders
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate
+from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.rank_memory import MemoryEstimate, estimate_memory
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
 from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY, StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from pretrain.model.config import ModelConfig
+from pretrain.model.architectures import ModelConfig
 
 _RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # not checked: the JSON is for another machine
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch

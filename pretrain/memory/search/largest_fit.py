@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
+from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.rank_memory import estimate_memory
 from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import Workload, memory_shortage
 

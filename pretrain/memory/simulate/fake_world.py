@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import partition_parameters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build import build_engine, deepspeed_output

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import resolve_run
 from pretrain.distributed.device import cpu_device
 from pretrain.distributed.process import package_environment

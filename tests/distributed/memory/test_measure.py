@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from pretrain.config.arguments import RunArguments
 from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import missing_operator
 from pretrain.errors import ConfigError
+from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
-from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.estimate.rank_memory import estimate_rank
+from pretrain.memory.estimate.rank_parameters import Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.footprint import LOCATIONS, STATES, Footprint
 from pretrain.memory.measure import run_ranks as run_ranks_module

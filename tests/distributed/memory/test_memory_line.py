@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.allocator import jemalloc_environment
 from tests.support.launch import ROOT, WORKERS, free_port, rank_environment, run_ranks
 

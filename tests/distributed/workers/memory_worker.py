@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pretrain.config.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import deepspeed_output, remove_swap_files

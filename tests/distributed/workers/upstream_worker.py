@@ -26,7 +26,7 @@ from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.validate import Plan
 from pretrain.engine.build import deepspeed_output
 from pretrain.model.init import initialize_parameters
-from pretrain.model.specs import as_module
+from pretrain.model.layer_specs import as_module
 from tests.distributed.workers import worker
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
 from tests.support.cases_loop import each_case

@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
-from pretrain.config.arguments import parse_arguments
+from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.data.loader import Loader
 from pretrain.distributed.device import detect_device

@@ -11,14 +11,14 @@ from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES, blo
 from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
-from pretrain.memory.estimate.rank import MicroBatch
+from pretrain.memory.estimate.rank_parameters import MicroBatch
 from pretrain.memory.measure.storage_tracker import StorageTracker
-from pretrain.model.config import model_config_from
+from pretrain.model.architectures import model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss
+from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
-from pretrain.model.specs import as_module
 from tests.support.model_shapes import SHAPES
 
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},

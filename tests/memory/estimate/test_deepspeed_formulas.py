@@ -9,8 +9,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.deepspeed_formulas import deepspeed_estimate, largest_layer_parameters
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.model.config import model_config_from
-from pretrain.model.specs import as_module
+from pretrain.model.architectures import model_config_from
+from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES
 
 PARAMETERS = (10**9, 1_234_567_891)  # the second divides by nothing below, so that rounding is compared

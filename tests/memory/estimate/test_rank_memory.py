@@ -10,10 +10,10 @@ import pytest
 
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
+from pretrain.memory.estimate.estimate_memory import estimate_memory, estimate_rank
 from pretrain.memory.estimate.model_shape import read_shape
 from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
-from pretrain.memory.estimate.rank import Rank
-from pretrain.memory.estimate.rank_memory import estimate_memory, estimate_rank
+from pretrain.memory.estimate.rank_parameters import Rank
 from tests.support.effort import CountCalls
 from tests.support.model_shapes import write_config
 

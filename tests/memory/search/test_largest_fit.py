@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pretrain.config.layout import Layout
+from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.estimate.model_shape import read_shape
-from pretrain.memory.estimate.rank_memory import estimate_memory
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.search.axes import Axes
 from pretrain.memory.search.candidates import generate_candidates
 from pretrain.memory.search.compare import Workload, memory_shortage
 from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
-from pretrain.model.config import load_model_config
+from pretrain.model.architectures import load_model_config
 
 
 @pytest.mark.parametrize("target", ["max_model", "max_seq", "max_micro_batch"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-from pretrain.model.config_keys import (
+from pretrain.model.architecture_keys import (
     KEY_NAMES,
     KEYS,
     check_model_keys,

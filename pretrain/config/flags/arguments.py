@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 
 from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
-from pretrain.config.flag_help import help_text
+from pretrain.config.flags.flag_help import help_text
 from pretrain.errors import ConfigError, shorten
 
 

@@ -13,7 +13,7 @@ from pretrain.memory.estimate.optimizer_wrappers import (
     optimizer_wrapper,
 )
 from pretrain.memory.estimate.phases import step_phases
-from pretrain.memory.estimate.rank import ParameterGroup, Rank
+from pretrain.memory.estimate.rank_parameters import ParameterGroup, Rank
 from pretrain.memory.estimate.states import overlapping_elements, pinning_loss, states_of_rank
 from pretrain.memory.footprint import Footprint
 

@@ -6,7 +6,7 @@ A terminal shows one line that is updated; a log gets one line each. The status 
 import os
 import sys
 
-from pretrain.console.screen import is_watched
+from pretrain.terminal.screen import is_watched
 
 _ERASE = "\r\033[K"
 

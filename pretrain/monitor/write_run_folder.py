@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.config.validate import Plan
-from pretrain.monitor.rows import read_starts
+from pretrain.monitor.read_run_folder import read_starts
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 

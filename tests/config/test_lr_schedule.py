@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from pretrain.config.arguments import RunArguments
-from pretrain.config.check_flags import check_flags
-from pretrain.config.schedule import Schedule, learning_rate, make_schedule, run_steps
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.check_flags import check_flags
+from pretrain.config.lr_schedule import Schedule, learning_rate, make_schedule, run_steps
 from pretrain.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS
-from pretrain.config.arguments import RunArguments
-from pretrain.config.schedule import KINDS
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.lr_schedule import KINDS
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig
+from pretrain.model.architectures import ModelConfig
 
 State = dict[str, torch.Tensor]
 

@@ -1,22 +1,23 @@
 """Lines and events of a run's start and end: on the terminal, in run.json and in events.jsonl."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from socket import gethostname
 
 from deepspeed.accelerator import get_accelerator
 
-from pretrain.checkpoint.load.resume import Resume
 from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
-from pretrain.console.screen import Screen
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
-from pretrain.monitor.run_folder import RunFolder, run_record
+from pretrain.monitor.write_run_folder import RunFolder, run_record
+from pretrain.terminal.screen import Screen
 
 
-def announce_start(plan: Plan, world: World, resume: Resume | None, screen: Screen, folder: RunFolder) -> None:
+def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
+                   resumed_from: Path | None, warnings: Sequence[str]) -> None:
     """Describe the run, its notes, and the checkpoint that it resumes from. Collective."""
     hosts = gather(gethostname())
-    first_step = resume.manifest.step if resume else 0
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=first_step, world_size=world.size)
@@ -24,13 +25,13 @@ def announce_start(plan: Plan, world: World, resume: Resume | None, screen: Scre
                 f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for note in plan.notes:
         screen.line(f"note: {note}")
-    if resume is None:
+    if resumed_from is None:
         return
-    for warning in resume.warnings:
+    for warning in warnings:
         screen.line(f"warning: {warning}")
         folder.event("verify", step=first_step, reason=warning)
-    screen.line(f"resumed from {resume.folder}")
-    folder.event("resume", step=first_step, path=str(resume.folder))
+    screen.line(f"resumed from {resumed_from}")
+    folder.event("resume", step=first_step, path=str(resumed_from))
 
 
 def _layout_text(layout: Layout) -> str:
