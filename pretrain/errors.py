@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+_COMMANDS = ("apt-get", "deepspeed", "pip", "python", "sudo", "torchrun")
 _LONGEST_WHERE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value
 
@@ -22,14 +23,14 @@ class ConfigError(ValueError):
 
     With two values, `ConfigError("--seed", found=-1, expected="at least 0")`: `--seed: found -1; expected at least 0.`
     Otherwise a sentence, `ConfigError("--save", problem="the folder is read-only")`: `--save: the folder is read-only.`
-    If `word` resembles one of the `known` words, `did you mean "..."?` replaces the remedy.
+    If `word` resembles one of the `known` words, `Did you mean "..."?` replaces the remedy.
     `main()` functions print that line to stderr and exit with code 2.
     """
 
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
                  word: str = "", known: Iterable[str] = ()) -> None:
         what = problem or f"found {shorten(str(found))}; expected {expected}"
-        advice = did_you_mean(word, known) or remedy
+        advice = _begin_sentence(did_you_mean(word, known) or remedy)
         line = printable(f"{shorten(where, _LONGEST_WHERE)}: {what}. {advice}".rstrip(". "))
         super().__init__(line if line.endswith("?") else f"{line}.")
 
@@ -42,6 +43,13 @@ class ConfigError(ValueError):
         error = cls.__new__(cls)
         error.args = (line,)
         return error
+
+
+def _begin_sentence(text: str) -> str:
+    """Capitalize the first letter, unless `text` begins with a command, a flag, a key or a path."""
+    first, _, _ = text.partition(" ")
+    is_word = first.rstrip(",:").isalpha() and first not in _COMMANDS
+    return text[:1].upper() + text[1:] if is_word else text
 
 
 class SaveError(Exception):
@@ -60,9 +68,9 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean "x"?`, or "" if no word in `known` is similar to `word`."""
+    """Return `Did you mean "x"?`, or "" if no word in `known` is similar to `word`."""
     name = closest(word, known)
-    return f'did you mean "{name}"?' if name else ""
+    return f'Did you mean "{name}"?' if name else ""
 
 
 def closest(word: str, known: Iterable[str]) -> str:

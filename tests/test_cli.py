@@ -55,7 +55,7 @@ def test_both_spellings_of_a_flag() -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--vocab_sice", "4"], 'did you mean "--vocab_size"?'),
+    (["--vocab_sice", "4"], 'Did you mean "--vocab_size"?'),
     (["--vocab", "4"], "--vocab: there is no such flag."),
     (["--vocab_size", "x"], "--vocab_size: found 'x'; expected a whole number."),
     (["--vocab_size"], "--vocab_size: the value is missing."),

@@ -148,7 +148,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(runs: tuple[Path, Path, list[str
 
 def test_wrong_input_is_rejected_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "6", config=ROOT / "ds_configs" / "zero1_bf16.json")
-    _assert_rejected(start_one_rank([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'did you mean "--seq_length"?')
+    _assert_rejected(start_one_rank([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'Did you mean "--seq_length"?')
     _assert_rejected(start_one_rank(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
            "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
@@ -198,4 +198,4 @@ def test_yaml_takes_the_same_keys(corpus: str, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 1
     (tmp_path / "bad.yaml").write_text("train_stepz: 50\n")
     _assert_rejected(start_one_rank(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml", "train_stepz",
-                     'did you mean "train_steps"?')
+                     'Did you mean "train_steps"?')

@@ -120,8 +120,8 @@ def test_a_baseline_that_fails_is_reported_and_the_others_continue(context: Benc
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--what", "steps"], 'did you mean "step"?'),
-    (["--preset", "cpu-smal"], 'did you mean "cpu-small"?'),
+    (["--what", "steps"], 'Did you mean "step"?'),
+    (["--preset", "cpu-smal"], 'Did you mean "cpu-small"?'),
     (["--rounds", "0"], "--rounds: found '0'"),
     (["--ranks", "2,3"], "--ranks"),
     (["--nvme_path", "/nowhere"], "--nvme_path: /nowhere is not a folder"),

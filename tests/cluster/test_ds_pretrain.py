@@ -79,7 +79,7 @@ def test_port_in_use_and_other_launchers_are_rejected(corpus: str, tmp_path: Pat
         with pytest.raises(ConfigError, match=f"--master_port: another program listens on port {port}"):
             main(["--master_port", port, *flags])
         monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(ConfigError, match="remove MASTER_PORT"):
+        with pytest.raises(ConfigError, match="Remove MASTER_PORT"):
             main(flags)
     monkeypatch.delenv("MASTER_PORT")
     assert main(["--check_only", *flags]) == 0

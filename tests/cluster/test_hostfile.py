@@ -54,7 +54,7 @@ def test_bad_hostfiles_are_rejected(text: str, words: list[str], tmp_path: Path)
 
 def test_missing_hostfile_and_wrong_flags_are_rejected(tmp_path: Path) -> None:
     for words, message in ((["--hostfile", str(tmp_path / "none"), "--"], "No such file"),
-                         (["--hostfile", "x"], "No such file"), (["--hostfle", "x", "--"], "did you mean"),
+                         (["--hostfile", "x"], "No such file"), (["--hostfle", "x", "--"], "Did you mean"),
                          (["--"], "--hostfile is missing")):
         with pytest.raises(ConfigError, match=message):
             main(words)
@@ -73,7 +73,7 @@ def test_filters_choose_the_same_hosts_as_deepspeed() -> None:
 
 @pytest.mark.parametrize(("filters", "words"), [
     ({"include": "a", "exclude": "b"}, ["--include, --exclude", "cannot be combined"]),
-    ({"include": "node-x"}, ["--include", "'node-x'", 'did you mean "node-a"?']),
+    ({"include": "node-x"}, ["--include", "'node-x'", 'Did you mean "node-a"?']),
     ({"exclude": "node-a:0-1"}, ["--exclude", "'0-1'", "no ranges"]),
     ({"include": "node-a:2"}, ["slot '2'", "from 0 to 1"]),
     ({"exclude": "node-a@b"}, ["every slot is excluded"]),

@@ -56,7 +56,7 @@ def test_defaults_are_fractions_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("flags", "culprit"), [
-    ({"lr_schedule": "cosin"}, 'did you mean "cosine"'),
+    ({"lr_schedule": "cosin"}, 'Did you mean "cosine"'),
     ({"lr_wsd_steps": 5}, "--lr_wsd_steps"),
     ({"lr_schedule": "constant", "lr_decay_steps": 40}, "--lr_decay_steps"),
     ({"min_lr_ratio": 1.5}, "--min_lr_ratio"),

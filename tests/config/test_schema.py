@@ -153,7 +153,7 @@ def test_each_misspelt_key_of_each_shipped_file_gets_a_suggestion(path: Path, tm
                 check_json_keys(read_ds_config(str(changed)))
             if "optimizer.type" not in str(caught.value):  # a misspelt "optimizer" or "type" is a missing type
                 assert misspelt in str(caught.value)
-                assert f'did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
+                assert f'Did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
     assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
 
 

@@ -88,7 +88,7 @@ def test_wrong_inputs_are_many_and_different() -> None:
     assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
 
 
-PROCESSES = ("broken.json:2", 'did you mean "zero_optimization"', "truncated.bin", "2 stages on 3 ranks")
+PROCESSES = ("broken.json:2", 'Did you mean "zero_optimization"', "truncated.bin", "2 stages on 3 ranks")
 
 
 @pytest.mark.parametrize("row", [row for row in WRONG if row[2] in PROCESSES], ids=lambda row: row[2])

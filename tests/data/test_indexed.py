@@ -116,7 +116,7 @@ def test_damaged_pairs_are_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as error:
         IndexedDataset(write_pair(tmp_path / "a", idx, bin_))
     assert message in str(error.value)
-    assert str(error.value).endswith("write it again with tools/prepare_data.py.")
+    assert str(error.value).endswith("Write it again with tools/prepare_data.py.")
 
 
 @pytest.mark.parametrize(("left", "missing"), [("bin", "idx"), ("idx", "bin")])
@@ -145,7 +145,7 @@ def test_writer_rejects_tokens_that_do_not_fit(tmp_path: Path, tokens: list[int]
 
 def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="give a prefix in a writable folder"):
+    with pytest.raises(ConfigError, match="Give a prefix in a writable folder"):
         IndexedWriter(tmp_path / "file" / "a", "uint16")
 
 

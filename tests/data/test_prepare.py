@@ -151,8 +151,8 @@ def test_huggingface_tokenizer(tmp_path: Path) -> None:
 BAD_LINES = {
     "not json": (b"{'text': 1}", "a.jsonl:2: it is not valid JSON: Expecting property name"),
     "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected one JSON object per line"),
-    "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. did you mean \"txet\"?"),
-    "other key": (b'{"content": "a"}', "name the key of the text with --jsonl_key; this object has content"),
+    "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. Did you mean \"txet\"?"),
+    "other key": (b'{"content": "a"}', "Name the key of the text with --jsonl_key; this object has content"),
     "no string": (b'{"text": null}', "the JSON object has no string at 'text'"),
     "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
     "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
@@ -187,7 +187,7 @@ def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["IN/nowhere.txt"], "nowhere.txt: there is no such file"),
-    (["IN"], "this is a folder. give text, .jsonl or .gz files"),
+    (["IN"], "this is a folder. Give text, .jsonl or .gz files"),
     (["IN/empty.txt"], "empty.txt: there is no text"),
     (["IN/blank.jsonl"], "blank.jsonl: there is no document that is not empty"),
     (["IN/latin.txt"], "latin.txt:2: found byte 0xE9; expected UTF-8 text"),
@@ -196,9 +196,9 @@ def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
     (["IN/good.txt", "--tokenizer", "IN/none"], "none: there is no such file"),
     (["IN/good.txt", "--tokenizer", "IN"], "the folder contains neither"),
-    (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt, a file; expected a folder"),
-    (["IN/good.txt", "--outt", "x"], 'did you mean "--out"?'),
-    ([], "INPUT: required"),
+    (["IN/good.txt", "--out", "IN/good.txt/out"], "Good.txt, A file; expected a folder"),
+    (["IN/good.txt", "--outt", "x"], 'Did you mean "--out"?'),
+    ([], "INPUT: it is required"),
 ])  # fmt: skip
 def test_tool_rejects_in_one_line(tmp_path: Path, tokenizer: Tokenizer, words: list[str], message: str) -> None:
     (tmp_path / "good.txt").write_text("good")

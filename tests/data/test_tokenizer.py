@@ -193,10 +193,10 @@ def test_tool_trains_quietly(tmp_path: Path) -> None:
     (["EMPTY"], "empty.txt: there is no text"),
     (["BLANK"], "SentencePiece training: it failed: "),
     ([str(Path(__file__).parent)], "data: this is a folder"),
-    ([], "INPUT: required"),
-    (["SRC", "--vocab-sise", "4"], 'did you mean "--vocab_size"?'),
+    ([], "INPUT: it is required"),
+    (["SRC", "--vocab-sise", "4"], 'Did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
-    (["SRC", "--out", "FILE"], "a file; expected a folder"),
+    (["SRC", "--out", "FILE"], "A file; expected a folder"),
 ])  # fmt: skip
 def test_tool_rejects_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "empty.txt").write_text("")

@@ -24,7 +24,7 @@ def test_folders_files_and_preset_names_are_accepted(tmp_path):
 
 @pytest.mark.parametrize(("model", "words"), [
     ("", "--model: it is required"),
-    ("gpt2-xll", 'did you mean "gpt2-xl"?'),
+    ("gpt2-xll", 'Did you mean "gpt2-xl"?'),
     ("nonsense", "one of gpt2, gpt2-large"),
     ("no/such/folder", "there is no file no/such/folder"),
     ("missing.json", "there is no file missing.json"),
@@ -42,7 +42,7 @@ def test_a_folder_without_config_json_is_rejected(tmp_path):
     ("[]", "found a JSON list; expected a JSON object"),
     ('{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}', 'the key "n_embd" twice'),
     ("{}", "model_type: found nothing"),
-    ('{"model_type": "lama"}', 'did you mean "llama"?'),
+    ('{"model_type": "lama"}', 'Did you mean "llama"?'),
     ('{"model_type": "mixtral"}', "expected one of gpt2, gpt_neox, llama"),
 ])
 def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
@@ -51,9 +51,9 @@ def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), [
-    ("gpt2", {"n_layers": 3}, 'n_layers: this is not a key of a gpt2 config. did you mean "n_layer'),
-    ("gpt2", {"num_hidden_layers": 3}, 'did you mean "n_layer"?'),
-    ("llama", {"n_embd": 3}, 'did you mean "hidden_size"?'),
+    ("gpt2", {"n_layers": 3}, 'n_layers: this is not a key of a gpt2 config. Did you mean "n_layer'),
+    ("gpt2", {"num_hidden_layers": 3}, 'Did you mean "n_layer"?'),
+    ("llama", {"n_embd": 3}, 'Did you mean "hidden_size"?'),
     ("llama", {"qk_norm": True}, "qk_norm: this is not a key of a llama config"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: found true; expected false"),
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: found true"),
@@ -120,9 +120,9 @@ def test_overrides_change_the_model_and_keep_their_types():
 
 @pytest.mark.parametrize(("overrides", "words"), [
     ("n_layers=4", '--model_overrides n_layers: this is not a key of a gpt2 config.json. '
-                   'did you mean "n_layer"?'),
-    ("num_layers=4", 'did you mean "n_layer"?'),
-    ("hidden_size=4", 'did you mean "n_embd"?'),
+                   'Did you mean "n_layer"?'),
+    ("num_layers=4", 'Did you mean "n_layer"?'),
+    ("hidden_size=4", 'Did you mean "n_embd"?'),
     ("n_layer", "found 'n_layer'; expected key=value"),
     ("n_layer=", "expected key=value"),
     ("n_layer=4.5", "n_layer: found '4.5'; expected a whole number"),

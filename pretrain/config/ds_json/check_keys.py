@@ -161,7 +161,7 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 def suggest_key(name: str, tree: Tree) -> str:
     """Suggest the block that an unknown key belongs to, or a similar key: of the same block first, then of any."""
     if _OTHER_NAMES.get(name) in tree:
-        return f'did you mean "{_OTHER_NAMES[name]}"?'
+        return f'Did you mean "{_OTHER_NAMES[name]}"?'
     all_keys = list(_walk(TREE, ""))
     parents = [parent for parent, known in all_keys if known == name]
     if parents:
@@ -171,7 +171,7 @@ def suggest_key(name: str, tree: Tree) -> str:
         return suggestion
     for parent, known in all_keys:
         if closest(name, [known]):
-            return f'did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
+            return f'Did you mean "{known}" ' + (f'under "{parent}"?' if parent else "at the top level?")
     return ""
 
 

@@ -173,8 +173,8 @@ def test_an_untrainable_architecture_is_not_recommended(capsys: pytest.CaptureFi
 PIPELINE = str(ROOT / "ds_configs/pipeline2_zero1_bf16.json")
 REJECTED = [
     ([], "--model / --num_parameters"), (["--model", "gpt2", "--num_parameters", "1e9"], "both"),
-    (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'did you mean "gpt2"'),
-    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "did you mean"),
+    (["--model", "gpt2"], "--world_size"), (["--model", "gtp2", "--world_size", "8"], 'Did you mean "gpt2"'),
+    (["--model", "gpt2", "--world_size", "8", "--gpu", "h1000"], "Did you mean"),
     (["--model", "gpt2", "--world_size", "12", "--gpus_per_node", "8"], "--gpus_per_node"),
     (["--model", "gpt2", "--world_size", "0"], "whole number from 1"),
     (["--model", "gpt2", "--world_size", "8", "--zero_stage", "4"], "--zero_stage"),
@@ -198,7 +198,7 @@ REJECTED = [
     (["--num_parameters", "7e9", "--world_size", "8", "--find", "max_seq"], "max_model"),
     (["--num_parameters", "7e9", "--world_size", "8", "--micro_batch_size", "2"], "--micro_batch_size"),
     (["measure", "--model", "gpt2", "--world_size", "1"], "--configs"),
-    (["--model", "gpt2", "--world_size", "8", "--zero-stages", "1"], "did you mean"),
+    (["--model", "gpt2", "--world_size", "8", "--zero-stages", "1"], "Did you mean"),
     (["--model", "gpt2", "--world_size", "8", "--margin", "1"], "--margin"),
 ]
 
