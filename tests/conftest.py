@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a small corpus. Order of the test files, and tests that need root."""
+"""Fixtures and hooks of all tests: a small corpus, the order of the test files, and the skipping of root tests."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,10 @@ VOCAB_SIZE = 256
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest file first: with `pytest -n N --dist loadfile` the other files run next to it."""
+    """Run the longest test file first, and skip the tests that need root for other users.
+
+    With `pytest -n N --dist loadfile` the other files run in parallel with the longest one.
+    """
     items.sort(key=lambda item: item.path.name != "test_quickstart.py")
     for item in items:
         if item.get_closest_marker("root") and os.geteuid() != 0:
@@ -22,9 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def selected_params(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """Values of the parameter `name` in the selected tests of this file, each once: the cases that a launch needs.
+    """Return the values of the parameter `name` in the selected tests of this file, each once.
 
-    Cases that are marked as slow are among them only if `pytest -m slow` selects them.
+    A fixture launches only these cases. Slow cases are included only if `pytest -m slow` selects them.
     """
     found: list[Any] = []
     for item in request.session.items:
@@ -38,7 +41,7 @@ def selected_params(request: pytest.FixtureRequest, name: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Restore the environment after each test: with an exported RANK the next test in this process would be a rank."""
+    """Restore the environment variables after each test. A leftover RANK would turn the next test into a rank."""
     before = dict(os.environ)
     yield
     if os.environ != before:
@@ -48,8 +51,10 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of a .bin/.idx pair: 300 documents of 20 to 400 tokens below 256, each token a little above the last one,
-    end of document 0."""
+    """Write a .bin/.idx pair and return its prefix: 300 documents of 20 to 399 tokens, vocabulary 256.
+
+    Each token is 0 to 2 above the previous one (modulo 250), which a small model can learn. Token 0 ends a document.
+    """
     prefix = tmp_path_factory.mktemp("corpus") / "small"
     numbers = np.random.default_rng(0)
     with IndexedWriter(Path(prefix), np.uint16) as writer:

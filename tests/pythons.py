@@ -1,8 +1,8 @@
-"""Save, resume, generate, convert and consolidate with several Python versions. Each reads what the others saved.
+"""Save, resume, generate, convert and consolidate with several Pythons. Each reads the checkpoints of the others.
 
     python tests/pythons.py [--runs FOLDER] VERSION=PYTHON...       called by tests/pythons.sh
 
-Imports the standard library only: the Pythons under test run in processes of their own.
+This script imports only the standard library. The Pythons under test run in separate processes.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Python:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Use this checkout's package, put the environment's commands first in PATH, and show every warning."""
+        """Variables that select this checkout's package, put the environment first in PATH, and show every warning."""
         own = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
                "PYTHONWARNINGS": "default", "PYTHONPYCACHEPREFIX": str(self.folder / "pycache")}
         paths = [str(Path(self.executable).parent), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
@@ -93,9 +93,9 @@ class Python:
                  for line in path.read_text(errors="replace").splitlines() if line.strip()]
         if any(codes):
             raise StepError(f"{step}: exit codes {codes}: {lines[-1] if lines else ''}")
-        # warnings of this package are failures: a later Python turns a deprecation into an error
+        # a warning from this package is a failure, because a later Python turns deprecations into errors
         warnings = [line for line in lines if "Warning: " in line and line.startswith(f"{ROOT}/")
-                    and "/site-packages/" not in line]  # the environment may be a folder of the checkout
+                    and "/site-packages/" not in line]  # the virtual environment may be inside the checkout
         if warnings:
             raise StepError(f"{step}: {warnings[0]}")
 
@@ -125,7 +125,7 @@ def tools(python: Python, step: str, *commands: list[object]) -> None:
 
 
 def save(python: Python) -> None:
-    """With one Python: prepare data, train, resume, verify, generate, convert, consolidate."""
+    """Prepare data, train, resume, verify, generate, convert and consolidate with one Python."""
     python.folder.mkdir(parents=True)
     python.do("compile", "-W", "error", "-m", "compileall", "-q", *(ROOT / name for name in ("pretrain", "tools",
                                                                                              "launch", "tests")))

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Test the package with each Python of this machine: save, resume, generate, convert and consolidate with real engines
-# on 2 ranks. Each Python also reads what the others saved. Prints a row for each; exit code 1 if one fails.
+# on 2 ranks. Each Python also reads the checkpoints of the others. Prints one row per Python. The exit code is 1 if a
+# Python fails.
 #
 #   tests/pythons.sh [--two] [PYTHON...]
 #
 # Without arguments: the Python of the environment (VENV, default .venv), /usr/bin/python3, python3.1x on PATH and the
-# versions of pyenv, one of each version. --two: the environment's Python and one other, /usr/bin/python3 if it differs.
+# versions of pyenv, one of each version. --two: the environment's Python and one other. The other one is
+# /usr/bin/python3 if its version differs.
 #
 # A Python of the same minor version as the environment's (3.11.2 and 3.11.7) uses its packages and compiled operators.
-# For the others launch/setup.sh makes environments in the folder PYTHONS (default ~/.cache/ds-pretrain/pythons), of
-# about 5 GB each if pip finds no CPU build of torch. RUNS is the folder for runs and logs (default: a temporary folder,
-# removed unless a Python fails).
+# For other versions, launch/setup.sh creates environments in the folder PYTHONS (default ~/.cache/ds-pretrain/pythons).
+# An environment takes about 5 GB if pip finds no CPU build of torch. RUNS is the folder for runs and logs (default: a
+# temporary folder, removed unless a Python fails).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -54,7 +56,7 @@ if [ -n "$two" ]; then
     versions=("$own" "$other")
 fi
 
-# environment VERSION INTERPRETER: make an environment if one is needed, and print the path of its Python.
+# environment VERSION INTERPRETER: create an environment if one is needed, and print the path of its Python.
 environment() {
     local folder=$PYTHONS/$1
     if [ "$1" = "$own" ]; then

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Set-up, ruff, mypy and the tests: tests/run.sh [pytest arguments]
+# Run set-up, ruff, mypy, import-linter and the tests: tests/run.sh [pytest arguments]
 #
-# Without arguments: first the tests of a single process, in parallel on up to four cores; then tests/pythons.sh --two,
-# which tests a second Python if the machine has one; then the tests that start several ranks, one after another.
+# Without arguments:
+# 1. the tests that mostly need one process, in parallel on up to four cores;
+# 2. tests/pythons.sh --two, which tests a second Python if the machine has one;
+# 3. the tests that start several ranks, one after another.
 # With arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh --dev
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
-cores=$(env -u OMP_NUM_THREADS nproc)  # nproc obeys that variable
+cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would print OMP_NUM_THREADS instead of the number of cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # tests that run at the same time share the cores
 ruff check .
 mypy

@@ -26,7 +26,7 @@ def test_exit_codes(body: str, code: int, stderr: str) -> None:
     assert (done.returncode, done.stderr) == (code, stderr)
 
 
-def test_a_closed_pipe_ends_with_141() -> None:
+def test_a_closed_pipe_gives_exit_code_141() -> None:
     body = "from pretrain.cli import run_main\ndef f():\n  for i in range(10**6): print(i)\nrun_main(f)"
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" | head -1; echo ${{PIPESTATUS[0]}}', body],
                           capture_output=True, text=True, timeout=900)
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def test_both_spellings_of_a_flag() -> None:
+def test_flags_accept_hyphens_and_underscores() -> None:
     for words in (["--vocab_size", "4", "--dry-run"], ["--vocab-size=4", "--dry_run"]):
         args = make_parser().parse_args(words)
         assert (args.vocab_size, args.dry_run) == (4, True)
@@ -68,7 +68,7 @@ def test_both_spellings_of_a_flag() -> None:
     (["--path", "n" * 300], "is too long for a file"),
     (["--path", ""], "--path: the value is empty."),
 ])  # fmt: skip
-def test_errors_are_config_errors(words: list[str], message: str) -> None:
+def test_wrong_flags_raise_config_errors(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_parser().parse_args(words)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Suggestions for misspelt words: no suggestion is better than a misleading one."""
+"""Suggestions for misspelt words. A word without a clear match gets no suggestion."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Documentation pages: their length, the paths and links that they name, and the cover of each command."""
+"""Checks of the documentation pages: length, existing paths and links, and a test for each command."""
 
 import re
 from pathlib import Path
@@ -24,12 +24,12 @@ EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def _anchor(heading: str) -> str:
-    """The anchor of a heading on GitHub."""
+    """Return the anchor of a heading on GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def _named_paths(page: Path) -> list[str]:
-    """The paths in code spans that begin with a top-level folder."""
+    """Return the paths in code spans that begin with a top-level folder."""
     spans = re.findall(r"`([^`\n]+)`", prose(page))
     words = [word.partition("::")[0].strip("[]") for span in spans for word in span.split()]
     return [word for word in words if word.split("/")[0] in _FOLDERS and "/" in word]
@@ -51,7 +51,7 @@ def test_named_paths_exist(page: Path) -> None:
 
 
 @EACH_PAGE
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
         assert not target.startswith("http"), "pages link files of this repository only"
         name, _, anchor = target.partition("#")
@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in map(_anchor, headings), target
 
 
-def test_the_map_has_every_layer() -> None:
+def test_the_layer_table_matches_the_import_contract() -> None:
     """Each layer of the import contract has a row in pretrain/README.md, in the same order."""
     contract = (ROOT / "pyproject.toml").read_text().split("exhaustive = true")[1]
     layers = re.findall(r'^    "(.*)",$', contract.split("]")[0], re.MULTILINE)
@@ -87,7 +87,7 @@ def test_inline_commands_are_covered(page: Path) -> None:
 
 
 @EACH_PAGE
-def test_pytest_and_pip_commands_name_what_exists(page: Path) -> None:
+def test_pytest_and_pip_commands_name_existing_paths_and_extras(page: Path) -> None:
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for command in [*block_commands(page), *inline_commands(page)]:
         if command.startswith("pytest "):
@@ -101,7 +101,7 @@ def test_pytest_and_pip_commands_name_what_exists(page: Path) -> None:
             assert match[2] in extras
 
 
-def test_covers_are_needed_and_real() -> None:
+def test_covered_commands_are_on_a_page_and_in_the_named_file() -> None:
     named = {command for page in PAGES for command in [*block_commands(page), *inline_commands(page)]}
     assert set(COVERED) - named == set(), "no page has these commands any more"
     for command, (file, text) in COVERED.items():

@@ -1,7 +1,7 @@
 """The commands of the documentation pages, run in a copy of the checkout: launch/quickstart.sh, then all others.
 
-tests/support/pages.py names those that are covered elsewhere. The pages share one copy: the run that the README's guide
-trains is resumed, verified and exported by the commands of the other pages.
+tests/support/pages.py lists the commands that other tests cover. All pages share one copy of the checkout: the guide in
+the README trains a run, and the commands of the other pages resume, verify and export this run.
 """
 
 import json
@@ -26,9 +26,10 @@ FRESH = bool(os.environ.get("DS_PRETRAIN_FRESH"))  # make a new environment, in 
 
 
 def _environment(clone: Path, home: Path) -> dict[str, str]:
-    """The variables of a user who has run launch/setup.sh, as `tests/run.sh` did before these tests.
+    """Return the variables of a user who has run launch/setup.sh, as `tests/run.sh` does before these tests.
 
-    With FRESH: those of a user who has just logged in, so that launch/quickstart.sh makes the environment, in minutes.
+    With FRESH, return the variables of a user who has just logged in. launch/quickstart.sh then creates the virtual
+    environment, which takes minutes.
     """
     kept = {key: value for key, value in os.environ.items()
             if key in ("LANG", "TERM", "SHELL", "USER", "LOGNAME", "TMPDIR")
@@ -50,18 +51,18 @@ def _run(command: str, clone: Path, home: Path, timeout: float = 3600) -> subpro
 
 
 def _normalized(line: str) -> str:
-    """A line of output without numbers, colours and alignment, which differ from run to run."""
+    """Return a line of output without numbers, colours and alignment, which differ from run to run."""
     return " ".join(re.sub(r"\d[\d.,:]*(e[-+]\d+)?", "#", re.sub(r"\x1b\[\d*m", "", line)).split())
 
 
 def _is_printed(line: str) -> bool:
-    """Return whether a command printed this line of a page; `...` in it stands for any text."""
+    """Return whether a command printed this line of a page. In the line, `...` matches any text."""
     pattern = ".*".join(re.escape(part.strip()) for part in _normalized(line).split("..."))
     return any(re.fullmatch(pattern, printed) for printed in PRINTED)
 
 
 def _not_cloned(folder: str, names: list[str]) -> set[str]:
-    """Names that .gitignore excludes, and .git. Read without git: the sources may come from an archive."""
+    """Return .git and the names that .gitignore excludes. Works without git, because an archive has no .git folder."""
     patterns = [".git", *(line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split())]
     here = [pattern.removeprefix("/") for pattern in patterns if Path(folder) == ROOT or not pattern.startswith("/")]
     return {name for name in names if any(fnmatch(name, pattern) for pattern in here)}
@@ -69,7 +70,7 @@ def _not_cloned(folder: str, names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(copy of the working tree, empty home directory)"""
+    """Return (copy of the working tree, empty home directory)."""
     base = tmp_path_factory.mktemp("fresh")
     clone, home = base / "ds-pretrain", base / "home"
     home.mkdir()
@@ -108,15 +109,15 @@ def test_quickstart_trains_below_the_unigram_entropy(quickstart: tuple[Path, Pat
     assert "Next:" in printed
 
 
-def test_quickstart_again_is_complete(quickstart: tuple[Path, Path, str]) -> None:
+def test_a_second_quickstart_reports_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
     clone, home, _ = quickstart
     again = _run("launch/quickstart.sh", clone, home)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert "is complete" in again.stdout
 
 
-def test_its_yaml_is_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
-    """launch/README.md names launch/quickstart.yaml as the example of a run.yaml."""
+def test_the_quickstart_yaml_configures_the_run(quickstart: tuple[Path, Path, str]) -> None:
+    """launch/README.md presents launch/quickstart.yaml as an example of run.yaml."""
     clone, home, _ = quickstart
     command = "deepspeed --num_accelerators 2 pretrain/train.py --config launch/quickstart.yaml"
     assert command in (clone / "launch/quickstart.yaml").read_text()
@@ -127,14 +128,14 @@ def test_its_yaml_is_a_complete_run(quickstart: tuple[Path, Path, str]) -> None:
 
 @pytest.fixture(scope="module")
 def guide(quickstart: tuple[Path, Path, str]) -> tuple[Path, Path]:
-    """(copy of the working tree, home directory) after the commands of the README's guide."""
+    """Run the commands of the README's guide, and return (copy of the working tree, home directory)."""
     clone, home, _ = quickstart
     _run_page(README, clone, home)
     return clone, home
 
 
 def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
-    """The README says so of its two runs: two pipeline stages, and two ZeRO-2 ranks."""
+    """The README's two runs have equal losses. One has two pipeline stages, the other two ZeRO-2 ranks."""
     runs = [[json.loads(line) for line in (guide[0] / "runs" / name / "metrics.jsonl").read_text().splitlines()]
             for name in ("quickstart", "first")]
     pipeline, zero2 = ({row["step"]: row["loss"] for row in rows if row.get("step") in (1, 10) and "loss" in row}
@@ -152,7 +153,7 @@ def test_commands_of_the_page(page: Path, guide: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if any(language == "text" for language, _ in blocks(page))],
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_output_on_the_page(page: Path, guide: tuple[Path, Path]) -> None:
-    """What a page shows as output is what its commands print, numbers aside."""
+    """The commands of a page print the output that the page shows, except for the numbers."""
     lines = [line for language, content in blocks(page) if language == "text" for line in content.splitlines()]
     lines = [line for line in lines if not line.startswith(NOT_PRINTED)]
     if not all(map(_is_printed, lines)):  # this test was selected alone
@@ -161,7 +162,7 @@ def test_output_on_the_page(page: Path, guide: tuple[Path, Path]) -> None:
 
 
 def test_events_of_the_guides_run(guide: tuple[Path, Path]) -> None:
-    """The pages' runs resumed, and saved in the background to a mirror."""
+    """The commands of the pages resumed the guide's run, and saved it in the background and to a mirror."""
     clone, home = guide
     if not (clone / "runs/mirror").exists():  # this test was selected alone
         _run_page(ROOT / "tools/checkpoints.md", clone, home)
@@ -181,7 +182,7 @@ def _run_page(page: Path, clone: Path, home: Path) -> None:
 
 
 def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command with the tests' own compiled operators for offload: compiling them again would take minutes."""
+    """Run a command with the compiled offload operators of this environment. Compiling them again takes minutes."""
     environ = {**os.environ, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "VENV": str(SCRIPTS.parent),
                "OMP_NUM_THREADS": "1"}
     return subprocess.run(["bash", "-c", command], cwd=ROOT if "setup.sh" in command else clone, env=environ,
@@ -192,7 +193,7 @@ def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]
     clone, home, printed = quickstart
     following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:4]]
     assert len(following) == 3
-    for command in following[:2]:  # the third trains for minutes; the guide runs the same with fewer steps
+    for command in following[:2]:  # the third one trains for minutes; the guide runs it with fewer steps
         done = _run(f"source .venv/bin/activate; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert following[2].startswith("ds-pretrain ")

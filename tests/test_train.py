@@ -1,4 +1,4 @@
-"""The program as a user starts it, through DeepSpeed's launcher and by itself; and how it rejects bad input."""
+"""pretrain/train.py as a user starts it: with DeepSpeed's launcher, as a single process, and with wrong input."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_resuming_another_run_is_rejected(runs: tuple[Path, Path, list[str]], co
 def test_a_damaged_newest_checkpoint_is_skipped(runs: tuple[Path, Path, list[str]]) -> None:
     _, uninterrupted, _ = runs
     checkpoints = uninterrupted / "checkpoints"
-    (checkpoints / "global_step9").mkdir()  # such as a killed copy leaves behind
+    (checkpoints / "global_step9").mkdir()  # a killed copy leaves such an empty folder behind
     found = newest_complete(checkpoints)
     assert found is not None
     assert found[0].name == "global_step6"
@@ -164,7 +164,7 @@ def test_a_rejection_is_the_last_line_and_leaves_no_process(corpus: str, tmp_pat
                           timeout=300)
     lines = done.stdout.splitlines()
     assert done.returncode == 2, done.stdout
-    assert "exits with return code = 2" in done.stdout  # a line of DeepSpeed's launcher, before ours
+    assert "exits with return code = 2" in done.stdout  # DeepSpeed's launcher prints this before our last line
     assert lines[-1] == "ds-pretrain: error: --train_steps: found 0; expected at least 1."
     assert sum("ds-pretrain: error: " in line for line in lines) == 1
     commands = [_content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
@@ -189,7 +189,7 @@ def test_a_port_in_use_is_named(corpus: str, tmp_path: Path) -> None:
     assert f"MASTER_PORT: another program listens on port {port}" in done.stderr.strip().splitlines()[-1]
 
 
-def test_yaml_takes_the_same_keys(corpus: str, tmp_path: Path) -> None:
+def test_yaml_keys_are_the_names_of_flags(corpus: str, tmp_path: Path) -> None:
     words = _flags(corpus, tmp_path / "run", config=ROOT / "ds_configs" / "zero1_bf16.json")
     text = "".join(f"{key.removeprefix('--')}: {value}\n" for key, value in zip(words[::2], words[1::2], strict=True))
     (tmp_path / "run.yaml").write_text(text + "train_steps: 50\n")

@@ -35,7 +35,7 @@ def test_every_flag_is_in_a_group_with_its_default(page: str) -> None:
         assert re.search(r"\((default: .+|required|.+: required)\)$", " ".join(text.split())), (name, text)
 
 
-def test_defaults_are_those_that_act(page: str) -> None:
+def test_shown_defaults_equal_the_applied_defaults(page: str) -> None:
     text = " ".join(page.split())
     for name, value in FILLED.items():
         shown = re.search(rf"--{name} \S+ .*?\(default: ([^)]+)\)", text)
@@ -43,5 +43,5 @@ def test_defaults_are_those_that_act(page: str) -> None:
         assert shown[1] == str(value) if isinstance(value, str) else float(shown[1]) == value, name
 
 
-def test_it_fits_80_columns(page: str) -> None:
+def test_help_fits_80_columns(page: str) -> None:
     assert max(map(len, page.splitlines())) <= 80

@@ -60,7 +60,7 @@ def test_rejected_with_a_reason(foreign: ForeignJson) -> None:
     assert remedy in str(caught.value)
 
 
-def test_jsons_are_many_and_different() -> None:
+def test_there_are_many_different_jsons() -> None:
     assert len({json.dumps(row.config, sort_keys=True) for row in FOREIGN}) == len(FOREIGN) >= 60
     assert len({row.source.split("/")[1] for row in FOREIGN}) >= 20
     assert sum(row.notes is not None for row in FOREIGN) >= 40

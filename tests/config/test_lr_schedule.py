@@ -42,7 +42,7 @@ def test_constant_keeps_the_peak_and_wsd_decays_at_the_end() -> None:
     assert rates("wsd")[15:20] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
 
 
-def test_no_warm_up_starts_near_the_peak() -> None:
+def test_a_run_without_warm_up_starts_near_the_peak() -> None:
     assert rates("linear", warmup_steps=0)[0] == pytest.approx(1 - 0.9 / 20)
 
 

@@ -130,7 +130,7 @@ def test_auto_values_of_the_optimizer_come_from_flags_or_defaults(tmp_path: Path
     assert resolved.schedule.peak == 1e-3
 
 
-def test_a_flag_fills_a_missing_key_and_may_repeat_a_value(tmp_path: Path) -> None:
+def test_a_flag_fills_a_missing_key_or_repeats_the_value_of_the_json(tmp_path: Path) -> None:
     bare = {"type": "AdamW"}
     assert resolve(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3
     assert resolve(tmp_path, {"optimizer": bare}).get("optimizer.params") == {"lr": 3e-4}
@@ -229,7 +229,7 @@ def test_blocks_that_request_nothing_are_removed(tmp_path: Path) -> None:
     assert resolved.get("activation_checkpointing") == {}
 
 
-def test_deepspeed_accepts_each_resolved_shipped_file(tmp_path: Path) -> None:
+def test_deepspeed_accepts_every_resolved_file_of_ds_configs(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     (tmp_path / "nvme").mkdir()
     for path in CONFIGS:
@@ -251,7 +251,7 @@ def test_pipeline_stages_can_be_split_by_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "method"), [("FLOPs", "flops"), ("Parameters", "parameters"), ("best", "flops")])
-def test_partition_methods_ignore_the_case(tmp_path: Path, word: str, method: str) -> None:
+def test_partition_methods_are_case_insensitive(tmp_path: Path, word: str, method: str) -> None:
     resolved = resolve(tmp_path, {"pipeline": {"stages": 2, "partition_method": word}}, world_size=2)
     assert resolved.layout.partition_method == resolved.get("pipeline.partition_method") == method
 

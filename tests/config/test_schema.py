@@ -1,4 +1,4 @@
-"""The tree of legal keys, compared with DeepSpeed's models and with every shipped file."""
+"""The schema of DeepSpeed JSON keys, compared with DeepSpeed's own models and with every file of ds_configs/."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def aliases(model: Any) -> set[str]:
     return set(fields) | {field.alias for field in fields.values() if field.alias}
 
 
-def test_the_tree_has_exactly_the_keys_of_deepspeeds_models() -> None:
+def test_the_schema_has_exactly_the_keys_of_deepspeeds_models() -> None:
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -50,8 +50,8 @@ def test_the_tree_has_exactly_the_keys_of_deepspeeds_models() -> None:
         assert set(tree) == aliases(model), dotted
 
 
-def test_the_tree_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
-    """DeepSpeedConfig reads a dictionary that records each requested key."""
+def test_the_schema_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
+    """The test gives DeepSpeedConfig a dictionary that records each requested key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class RecordingDict(dict):
@@ -77,19 +77,21 @@ def test_the_tree_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
     DeepSpeedConfig(RecordingDict({"train_batch_size": 1, "optimizer": {"type": "Adam"},
                                    "scheduler": {"type": "WarmupLR"}}))
     known = set(ds_schema.TREE) | {key for key in ds_schema.REMOVED if "." not in key}
-    # DeepSpeed reads the first only with "zero_optimization": true, and the second only in a process group.
+    # DeepSpeed reads "allgather_size" only with "zero_optimization": true, and "sequence_parallel_size" only in a
+    # process group.
     assert known - RecordingDict.requested == {"allgather_size", "sequence_parallel_size"}
     assert RecordingDict.requested - known == set()
 
 
-def test_blocks_that_deepspeed_reads_key_by_key() -> None:
+def test_blocks_without_a_pydantic_model_have_the_keys_of_deepspeed() -> None:
     from deepspeed.profiling import constants as profiling
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
     from deepspeed.runtime.config import get_pipeline_config
     from deepspeed.runtime.model_checkpointing import constants as checkpointing
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}  # an earlier name, which gets a note
+    # "thread_count" is an earlier name; it gets a note
+    assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}
     assert set(ds_schema.ACTIVATION_CHECKPOINTING) == set(ACT_CHKPT_DEFAULT)
     flops = {getattr(profiling, name) for name in vars(profiling)
              if name.startswith("FLOPS_PROFILER_") and not name.endswith(("DEFAULT", "FORMAT"))}
@@ -140,7 +142,7 @@ def keys_of(values: dict[str, Any], parent: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_each_misspelt_key_of_each_shipped_file_gets_a_suggestion(path: Path, tmp_path: Path) -> None:
+def test_each_misspelt_key_of_ds_configs_gets_a_suggestion(path: Path, tmp_path: Path) -> None:
     changed = tmp_path / "ds.json"
     text = path.read_text(encoding="utf-8")
     for dotted in keys_of(read_ds_config(str(path)).values):
@@ -151,7 +153,8 @@ def test_each_misspelt_key_of_each_shipped_file_gets_a_suggestion(path: Path, tm
             changed.write_text(json.dumps(document), encoding="utf-8")
             with pytest.raises(ConfigError) as caught:
                 check_json_keys(read_ds_config(str(changed)))
-            if "optimizer.type" not in str(caught.value):  # a misspelt "optimizer" or "type" is a missing type
+            # if "optimizer" or "type" is misspelt, the message is about the missing optimizer.type
+            if "optimizer.type" not in str(caught.value):
                 assert misspelt in str(caught.value)
                 assert f'Did you mean "{name}"' in str(caught.value), f"{dotted} as {misspelt}: {caught.value}"
     assert re.search(r"^  // ranks: \d+$", text, re.MULTILINE)
@@ -182,6 +185,6 @@ def test_file_names_match_the_contents() -> None:
         assert ("nvme" in path.stem) == ("aio" in file.values)
 
 
-def test_every_shipped_file_is_in_the_table() -> None:
+def test_every_file_of_ds_configs_is_in_the_table() -> None:
     table = (CONFIGS[0].parent / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)\.json`", table, re.MULTILINE)) == {path.stem for path in CONFIGS}

@@ -1,4 +1,4 @@
-"""tools/check_config.py rejects each wrong input in one line that names the error; and the plans of valid inputs."""
+"""tools/check_config.py: wrong inputs are rejected in one line that names the error. Valid inputs give a plan."""
 
 import dataclasses
 import importlib.util
@@ -84,7 +84,7 @@ def _without_fp16(read_text: Callable[..., str]) -> Callable[..., str]:
     return read
 
 
-def test_wrong_inputs_are_many_and_different() -> None:
+def test_there_are_many_different_wrong_inputs() -> None:
     assert len({repr(row) for row in WRONG}) == len(WRONG) >= 60
 
 
@@ -165,7 +165,7 @@ def test_the_plan_of_zero_3_with_nvme_from_the_environment(world: Path, monkeypa
     assert (layout.zero_stage, layout.offload_optimizer, layout.uses_pipeline_module) == (3, "nvme", False)
     path = Path(get_value(plan.ds_config, "zero_optimization.offload_optimizer.nvme_path"))
     assert path.parent == world / "nvme"
-    other = plan_of(world, changes, save=str(world / "another-run"))  # needs a swap folder of its own
+    other = plan_of(world, changes, save=str(world / "another-run"))  # each run needs its own swap folder
     assert get_value(other.ds_config, "zero_optimization.offload_optimizer.nvme_path") != str(path)
 
 

@@ -6,12 +6,12 @@ CPU = {"device": "cpu"}
 
 
 def nvme(folder: Any) -> dict[str, Any]:
-    """Value of offload_optimizer for NVMe offload to `folder`."""
+    """Return the value of offload_optimizer for NVMe offload to `folder`."""
     return {"device": "nvme", "nvme_path": str(folder)}
 
 
 def nvme_param(folder: Any) -> dict[str, Any]:
-    """Value of offload_param for NVMe, with buffers of 4 MB: pinning the default 200 MB takes seconds."""
+    """Return the value of offload_param for NVMe. Its buffers have 4 MB, because pinning the default 200 MB is slow."""
     return {**nvme(folder), "buffer_size": 2_000_000}
 
 

@@ -20,14 +20,14 @@ from pretrain.engine.build import deepspeed_output
 def each_case(run: Callable[[dict[str, Any]], Any]) -> None:
     """Run the program `WORKER CASES.json RESULTS.json`: call `run` with each case on every rank.
 
-    Rank 0 writes the results by the names of the cases, after each case: a case that fails does not lose the others.
+    Rank 0 writes the results by case name after each case, so that the results before a failed case are kept.
     """
     with deepspeed_output("error"):
         init_process_group(running_environment())
     results: dict[str, Any] = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         start = time.perf_counter()
-        groups.mpu = None  # topology of the last pipeline, which the next engine would use otherwise
+        groups.mpu = None  # otherwise the next engine would use the topology of the last pipeline
         torch.manual_seed(0)
         results[case["name"]] = run(case)
         if dist.get_rank() == 0:

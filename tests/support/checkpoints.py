@@ -17,7 +17,7 @@ _made: dict[str, Path] = {}
 
 
 def real_run(layout: str, corpus: str, factory: pytest.TempPathFactory) -> Path:
-    """Return the run folder of 2 ranks with a checkpoint of each of `STEPS` steps. It must not be changed."""
+    """Return the folder of a run on 2 ranks with a checkpoint of each of `STEPS` steps. Tests must not change it."""
     if layout not in _made:
         folder = factory.mktemp(layout)
         (folder / "ds.json").write_text(json.dumps(LAYOUTS[layout]))
@@ -36,7 +36,7 @@ def copy_checkpoints(run: Path, to: Path) -> Path:
 
 
 def newest_verified(checkpoints: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint whose files all have their hashes, as a starting run would choose it."""
+    """Return the newest checkpoint whose file hashes all match. A starting run would choose it, too."""
     for folder, manifest in complete_checkpoints(checkpoints)[0]:
         if not find_damage(folder, manifest):
             return folder, manifest

@@ -1,8 +1,9 @@
 """DeepSpeed JSONs of public repositories and documentation, with the expected outcome of each.
 
-`tests/golden/foreign_jsons.jsonl` has one JSON a line, without comments: {"from": repository and path, "json": the
-document, "flags": those that "auto" values and missing keys need, "ranks": 1 by default, and either "notes": subject
-of each note, or "rejected": [key, remedy]}. Blocks that do not affect the outcome may be shortened.
+`tests/golden/foreign_jsons.jsonl` has one JSON object per line, without comments. Its keys:
+"from": repository and path; "json": the document; "flags": the flags that "auto" values and missing keys need;
+"ranks": 1 by default; and either "notes": the subject of each note, or "rejected": [key, remedy].
+Blocks that do not affect the outcome may be shortened.
 """
 
 import json

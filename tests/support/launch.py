@@ -1,4 +1,4 @@
-"""Start real ranks on this machine: gloo, one process a rank, one thread a process."""
+"""Start real ranks on this machine: gloo, one process per rank, one thread per process."""
 
 import atexit
 import functools
@@ -13,12 +13,12 @@ from pretrain.distributed.process import ROOT, free_port
 
 WORKERS = ROOT / "tests" / "distributed" / "workers"
 __all__ = ["ROOT", "WORKERS", "free_port"]
-LIMIT_S = 900.0  # ends a test that hangs
+LIMIT_S = 900.0  # a test that hangs fails after this time
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Environment that a launcher would set for one of `ranks` processes on this host."""
-    scripts = str(Path(sys.executable).parent)  # this environment's ninja first: another rebuilds operators
+    """Return the environment that a launcher would set for one of `ranks` processes on this host."""
+    scripts = str(Path(sys.executable).parent)  # first in PATH, because another ninja would rebuild the operators
     return {**os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]), "RANK": str(rank),
             "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
@@ -27,7 +27,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """Start the process from which ranks are forked. It ends with this process."""
+    """Start the process from which ranks are forked. It is killed when this process exits."""
     server = subprocess.Popen([sys.executable, "-m", "tests.distributed.workers.fork_server"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, cwd=ROOT, env=rank_environment(0, 1, 0))
     atexit.register(server.kill)
@@ -38,7 +38,7 @@ def run_ranks(command: list[str], ranks: int, *, cwd: Path, timeout: float = LIM
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
     """Run `python COMMAND` on every rank and wait for all. When one rank fails, the others are killed.
 
-    `stdout` of each result holds both output streams.
+    `stdout` of each result has both output streams.
     """
     port, server = free_port(), fork_server()
     environs = [{**rank_environment(rank, ranks, port), **(environ or {})} for rank in range(ranks)]
@@ -61,21 +61,21 @@ def train_ranks(ranks: int, flags: list[str], cwd: Path,
 
 
 def tails(folder: Path, ranks: int) -> str:
-    """The end of each rank's output."""
+    """Return the end of each rank's output."""
     return "\n".join(f"--- rank {rank}\n{(folder / f'rank{rank}.log').read_text()[-4000:]}" for rank in range(ranks))
 
 
 class FailedCase(dict[str, Any]):
-    """Result of a case whose ranks failed: a test that reads a value of it fails with the end of their output."""
+    """Result of a case whose ranks failed. A test that reads a value fails with the end of the ranks' output."""
 
     def __missing__(self, key: str) -> Any:
         raise AssertionError(f"the case failed on its ranks:\n{dict(self)}")
 
 
 def run_worker(worker: str, cases: list[dict[str, Any]], ranks: int, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Run a program of tests/distributed/workers over `cases` on `ranks` ranks; the result of each case by its name.
+    """Run `cases` with a program of tests/distributed/workers on `ranks` ranks. Return {case name: result}.
 
-    All cases share one launch. If one fails, its result is a FailedCase, and the cases after it get a new launch.
+    All cases share one launch. If a case fails, its result is a FailedCase, and the remaining cases get a new launch.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -95,10 +95,10 @@ def run_worker(worker: str, cases: list[dict[str, Any]], ranks: int, folder: Pat
 
 
 def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, **settings: Any) -> dict[str, Any]:
-    """`run_worker` with worker.py."""
+    """Call `run_worker` with worker.py."""
     return run_worker("worker.py", cases, ranks, folder, **settings)
 
 
 def run_forked(cases: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """`run_worker` with forked.py, which starts the ranks of each case itself."""
+    """Call `run_worker` with forked.py, which starts the ranks of each case itself."""
     return run_worker("forked.py", cases, 1, folder, timeout=3000)

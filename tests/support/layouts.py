@@ -12,12 +12,12 @@ SAVED, STEPS = 3, 8  # optimizer steps before the checkpoint, and in total
 
 
 def dp2(stage: int, **others: Any) -> dict[str, Any]:
-    """DeepSpeed JSON for two data-parallel ranks and 8 samples a step."""
+    """Return a DeepSpeed JSON for two data-parallel ranks and 8 samples per step."""
     return config(stage, micro=2, accumulation=2, **others)
 
 
 def pp2(stage: int, **others: Any) -> dict[str, Any]:
-    """DeepSpeed JSON for two pipeline stages and 8 samples a step."""
+    """Return a DeepSpeed JSON for two pipeline stages and 8 samples per step."""
     return config(stage, micro=2, accumulation=4, stages=2, **others)
 
 
@@ -41,13 +41,16 @@ def run_layouts(cases: dict[str, tuple[int, dict[str, Any]]], folder: Path) -> d
 
 
 def anonymous_bytes() -> int:
-    """Return this process's memory that is not backed by a file, which the kernel cannot reclaim."""
+    """Return the bytes of this process's memory that no file backs, so that the kernel cannot reclaim them."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
 
 
 class MemoryWatch:
-    """Context manager that samples this process's anonymous memory every 5 ms; `before` the block and `peak`, bytes."""
+    """Context manager that samples this process's anonymous memory every 5 ms.
+
+    `before` and `peak` are the bytes before the block and at the peak.
+    """
 
     def __enter__(self) -> "MemoryWatch":
         self.before = self.peak = anonymous_bytes()

@@ -1,4 +1,4 @@
-"""The documentation pages: their commands, and which test covers a command that is not run from the page."""
+"""The documentation pages, their commands, and the test of each command that test_quickstart.py does not run."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.support.launch import ROOT
 
 README = ROOT / "README.md"
-# In the order in which their commands are run: each page may use what the pages before it made.
+# The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/memory.md", "tools/checkpoints.md", "tools/performance.md",
     "ds_configs/README.md", "launch/README.md", "pretrain/README.md", "tests/README.md"))]
@@ -15,7 +15,7 @@ _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubec
              r"tools/\w+\.py)")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
-# Commands on the pages that tests/test_quickstart.py does not run: (a file that runs the same thing, a text in it).
+# Commands that tests/test_quickstart.py does not run -> (file that runs the same program, text in this file).
 COVERED: dict[str, tuple[str, str]] = {
     "launch/quickstart.sh": ("tests/test_quickstart.py", '"launch/quickstart.sh"'),
     "source .venv/bin/activate": ("tests/test_quickstart.py", "source .venv/bin/activate; "),
@@ -27,11 +27,11 @@ COVERED: dict[str, tuple[str, str]] = {
     "ruff check .": ("tests/run.sh", "ruff check ."),
     "mypy": ("tests/run.sh", "mypy"),
     "lint-imports": ("tests/run.sh", "lint-imports"),
-    # benchmarks: a smaller model, the same sections
+    # benchmarks: the tests run the same sections with a smaller model
     "python tools/bench.py --preset cpu-small --rounds 2": ("tests/bench/test_bench.py", '"--preset", "cpu-small"'),
     "python tools/bench.py --what all --nvme_path /tmp --write tools/performance.md":
         ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"'),
-    "python tools/bench.py --what all --nvme_path /tmp":  # in the heading of the tables
+    "python tools/bench.py --what all --nvme_path /tmp":  # the heading of the tables has this command
         ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"'),
     **{f"tools/bench.py --what {section}":
        ("tests/bench/test_bench.py", '"overhead,pipeline,checkpoint,startup,scaling,offload"')
@@ -52,7 +52,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "deepspeed --hostfile HOSTS tools/check_cluster.py --save runs/gpt2":
         ("tests/cluster/test_health.py", '"check_cluster.py"'),
     "srun python tools/check_cluster.py --config run.yaml": ("tests/cluster/test_health.py", '"check_cluster.py"'),
-    # other launchers: their variables and, for deepspeed and srun, runs
+    # other launchers: the tests check the variables of each launcher, and start runs with deepspeed and srun
     "deepspeed pretrain/train.py ...": ("tests/test_quickstart.py", '"deepspeed --num_accelerators 2'),
     "torchrun pretrain/train.py ...": ("tests/distributed/test_world.py", '"torchrun'),
     "mpirun ... python pretrain/train.py ...": ("tests/cluster/workers/mpi.py", "mpirun"),
@@ -62,22 +62,22 @@ COVERED: dict[str, tuple[str, str]] = {
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, content) of each fenced block."""
+    """Return (language, content) of each fenced block."""
     return _FENCE.findall(page.read_text(encoding="utf-8"))
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def block_commands(page: Path) -> list[str]:
-    """The commands in ```bash blocks, one for each line."""
+    """Return the commands in ```bash blocks, one per line."""
     return [line for language, content in blocks(page) if language == "bash" for line in content.splitlines()]
 
 
 def inline_commands(page: Path) -> list[str]:
-    """The commands with arguments in the page's text and tables."""
+    """Return the commands with arguments in the page's text and tables."""
     return re.findall(rf"`({_PROGRAMS} [^`]*)`", prose(page))
 
 
@@ -87,12 +87,14 @@ def looks_like_command(line: str) -> bool:
 
 
 def is_checked_by_name(command: str) -> bool:
-    """Return whether tests/test_pages.py checks the names in a command: of tests (tests/run.sh runs them), of packages.
+    """Return whether tests/test_pages.py checks the names of tests or packages in a command.
+
+    tests/run.sh runs these tests.
     """
     return command.startswith(("pytest ", "pip install -c "))
 
 
 def runnable(page: Path) -> list[str]:
-    """The commands of a page that tests/test_quickstart.py runs."""
+    """Return the commands of a page that tests/test_quickstart.py runs."""
     return [command for command in block_commands(page)
             if command not in COVERED and not is_checked_by_name(command)]

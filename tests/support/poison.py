@@ -1,4 +1,4 @@
-"""Replace a checkpoint's file by a pickle that runs a command when loaded, and adapt the manifest's hashes."""
+"""Replace a file of a checkpoint by a pickle that runs a command when loaded, and update the manifest's hashes."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The loss by torch's operators, with all logits: the reference for the fused loss."""
+"""The loss with torch's operators and all logits in memory: the reference for the fused loss."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)

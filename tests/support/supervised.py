@@ -25,7 +25,7 @@ def supervise(words: list[str], *, environ: dict[str, str] | None = None, **sett
 
 
 def wait_for_end(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tuple[int, str]:
-    """Wait for the end of the supervisor. Returns (exit code, stderr). Kills it after the time-out."""
+    """Wait until the supervisor exits. Returns (exit code, stderr). Kills the supervisor after the time-out."""
     try:
         stderr = process.communicate(timeout=timeout)[1]
     except subprocess.TimeoutExpired:
@@ -35,7 +35,7 @@ def wait_for_end(process: subprocess.Popen[str], timeout: float = LIMIT_S) -> tu
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """Kill the process and all its descendants, if it still runs."""
+    """Kill the process and all its descendants, if the process is still running."""
     if process.poll() is None:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
@@ -56,7 +56,7 @@ def flag_pairs(words: list[str]) -> list[tuple[str, str]]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return the training rows of metrics.jsonl, without a last line that is only partly written."""
+    """Return the training rows of metrics.jsonl, without an incomplete last line."""
     return [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
 
 
@@ -67,7 +67,7 @@ def read_restart_log(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 
 
 def wait_for_rows(supervisor: subprocess.Popen[str], run: Path, number: int) -> None:
-    """Wait until metrics.jsonl has `number` training rows. Fails if the supervisor ends, or after the time-out."""
+    """Wait until metrics.jsonl has `number` training rows. Fails if the supervisor exits, or after the time-out."""
     deadline = time.monotonic() + LIMIT_S
     while len(rows(run)) < number:
         assert supervisor.poll() is None, "the supervisor has ended"

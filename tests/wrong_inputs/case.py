@@ -1,4 +1,4 @@
-"""A wrong input, a valid command line of each program, and the generated values that happen to be valid."""
+"""The class of a wrong input, a valid command line of each program, and the generated inputs that are valid."""
 
 import argparse
 import dataclasses
@@ -36,8 +36,8 @@ class Case:
     files: tuple[tuple[str, bytes], ...] = ()
 
 
-# Generated values that are valid. LEGAL below maps the reason to the names of the cases.
-_ZEROS = {
+# Generated inputs that are valid. LEGAL below maps the reason to the names of the cases.
+_ZEROS = {  # flags for which 0 is valid
     "tools/check_cluster.py": ("rounds", "min_gbit", "max_clock_skew"), "tools/generate.py": ("top_k",),
     "tools/checkpoint.py prune": ("keep_every", "keep_best"),
     "tools/compare_zero.py": ("activation_checkpoint_interval",),
@@ -45,7 +45,7 @@ _ZEROS = {
     "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
                           "keep_every", "keep_best", "weight_decay", "adam_epsilon"),
 }
-_NUMBERS_LIKE_OTHERS = {  # 1.5
+_FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
     "tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "nvme_gbps", "network_gbps", "tokens", "storage_gbps"),
     "tools/generate.py": ("temperature",), "tools/make_corpus.py": ("megabytes",),
@@ -61,18 +61,19 @@ def _flags(flags: dict[str, tuple[str, ...]], value: str) -> tuple[str, ...]:
 
 LEGAL: dict[str, tuple[str, ...]] = {
     "0 disables it, or means all": _flags(_ZEROS, "0"),
-    "a number like others": _flags(_NUMBERS_LIKE_OTHERS, "1.5"),
+    "the flag accepts fractions": _flags(_FRACTIONS, "1.5"),
     "the newest two are always kept": ("tools/checkpoint.py prune --keep_checkpoints=0",),
     "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0"),
     "greedy sampling": ("tools/generate.py --temperature=0",),
     "a limit above the size means everything": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
                                      f"tools/train_tokenizer.py --max_megabytes={TOO_LARGE}"),
     "a long run": (f"tools/compare_zero.py --tokens={TOO_LARGE}",),
-    "machines may have none of it": _flags({"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
+    "a machine may have none of this resource": _flags(
+        {"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
     "any text is valid": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
                             "tools/prepare_data.py --jsonl_key=~/x", "tools/train_tokenizer.py --jsonl_key=~/x",
                             "launch/supervise.py --health_command=~/x"),
-    "rejected, with the name of the checkpoint": ("tools/generate.py --step=0",),
+    "rejected with the name of the checkpoint instead of the flag": ("tools/generate.py --step=0",),
     "set by the launcher": ("pretrain/train.py --local_rank=-1", "pretrain/train.py --local_rank=0"),
     "plausible values": (*(f"meta.json {key}: 5" for key in ("vocab_size", "num_tokens", "num_documents", "max_token",
                                                              "eod_token", "entropy_nats")),
@@ -120,7 +121,7 @@ def main_of(program: str) -> Callable[[], Any]:
 
 
 class _ParsedError(Exception):
-    """Carries the parser out of `main`, which would go on to run the program."""
+    """Carries the parser out of `main` before `main` runs the program."""
 
 
 def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:

@@ -1,4 +1,4 @@
-"""Wrong contents of files: of whole files, and of each key of the DeepSpeed JSON and of the model's config.json."""
+"""Wrong contents of complete files, and wrong values of each key of the DeepSpeed JSON and the model's config.json."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from tests.wrong_inputs.inputs import BASE, change
 
 
 def content_cases() -> Iterator[Case]:
-    """Files of every format with contents of another format."""
+    """Yield files of every format with contents of another format."""
     train, right = "pretrain/train.py", TOOLS["pretrain/train.py"]
     for what, raw in RAW.items():
         yield Case(f"DeepSpeed JSON: {what}", train, (*right, "--deepspeed_config", "{world}/in.json"), "in.json",
@@ -53,7 +53,7 @@ def content_cases() -> Iterator[Case]:
 
 
 def _metadata_cases() -> Iterator[Case]:
-    """PREFIX.meta.json with values of other types."""
+    """Yield PREFIX.meta.json files with values of wrong types."""
     right = {"vocab_size": 512, "num_tokens": 20000, "num_documents": 100, "max_token": 499, "eod_token": 0,
              "tokenizer": "t", "tokenizer_sha256": "ab" * 32, "entropy_nats": 5.0}
     for key, value in itertools.product(right, ("[1]", "{}", "-1", "true", "1e999", TOO_LARGE, '"x"', "5")):
@@ -64,7 +64,7 @@ def _metadata_cases() -> Iterator[Case]:
 
 
 def _row_cases() -> Iterator[Case]:
-    """run.json and metrics.jsonl with values of other types."""
+    """Yield run.json and metrics.jsonl files with values of wrong types."""
     start = json.dumps([{"flags": {"train_data": None, "valid_data": None}, "train_steps": 5}]).encode()
     row = {"step": 1, "loss": 1.0, "tokens_per_second": 1.0}
     for key, value in itertools.product(row, ('"x"', "[]", "{}", "true", "NaN", "1e999")):
@@ -79,13 +79,13 @@ def _row_cases() -> Iterator[Case]:
                        "steps": '[{"flags": {}, "train_steps": "x"}]', "none": "[]", "object": "{}"}.items():
         for program in ("tools/summarize.py", "tools/generate.py"):
             if program == "tools/generate.py" and what == "steps":
-                continue  # it does not read the steps
+                continue  # generate.py does not read the steps
             yield Case(f"{program} run.json: {what}", program, ("{world}/done",), "run.json",
                        (("done/run.json", text.encode()),))
 
 
 def _text_cases() -> Iterator[Case]:
-    """Inputs of prepare_data and train_tokenizer."""
+    """Yield wrong inputs of prepare_data.py and train_tokenizer.py."""
     for what, (name, raw) in {
             "not UTF-8": ("in.txt", b"\xff\xfe\x00"), "no gzip": ("in.gz", b"text"), "no JSON": ("in.jsonl", b"text"),
             "cut gzip": ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"), "empty": ("in.txt", b""),
@@ -107,7 +107,7 @@ _WRONG_KINDS = {
 
 
 def json_cases() -> Iterator[Case]:
-    """Every key of the schema, with values of wrong types and outside its range."""
+    """Yield every key of the schema with values of wrong types and values outside its range."""
     from pretrain.config.ds_json.optimizers import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
     from pretrain.config.ds_json.schema import REMOVED, TREE
 
@@ -163,7 +163,7 @@ def _json_case(dotted: str, value: str, changes: dict[str, Any], about: str) -> 
         change(document, "zero_optimization.stage", 3)
     change(document, dotted, "VALUE")
     before, after = json.dumps(document, indent=1).split('"VALUE"')
-    # the reader rejects numbers that JSON does not have, and names the line
+    # the reader of the JSON rejects these numbers, and its message names the line
     unreadable = any(number in value for number in ("NaN", "1e999", TOO_LARGE))
     culprit = f"in.json:{before.count(chr(10)) + 1}: " if unreadable else dotted.split(".")[-1]
     return Case(f"JSON {about} {dotted}: {value[:20]}", "pretrain/train.py",
@@ -193,7 +193,7 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
 
 
 def model_cases() -> Iterator[Case]:
-    """Every key of a config.json that affects the model, in the file and as an override."""
+    """Yield wrong values of every config.json key that affects the model, in the file and as an override."""
     from pretrain.model.architecture_keys import FIXED, KEYS, NULLABLE
 
     for architecture, own in _MODELS.items():
@@ -219,7 +219,7 @@ def model_cases() -> Iterator[Case]:
 
 
 def _foreign_model_cases() -> Iterator[Case]:
-    """Models that only compare_zero.py supports."""
+    """Yield wrong config.json files of a model that only compare_zero.py supports."""
     mixtral = {"model_type": "mixtral", **_MODELS["llama"], "num_key_value_heads": 2, "num_local_experts": 4}
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):

@@ -9,7 +9,7 @@ from tests.wrong_inputs.case import LONG, NUMBERS, TOOLS, Case, actions_of, main
 
 
 def flag_cases() -> Iterator[Case]:
-    """Every flag of every program: no value, an empty one, wrong types, numbers at and beyond the limits."""
+    """Yield every flag of every program with no value, an empty value, wrong types, and numbers at the limits."""
     for program, right in TOOLS.items():
         own = [] if program == "pretrain/train.py" else actions_of(program, main_of(program))
         for action in own:
@@ -55,7 +55,7 @@ def _of_flag(program: str, right: list[str], flag: str, values: tuple[str, ...],
 
 
 def _before_end(right: list[str], words: list[str]) -> tuple[str, ...]:
-    """Append `words` to a valid command line; before the "--" that separates a supervised command."""
+    """Insert `words` at the end of a valid command line, or before the "--" in front of a supervised command."""
     end = right.index("--") if "--" in right else len(right)
     return (*right[:end], *words, *right[end:])
 
@@ -75,7 +75,7 @@ def _name_of(path: str) -> str:
 
 
 def path_cases() -> Iterator[Case]:
-    """Every path that is read or written, where reading or writing is impossible."""
+    """Yield paths that cannot be read or written, for every flag and argument with a path."""
     train = "pretrain/train.py"
     for flag, (what, path) in itertools.product(READ_FLAGS, UNREADABLE.items()):
         yield Case(f"{flag} {what}", train, (*TOOLS[train], flag, path), _name_of(path))

@@ -1,7 +1,8 @@
 """Wrong inputs generated from the parsers and schemas of the programs: wrong values for each flag and each key.
 
 `python -m tests.wrong_inputs.generated FOLDER OUT [NAME]` runs all cases in one process, in which importing torch or
-deepspeed fails. It writes a JSON line for each case: its name, and what is wrong with the error message ("": nothing).
+deepspeed fails. It writes one JSON line per case: the name of the case, and the problem with its error message ("" if
+there is none).
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from tests.wrong_inputs.inputs import make_world
 _MAX_CPU_SECONDS = 20  # for one case
 
 
-def made_cases() -> list[Case]:
+def all_cases() -> list[Case]:
     """Return every generated case, including those of LEGAL."""
     return [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases()]
 
@@ -34,11 +35,11 @@ def made_cases() -> list[Case]:
 def cases() -> list[Case]:
     """Return the cases that must be rejected."""
     legal = {name for names in LEGAL.values() for name in names}
-    return [case for case in made_cases() if case.name not in legal]
+    return [case for case in all_cases() if case.name not in legal]
 
 
 class _NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook: importing torch or deepspeed fails; finding out whether they are installed works."""
+    """Import hook that makes imports of torch and deepspeed fail. importlib.util.find_spec still finds them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         return importlib.util.spec_from_loader(name, self) if name in ("torch", "deepspeed") else None
@@ -60,7 +61,7 @@ def _took_too_long(*_: Any) -> None:
 
 
 def run_case(case: Case, world: Path) -> str:
-    """Run one case. Return what is wrong with how it was rejected; "" if nothing is."""
+    """Run one case. Return the problem with its rejection, or "" if there is none."""
     written = [world / name for name, _ in case.files]
     kept = {path: path.read_bytes() for path in written if path.exists()}
     made = {path.parent for path in written if not path.parent.exists()}

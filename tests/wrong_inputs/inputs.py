@@ -1,4 +1,4 @@
-"""Wrong inputs to a run: changes to a valid JSON, changes to valid flags, and what the error must contain."""
+"""Wrong inputs to a run: changes to a valid JSON, changes to valid flags, and the text that the error must contain."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def make_world(folder: Path) -> None:
 
 
 def _make_run(run: Path, tokenizer: str) -> None:
-    """Write a run with one checkpoint: as much of it as tools read before they import torch."""
+    """Write a run with one checkpoint. It has only the files that the tools read before they import torch."""
     checkpoint = run / "checkpoints" / "global_step5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "weights.pt").write_bytes(b"weights")
@@ -98,7 +98,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"deepspeed_config": "{world}/broken.json"}, "broken.json:2"),
     ({}, {"deepspeed_config": "{world}/twice.json"}, "twice.json:2: train_batch_size"),
     ({}, {"deepspeed_config": "{world}/list.json"}, "expected an object"),
-    # numbers at the edge
+    # numbers at the limits
     ({"optimizer.params.betas": [0.9, 1.0]}, {}, "optimizer.params.betas"),
     ({"zero_optimization.stage": 1, "zero_optimization.allgather_bucket_size": 0}, {}, "allgather_bucket_size"),
     ({"optimizer.params.lr": float("inf")}, {}, "optimizer.params.lr: found Infinity"),

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, Case
-from tests.wrong_inputs.generated import cases, made_cases
+from tests.wrong_inputs.generated import all_cases, cases
 from tests.wrong_inputs.inputs import make_world
 
 CASES = cases()
-PROCESSES = (  # one case of each sort, run as a process of its own
+PROCESSES = (  # one case of each sort, which runs in its own process
     "--save proc", "--model missing", "YAML: deep", "DeepSpeed JSON: deep", "tools/generate.py missing",
     "tools/checkpoint.py convert to proc", "tools/checkpoint.py consolidate to under a file",
     "metrics.jsonl loss: \"x\"", "tools/make_corpus.py --megabytes=nan", "supervise --hostfile missing",
@@ -23,7 +23,7 @@ PROCESSES = (  # one case of each sort, run as a process of its own
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name of each case -> what is wrong with its rejection. All run in one process that cannot import torch."""
+    """Return {name of the case: problem with its rejection}. All cases run in one process that cannot import torch."""
     folder = tmp_path_factory.mktemp("wrong")
     world, out = folder / "world", folder / "out.jsonl"
     world.mkdir()
@@ -38,14 +38,14 @@ def test_wrong_inputs_are_rejected_in_one_line(problems: dict[str, str], program
     assert not wrong, f"{len(wrong)} of {len(names)}:\n" + "\n".join(wrong[:20])
 
 
-def test_there_are_enough_cases_and_every_legal_one_exists() -> None:
+def test_there_are_many_cases_and_all_names_in_legal_exist() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) >= 500
-    assert {name for excepted in LEGAL.values() for name in excepted} <= {case.name for case in made_cases()}
+    assert {name for excepted in LEGAL.values() for name in excepted} <= {case.name for case in all_cases()}
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_as_a_process(tmp_path: Path, name: str) -> None:
+def test_rejection_in_a_separate_process(tmp_path: Path, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     world, here = tmp_path / "world", tmp_path / "here"
     make_world(world)
