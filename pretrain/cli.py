@@ -1,4 +1,4 @@
-"""Helpers for every program's `main`: one-line errors, exit codes, both spellings of a flag, argument types."""
+"""Helpers for the `main` of every program: one-line errors, exit codes, flags with - or _, and argument types."""
 
 import argparse
 import errno
@@ -88,12 +88,12 @@ def unknown_flag(word: str, flags: Iterable[str]) -> ConfigError:
 
 
 def whole_number(low: int = 0, high: int = LARGEST_INT) -> Callable[[str], int]:
-    """Return an argparse type: a whole number from `low` to `high`, also written as 7.5e9."""
+    """Return an argparse type: a whole number from `low` to `high`. Words such as 7.5e9 are accepted."""
     def parse(word: str) -> int:
         try:
             value = int(float(word)) if float(word).is_integer() and not word.strip("+-").isdecimal() else int(word)
         except (ValueError, OverflowError):
-            value = low - 1
+            value = low - 1  # fails the range check below
         if not low <= value <= high:
             upto = f" to {high}" if high < LARGEST_INT else ""
             raise argparse.ArgumentTypeError(f"found {shorten(word)!r}; expected a whole number from {low}{upto}")
@@ -119,14 +119,14 @@ def number(low: float = 0.0, high: float = sys.float_info.max, *, above: bool = 
 
 
 def text(word: str) -> str:
-    """Argparse type: text that is not empty. Unset shell variables give empty text."""
+    """Argparse type: text that is not empty. An unset shell variable would give an empty word."""
     if not word or "\0" in word:
         raise argparse.ArgumentTypeError("the value is empty" if not word else "the value contains a NUL character")
     return word
 
 
 def path(word: str) -> Path:
-    """Argparse type: a path. Rejects what `bad_path` describes."""
+    """Argparse type: a path. Rejects a word if `bad_path` returns a problem."""
     if problem := bad_path(text(word)):
         raise argparse.ArgumentTypeError(problem)
     return Path(word)
@@ -139,7 +139,7 @@ def path_text(word: str) -> str:
 
 
 def bad_path(word: str) -> str:
-    """Return why `word` cannot be a path, or "" if it can. Shells do not expand `~` after `=`."""
+    """Return why `word` is not a valid path, or "" if it is valid. Shells do not expand `~` after `=`."""
     if word.startswith("~"):
         return f"the ~ of {shorten(word)!r} was not expanded by the shell; write the full path"
     try:
@@ -166,7 +166,10 @@ def say(line: str) -> None:
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with main's code; 2 and one line on stderr for bad input, 130 if interrupted, 141 if stdout was closed."""
+    """Call `main` and exit with its code.
+
+    Other codes: 2 for bad input, with one line on stderr; 130 if interrupted; 141 if stdout was closed.
+    """
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -8,7 +8,7 @@ _LONGEST_WHERE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value
 
 FINISHED = 0
-CRASHED = 1  # any failure without a code of its own, and a run whose last checkpoint could not be written
+CRASHED = 1  # any failure that has no code of its own; a last checkpoint that could not be written
 REJECTED = 2  # bad input: another start would end in the same way
 STOPPED = 75  # saved on a signal or at a time limit: start the run again (EX_TEMPFAIL of sysexits.h)
 GUARD = 76  # stopped by the bad-step guard; supervisors handle 76 and 77, but no code returns them yet
@@ -19,12 +19,13 @@ NO_RESTART = {REJECTED: "the run was rejected", GUARD: "the bad-step guard stopp
 
 
 class ConfigError(ValueError):
-    """Bad input, reported in one line that names where it is, what is wrong and what to do.
+    """Bad input. The message is one line: where the error is, what is wrong, and what to do.
 
-    With two values, `ConfigError("--seed", found=-1, expected="at least 0")`: `--seed: found -1; expected at least 0.`
-    Otherwise a sentence, `ConfigError("--save", problem="the folder is read-only")`: `--save: the folder is read-only.`
-    If `word` resembles one of the `known` words, `Did you mean "..."?` replaces the remedy.
-    `main()` functions print that line to stderr and exit with code 2.
+    If both parts are values, `ConfigError("--seed", found=-1, expected="at least 0")` becomes
+    `--seed: found -1; expected at least 0.` Otherwise the problem is a sentence:
+    `ConfigError("--save", problem="the folder is read-only")` becomes `--save: the folder is read-only.`
+    If `word` resembles one of the `known` words, `Did you mean "..."?` replaces `remedy`.
+    Every `main()` prints the line to stderr and exits with code 2.
     """
 
     def __init__(self, where: str, *, found: object = None, expected: str = "", problem: str = "", remedy: str = "",
@@ -35,7 +36,7 @@ class ConfigError(ValueError):
         super().__init__(line if line.endswith("?") else f"{line}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ConfigError.from_line, (str(self),)  # pickling, when one rank sends the error to the others
+        return ConfigError.from_line, (str(self),)  # for pickle: one rank sends the error to the others
 
     @classmethod
     def from_line(cls, line: str) -> "ConfigError":
@@ -92,14 +93,14 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 def _edit_distance(word: str, name: str) -> int:
     """Count the letters to insert, delete, replace or swap with the next one."""
-    before: list[int] = []
+    previous_row: list[int] = []
     row = list(range(len(name) + 1))
     for i, letter in enumerate(word, 1):
-        before, last, row = row, before, [i]
+        row_before_previous, previous_row, row = previous_row, row, [i]
         for j, other in enumerate(name, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            cost = min(previous_row[j] + 1, row[j - 1] + 1, previous_row[j - 1] + (letter != other))
             if i > 1 and j > 1 and (letter, word[i - 2]) == (name[j - 2], other):
-                cost = min(cost, last[j - 2] + 1)
+                cost = min(cost, row_before_previous[j - 2] + 1)
             row.append(cost)
     return row[-1]
 

@@ -1,4 +1,4 @@
-"""Check that files and folders can be written to, before hours of work that end in writing them."""
+"""Check at the start that output files and folders are writable, so that hours of work are not lost at the end."""
 
 import errno
 import os
@@ -9,15 +9,15 @@ from pretrain.errors import ConfigError, shorten
 
 
 def check_folder(path: Path, where: str) -> None:
-    """Raises ConfigError if the folder `path` cannot be created or written to.
+    """Raise ConfigError if the folder `path` cannot be created or written to.
 
-    Creates and removes a temporary folder in its nearest existing parent. Permissions are not enough: root passes every
-    permission check, but cannot write to /proc or a read-only file system.
+    Creates and removes a temporary folder in the nearest existing parent. A check of permissions is not enough: root
+    passes every such check, but cannot write to /proc or a read-only file system.
     """
     path = path.absolute()
     try:
         folder = path
-        while not os.path.lexists(folder):  # a dangling link exists, and no folder can be made under its name
+        while not os.path.lexists(folder):  # lexists: mkdir fails on a dangling link
             folder = folder.parent
         if not folder.is_dir():
             raise ConfigError(where, problem=f"{shorten(str(path))} cannot be made: {shorten(str(folder))} is a file")
@@ -31,7 +31,7 @@ def check_folder(path: Path, where: str) -> None:
 
 
 def check_file(path: Path, where: str) -> None:
-    """Raises ConfigError unless `path` is a writable file, or a new file in an existing folder."""
+    """Raise ConfigError unless `path` is a writable file, or a new file in an existing folder."""
     try:
         if path.is_dir():
             raise ConfigError(where, problem=f"{shorten(str(path))} is a folder, not a file")

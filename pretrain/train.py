@@ -27,10 +27,10 @@ from pretrain.terminal.status import clear_status, status
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 finished, 1 out of memory or without its last checkpoint, 2 rejected, 75 stopped by a
-    signal, 130 interrupted before the first step or by a second Ctrl-C.
+    """Run the program and return its exit code. All validation happens before torch is imported.
 
-    All validation happens before torch is imported.
+    0: finished. 1: out of memory, or the last checkpoint could not be written. 2: the run was rejected. 75: a signal
+    stopped the run. 130: Ctrl-C before the first step, or a second Ctrl-C.
     """
     world = ALONE
     try:
@@ -53,7 +53,7 @@ def run(args: RunArguments, world: World) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
     device = detect_device()
     plan = check_run(args, world_size=world.size, device=device)
-    choose_resume(plan)  # for an early error only: checkpoints may change until the ranks agree on one
+    choose_resume(plan)  # only to report errors early: the ranks choose the checkpoint later
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     if not _uses_compiler(plan):

@@ -38,7 +38,10 @@ from pretrain.terminal.status import clear_status, status
 
 @dataclass(frozen=True)
 class StepCallbacks:
-    """Functions that the step loop calls around each step, with the step's number since this start, from 1."""
+    """Functions that the step loop calls before and after each step.
+
+    Their first argument is the number of the step since this process started, from 1.
+    """
 
     before_step: Callable[[int, DeepSpeedEngine], None]
     after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
@@ -46,7 +49,7 @@ class StepCallbacks:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """Train, log, evaluate, save and stop."""
+    """The loop over optimizer steps: train, log, evaluate, save, and stop on a signal."""
 
     plan: Plan
     engine: DeepSpeedEngine
@@ -58,7 +61,7 @@ class StepLoop:
     last_step: int
 
     def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
-        """Train from the end of `first_step` to the end of `last_step`, or until a signal.
+        """Train steps `first_step` + 1 to `last_step`. A signal ends the loop earlier.
 
         Returns the last step that was trained, and the name of the signal that stopped the run, or "".
         """
@@ -106,7 +109,7 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
 
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
-    """Run the plan to its end, from the newest complete checkpoint if there is one. Returns the exit code."""
+    """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code."""
     last_step = min(plan.train_steps, plan.args.exit_step or plan.train_steps)
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")

@@ -1,6 +1,6 @@
-"""Values that replace "auto" in a DeepSpeed JSON, and batch sizes that follow from one another.
+"""Values that replace "auto" in a DeepSpeed JSON, and the computation of missing batch sizes.
 
-Training (`fill.py`) and the memory planner (`lenient.py`) use the same ones.
+Training (`fill.py`) and the memory planner (`lenient.py`) share them.
 """
 
 from typing import Any
@@ -16,7 +16,10 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def auto_precision(bf16: Any, fp16: Any) -> str:
-    """Precision that the values of bf16.enabled and fp16.enabled select; bf16 if both are "auto", else fp32."""
+    """Return the precision that bf16.enabled and fp16.enabled select.
+
+    True comes before "auto", and bf16 before fp16. fp32 is selected if neither of them is True or "auto".
+    """
     for enabled in (True, "auto"):
         for name, value in (("bf16", bf16), ("fp16", fp16)):
             if value == enabled:
@@ -25,7 +28,7 @@ def auto_precision(bf16: Any, fp16: Any) -> str:
 
 
 def fill_zero_sizes(zero: dict[str, Any], hidden_size: int) -> None:
-    """Replace "auto" sizes in the zero_optimization block by those that transformers documents, in elements."""
+    """Replace "auto" sizes (elements) in the zero_optimization block with the formulas that transformers documents."""
     sizes = {"reduce_bucket_size": hidden_size**2, "prefetch_bucket_size": int(0.9 * hidden_size**2),
              "param_persistence_threshold": 10 * hidden_size}
     for name, size in sizes.items():
@@ -36,9 +39,9 @@ def fill_zero_sizes(zero: dict[str, Any], hidden_size: int) -> None:
 
 def complete_batch_sizes(micro: int | None, steps: int | None, total: int | None,
                          data_parallel_size: int) -> tuple[int, int, int]:
-    """Micro-batch size, accumulation steps and global batch size, where None follows from the others.
+    """Return micro-batch size, accumulation steps and global batch size. None is computed from the other values.
 
-    Divisions are rounded down, as DeepSpeed does. The caller compares the product with the global batch size.
+    Divisions round down, as in DeepSpeed. The caller checks that the product is the global batch size.
     """
     if total is None:
         micro = micro or DEFAULT_MICRO_BATCH_SIZE

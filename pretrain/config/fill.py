@@ -1,6 +1,6 @@
 """Fill a DeepSpeed JSON from the flags: keys that are missing or "auto", batch sizes, a missing optimizer.
 
-A flag fills a key that the JSON leaves out or at "auto". Where the JSON has a value and the flag another one, the run
+A flag fills a key that is missing in the JSON or is "auto". If the JSON has a value and the flag another one, the run
 is rejected. An "auto" without a flag gets the default in `auto.py`.
 """
 
@@ -43,10 +43,15 @@ def set_value(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def choose(file: DsFile, dotted: str, flag: str, wanted: Any, default: Any) -> Any:
-    """Return the JSON's value, or the flag's (`wanted`; None: not given), or for "auto" the default; else None."""
+    """Return the value of a key: from the JSON, else from the flag, else `default` if the JSON has "auto", else None.
+
+    `wanted` is the flag's value, None if the flag is not given. Raises ConfigError if the JSON has another value.
+    """
     value = file.get(dotted)
     if value is None or value == "auto":
-        return wanted if wanted is not None else default if value == "auto" else None
+        if wanted is not None:
+            return wanted
+        return default if value == "auto" else None
     if wanted is not None and wanted != value:
         raise ConfigError(file.where(dotted), found=f"{value}, but {flag} {wanted}", expected="the same value in both",
                           remedy=f'write "auto" in the JSON for {flag} to fill, or leave the flag out')
@@ -109,10 +114,10 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
 
 
 def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
-    """Return the file itself or, if it has no "optimizer", a copy with an AdamW that the flags fill.
+    """Return the file. If it has no "optimizer", return a copy with AdamW, whose parameters are "auto".
 
-    Many JSONs of transformers users have no "optimizer", because the learning rate is a flag there. Raises ConfigError
-    without --learning_rate.
+    Many JSONs of transformers users have no "optimizer", because transformers takes the learning rate from a flag.
+    Raises ConfigError if both "optimizer" and --learning_rate are missing.
     """
     if "optimizer" in file.values:
         return file
@@ -167,9 +172,10 @@ def _betas(file: DsFile, args: RunArguments) -> list[float] | None:
 
 
 def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int) -> None:
-    """Set the ZeRO sizes that follow from the model.
+    """Set the ZeRO sizes that depend on the model.
 
-    DeepSpeed allocates each reduce bucket in full, 5e8 elements by default; one that holds all gradients is enough.
+    DeepSpeed allocates each reduce bucket at its full size, 5e8 elements by default. A bucket never needs more elements
+    than the model has parameters.
     """
     zero = config.get("zero_optimization", {})
     fill_zero_sizes(zero, model.hidden_size)
@@ -179,9 +185,9 @@ def fill_model_sizes(config: dict[str, Any], model: ModelConfig, zero_stage: int
 
 
 def swap_folder(nvme_path: str, save: str) -> Path:
-    """Folder for the swap files of this run.
+    """Return the folder for the swap files of this run.
 
-    DeepSpeed names swap files by rank and parameter alone: two runs with the same nvme_path would silently read each
+    DeepSpeed names swap files by rank and parameter only. Two runs with the same nvme_path would silently read each
     other's files.
     """
     run = Path(save).absolute()
@@ -189,7 +195,7 @@ def swap_folder(nvme_path: str, save: str) -> Path:
 
 
 def fill_nvme_path(file: DsFile, config: dict[str, Any], args: RunArguments) -> None:
-    """Set nvme_path of the offload blocks: the JSON's, --nvme_path or the environment's."""
+    """Set nvme_path of the offload blocks from the JSON, --nvme_path or the variable DS_PRETRAIN_NVME_PATH."""
     used = False
     for block in ("offload_optimizer", "offload_param"):
         own = get_value(config, f"zero_optimization.{block}")
@@ -223,9 +229,10 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
 
 
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
-    """Direct file monitors into the run folder unless the JSON names another folder; set steps_per_print for timers.
+    """Set the output folders of file monitors, and steps_per_print if timers are on.
 
-    With timers, DeepSpeed 0.19.8's PipelineEngine computes `global_steps % steps_per_print`, which is None by default.
+    File monitors write to the run folder unless the JSON names another one. With timers, DeepSpeed 0.19.8's
+    PipelineEngine computes `global_steps % steps_per_print`, which fails for the default None.
     """
     timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
     if timers and zero_stage < 2 and config.get("steps_per_print") is None:

@@ -1,4 +1,4 @@
-"""`Layout`: how a run is laid out over ranks and memories, and how it is parsed from a DeepSpeed JSON."""
+"""`Layout`: parallelism, ZeRO, precision, offload and batch sizes of a run, and its parsing from a DeepSpeed JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,8 +20,8 @@ SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_siz
 class Layout:
     """Parallel degrees, ZeRO stage, precision, offload, batch sizes and buffer sizes of a run.
 
-    Everything but the model that its memory, its speed and its checkpoints' files depend on. Buffer sizes, thresholds
-    and *_parameters count elements.
+    The layout and the model together determine a run's memory, speed and checkpoint files. Buffer sizes, thresholds and
+    *_parameters count elements.
     """
 
     name: str = ""
@@ -33,10 +33,10 @@ class Layout:
     sequence_parallel_size: int = 1  # ranks that share each sequence (Ulysses)
     expert_parallel_size: int = 1  # ranks that share the experts
     precision: str = "bf16"  # fp32, bf16, fp16
-    grad_accum_dtype: str | None = None  # None: as `precision`
+    grad_accum_dtype: str | None = None  # None: the same as `precision`
     optimizer: str = "adamw"  # lower case
     optimizer_moments: int = 2  # optimizer-state tensors of a parameter's size
-    torch_optimizer: bool = False  # a class of torch.optim; DeepSpeed's kernels need no temporary memory
+    torch_optimizer: bool = False  # True: a class of torch.optim, which needs temporary memory, unlike DeepSpeed's
     masters_in_16bit: bool = False  # master weights: bf16_master_weights_and_grads, fp16_master_weights_and_grads
     moments_in_16bit: bool = False  # optimizer states: bf16_optimizer_states, or fp32_optimizer_states: false
     offload_optimizer: str = "none"  # none, cpu, nvme
@@ -71,26 +71,26 @@ class Layout:
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens
     device_kind: str = "cuda"  # cpu, cuda
-    notes: tuple[str, ...] = field(default=(), compare=False)  # keys that were not understood or that training rejects
+    notes: tuple[str, ...] = field(default=(), compare=False)  # remarks of lenient_layout about the JSON
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that process different samples."""
         return self.world_size // (self.pipeline_stages * self.tensor_parallel_size * self.sequence_parallel_size)
 
     @property
     def zero_size(self) -> int:
-        """Ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks."""
+        """Number of ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks."""
         return self.data_parallel_size * self.sequence_parallel_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step."""
+        """Samples per step, over all ranks."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         return self.global_batch_size * self.seq_length
 
     @property
@@ -105,12 +105,12 @@ class Layout:
 
     @property
     def reused_parameters(self) -> int:
-        """Largest number of gathered elements that the backward pass of ZeRO stage 3 can use without a new gather.
+        """Largest number of gathered elements that ZeRO-3's backward pass can use without gathering them again.
 
-        Prefetching runs ahead from the forward into the backward pass, by at least one parameter for each submodule,
-        and what it fetches stays gathered up to max_live_parameters. In addition, a parameter that is used again within
-        max_reuse_distance is not released. The elements between two uses are those of all following layers, once in
-        the forward and once in the backward pass (twice with recomputation).
+        Prefetching in the forward pass already gathers parameters for the backward pass, at least one per submodule.
+        They stay gathered, up to max_live_parameters. In addition, a parameter is not released if its next use is
+        within max_reuse_distance elements. All following layers lie between the two uses: once in the forward pass and
+        once in the backward pass, or twice there with recomputation.
         (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release)
         """
         by_distance = self.max_reuse_distance // (3 if self.activation_checkpoint_interval else 2)
@@ -130,7 +130,7 @@ class Layout:
         return self.zero_stage == 0 or (self.zero_stage == 1 and accumulates_fp32)
 
     def check(self) -> "Layout":
-        """Return the layout itself. Raises ConfigError for unknown choices and degrees that do not divide the ranks."""
+        """Return self. Raises ConfigError for unknown choices and degrees that do not divide the ranks."""
         for name in ("world_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
                      "expert_parallel_size", "micro_batch_size", "gradient_accumulation_steps", "seq_length"):
             if getattr(self, name) < 1:
@@ -152,9 +152,9 @@ class Layout:
 
 def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int, device_kind: str,
                  name: str = "") -> Layout:
-    """Parse the layout out of a DeepSpeed JSON without "auto" values and without old key names.
+    """Parse the layout from a DeepSpeed JSON that has no "auto" values and no old key names.
 
-    Keys that are missing or null have DeepSpeed's defaults. Raises ConfigError for values that are not a layout.
+    Keys that are missing or null have DeepSpeed's defaults. Raises ConfigError for invalid values.
     """
     get = _Getter(config)
     tensor_parallel_size = get.integer("tensor_parallel.autotp_size", get.integer("tensor_parallel.tp_size", 1))
@@ -187,13 +187,13 @@ class _Getter:
 
 
 def _zero(get: _Getter, zero_stage: int) -> dict[str, Any]:
-    """Sizes and switches of the zero_optimization block."""
+    """Fields from the zero_optimization block: sizes and switches."""
     result: dict[str, Any] = {}
     for key in SIZE_KEYS:
         for name in (f"zero_optimization.{key}", f"zero_optimization.stage3_{key}"):
             if get(name) is not None:
                 result[key] = get.integer(name, 0)
-    # DeepSpeed's default is on at stage 3; it turns the key off for a PipelineModule
+    # DeepSpeed's default is true at ZeRO stage 3. Below stage 2, its PipelineEngine sets the key to false.
     result["overlap_comm"] = zero_stage >= 2 and bool(get("zero_optimization.overlap_comm", zero_stage == 3))
     for key, default in (("contiguous_gradients", True), ("reduce_scatter", True), ("round_robin_gradients", False),
                          ("parameter_alignment", False)):
@@ -221,7 +221,7 @@ def _optimizer(get: _Getter) -> dict[str, Any]:
 
 
 def _offload(get: _Getter, zero_stage: int) -> dict[str, Any]:
-    """The two offload blocks, and the "aio" block."""
+    """Fields from the two offload blocks and the "aio" block."""
     result: dict[str, Any] = {}
     for target, buffer_count in (("optimizer", 4), ("param", 5)):
         block = f"zero_optimization.offload_{target}"

@@ -1,4 +1,4 @@
-"""Layout of any DeepSpeed JSON, also of one that training rejects: for memory and speed estimates."""
+"""Parse the layout of any DeepSpeed JSON, even one that training rejects, for memory and speed estimates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +19,14 @@ def lenient_layout(config: Mapping[str, Any], *, world_size: int, seq_length: in
                    hidden_size: int | None = None, micro_batch_size: int | None = None,
                    gradient_accumulation_steps: int | None = None, num_parameters: int | None = None,
                    device_kind: str = "cuda", name: str = "") -> Layout:
-    """Layout that a DeepSpeed JSON describes, whichever program it was written for.
+    """Return the layout that a DeepSpeed JSON describes. The JSON may be written for another program.
 
-    The arguments fill batch sizes that are missing or "auto"; `hidden_size` fills "auto" ZeRO sizes; a reduce bucket
-    holds at most `num_parameters`. `Layout.notes` lists keys that DeepSpeed 0.19.8 does not have, and the first key
-    that training rejects.
+    `micro_batch_size` and `gradient_accumulation_steps` are used if the JSON's values are missing or "auto".
+    `hidden_size` fills "auto" ZeRO sizes. `num_parameters` is an upper limit for the reduce bucket (elements).
+    `Layout.notes` lists keys that DeepSpeed 0.19.8 does not have, and the first key that training rejects.
 
     Raises:
-        ConfigError: for degrees that do not divide the ranks, and for values that are not a layout.
+        ConfigError: for degrees that do not divide the ranks, and for invalid values.
     """
     notes = _key_notes(config, name)
     filled = _copy(config)
@@ -59,7 +59,7 @@ def _key_notes(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep copy of the objects, without keys that are null."""
+    """Copy the JSON objects at every depth, without keys that are null."""
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in config.items()
             if value is not None}
 

@@ -13,10 +13,11 @@ DEFAULT_WSD_FRACTION = 0.2  # of the steps until --lr_decay_steps
 
 def learning_rate(step: int, *, peak: float, min_ratio: float, kind: str, warmup_steps: int, decay_steps: int,
                   wsd_steps: int) -> float:
-    """Learning rate of the step after `step` applied optimizer steps; steps that fp16 skipped are not applied.
+    """Return the learning rate of the next step, after `step` optimizer updates. Steps that fp16 skips do not count.
 
-    The first step has peak / warmup_steps, step number warmup_steps has the peak, step number decay_steps and all
-    later ones have peak * min_ratio ("constant" keeps the peak; "wsd" keeps it until wsd_steps before decay_steps).
+    Steps are numbered from 1. The first step has peak / warmup_steps, and step number warmup_steps has the peak. From
+    step number decay_steps on, the rate is peak * min_ratio. "constant" keeps the peak. "wsd" keeps it until wsd_steps
+    before decay_steps.
     """
     number = step + 1
     if number < warmup_steps:
@@ -41,12 +42,12 @@ class Schedule:
     wsd_steps: int  # length of wsd's final decay; 0 for the other schedules
 
     def __call__(self, step: int) -> float:
-        """Learning rate of the step after `step` applied optimizer steps."""
+        """Return the learning rate of the next step, after `step` optimizer updates."""
         return learning_rate(step, **dataclasses.asdict(self))
 
 
 def run_steps(train_steps: int | None, train_tokens: int | None, *, tokens_per_step: int) -> int:
-    """Optimizer steps of a run, given in steps or, rounded up to complete steps, in tokens."""
+    """Return the number of optimizer steps of a run. A length in tokens is rounded up to complete steps."""
     if train_steps is not None:
         return train_steps
     if train_tokens is None:
@@ -55,16 +56,17 @@ def run_steps(train_steps: int | None, train_tokens: int | None, *, tokens_per_s
 
 
 def default_warmup_steps(train_steps: int) -> int:
-    """1% of the run, at least one step."""
+    """Return 1% of the run, at least one step."""
     return max(1, round(DEFAULT_WARMUP_FRACTION * train_steps))
 
 
 def make_schedule(kind: str, *, peak: float, min_ratio: float, train_steps: int, warmup_steps: int | None = None,
                   decay_steps: int | None = None, wsd_steps: int | None = None) -> Schedule:
-    """Schedule of the --lr_* flags, where None stands for the default.
+    """Return the schedule that the --lr_* flags describe. None selects a flag's default.
 
     Raises:
-        ConfigError: if warm-up, decay and run do not follow one another in this order.
+        ConfigError: if the warm-up is longer than the run, if the decay ends before the warm-up does, or if wsd's final
+            decay does not fit between them.
     """
     warmup_steps = default_warmup_steps(train_steps) if warmup_steps is None else warmup_steps
     decay_steps = train_steps if decay_steps is None else decay_steps

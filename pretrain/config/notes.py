@@ -1,4 +1,4 @@
-"""Notes about a valid run: settings without an effect, and settings that may surprise."""
+"""Notes about a valid run: settings that have no effect, and settings that may surprise the user."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 
 
 def _speed_notes(resolved: ResolvedConfig) -> list[str]:
-    """Note where a faster operator cannot be used, and why."""
+    """Note which faster operators cannot be used, and why."""
     notes, args, model = [], resolved.args, resolved.model
     if args.compile_blocks and resolved.layout.zero_stage == 3:
         notes.append("--compile_blocks under ZeRO-3: its hooks split the graph of a block into many")

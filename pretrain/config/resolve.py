@@ -1,4 +1,4 @@
-"""Resolve a DeepSpeed JSON: validate each key, fill in what is open, and parse the layout."""
+"""Resolve a DeepSpeed JSON: validate each key, fill missing and "auto" values, and parse the layout."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from pretrain.model.architectures import ModelConfig
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A DeepSpeed JSON without open values, with the flags, model and device that it was resolved for."""
+    """A DeepSpeed JSON with all values filled, and the flags, model and device that the values depend on."""
 
     file: DsFile
     config: dict[str, Any]  # as handed to deepspeed.initialize
@@ -41,12 +41,15 @@ class ResolvedConfig:
     ignored_keys: tuple[IgnoredKey, ...]  # keys of the file that have no effect, with the reason
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """Value of a dotted key of the complete configuration."""
+        """Return the value of a dotted key of `config`."""
         return get_value(self.config, dotted, default)
 
     def error(self, dotted: str, *, expected: str = "", problem: str = "", remedy: str = "",
               found: object = None) -> ConfigError:
-        """Error about one key, with its line in the file and, unless `problem` or `found` is given, its value."""
+        """Return a ConfigError about one key, with the key's line in the file.
+
+        The key's value is shown unless `found` or `problem` is given.
+        """
         if found is None:
             value = self.get(dotted)
             found = f'"{value}"' if isinstance(value, str) else str(value).lower() if value in (True, False) else value
@@ -86,7 +89,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
 
 
 def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int) -> Schedule | None:
-    """Schedule of the --lr_* flags; None if the JSON has its own scheduler."""
+    """Return the schedule of the --lr_* flags, or None if the JSON has its own scheduler."""
     if "scheduler" in config:
         return None
     peak = float(config["optimizer"]["params"]["lr"])

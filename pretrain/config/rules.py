@@ -23,7 +23,7 @@ _TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_ad
 
 
 def check_rules(run: ResolvedConfig) -> None:
-    """Raises ConfigError for the first broken rule."""
+    """Raise ConfigError for the first broken rule."""
     for rule in RULES:
         rule(run)
 
@@ -39,7 +39,7 @@ def offload_needs_a_zero_stage(run: ResolvedConfig) -> None:
 
 
 def libaio(run: ResolvedConfig) -> None:
-    """Check this machine, not the JSON."""
+    """Reject NVMe offload on a machine without libaio."""
     if "nvme" in (run.layout.offload_optimizer, run.layout.offload_param) and find_library("aio") is None:
         raise ConfigError("libaio", problem="DeepSpeed's NVMe offload needs this library, which is not installed",
                           remedy="apt-get install libaio-dev")
@@ -184,7 +184,7 @@ def muon(run: ResolvedConfig) -> None:
 
 
 def optimizer_params(run: ResolvedConfig) -> None:
-    """Reject parameters that the optimizer class which DeepSpeed selects does not take or ignores."""
+    """Reject parameters that are ignored or not accepted by the optimizer class that DeepSpeed selects."""
     params, optimizer = run.get("optimizer.params", {}), run.layout.optimizer
     if optimizer not in OPTIMIZERS:
         return
@@ -239,7 +239,7 @@ def scheduler_params(run: ResolvedConfig) -> None:
 
 
 def one_scheduler(run: ResolvedConfig) -> None:
-    """Reject --lr_* flags next to a scheduler of the JSON, which would ignore them."""
+    """Reject --lr_* flags if the JSON has a scheduler: DeepSpeed would ignore the flags."""
     kind = run.get("scheduler.type")
     if kind is None:
         return
@@ -273,7 +273,7 @@ def measuring(run: ResolvedConfig) -> None:
 
 
 def writable_folders(run: ResolvedConfig) -> None:
-    """Check the folders of offload, monitors and profiler on this machine; DeepSpeed would fail after the start."""
+    """Check the folders of offload, monitors and profiler. Without this check, DeepSpeed fails after the start."""
     for block in ("offload_optimizer", "offload_param"):
         key = f"{_ZERO}.{block}.nvme_path"
         if run.get(f"{_ZERO}.{block}.device") == "nvme":

@@ -84,7 +84,7 @@ def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) 
 
 
 def _check_deepspeed() -> None:
-    """Raises ConfigError for another version: its keys and its defects differ from those handled here."""
+    """Raise ConfigError for another DeepSpeed version: its keys and defects may differ from those handled here."""
     try:
         found = version("deepspeed")
     except PackageNotFoundError:
@@ -95,7 +95,7 @@ def _check_deepspeed() -> None:
 
 
 def _check_validation_data(resolved: ResolvedConfig, data: RunData) -> None:
-    """Raises ConfigError for validation data that does not hold one global batch."""
+    """Raise ConfigError for validation data with fewer samples than one global batch."""
     args, batch = resolved.args, resolved.layout.global_batch_size
     if "valid" in data.datasets and data.datasets["valid"].samples_per_epoch < batch:
         samples = data.datasets["valid"].samples_per_epoch

@@ -1,4 +1,5 @@
 """Training data: preparation, .bin/.idx files, samples, batches and tokenizers.
 
-Imports numpy, torch, console, cli, paths and errors; never config/ or model/: it knows no flags.
+Imports numpy, torch, terminal/, cli, paths and errors. Never imports config/ or model/: callers pass plain values, not
+flags.
 """

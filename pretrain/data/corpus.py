@@ -24,14 +24,14 @@ class Corpus:
     valid: Path
     num_documents: int
     num_bytes: int
-    """of text, in both files together"""
+    """size of the text in both files together"""
 
 
 def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | Path | None = None) -> Corpus:
     """Write out_dir/train.jsonl and valid.jsonl ({"text", "path"} per line) from up to `megabytes` of *.py files.
 
     `source` is the folder that holds the files (default: the standard library, including its tests if installed).
-    Selection, order and split (5% validation) depend only on the relative paths. Raises ConfigError if there are none.
+    Selection, order and split (5% validation) depend only on the relative paths. Raises ConfigError for too few files.
     """
     if megabytes <= 0:
         raise ConfigError("--megabytes", found=megabytes, expected="more than 0")
@@ -63,7 +63,7 @@ def python_corpus(out_dir: str | Path, *, megabytes: float = 30, source: str | P
 
 
 def _documents(folder: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield (relative path, text, is validation) of each distinct file, ordered by the hash of the path."""
+    """Yield (relative path, text, is in the validation set) of each distinct file, ordered by the hash of the path."""
     hashed = []
     for path in folder.rglob("*.py"):
         relative = path.relative_to(folder)

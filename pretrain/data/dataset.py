@@ -60,7 +60,7 @@ class SampleDataset:
             raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
                               expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
                               remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
-        # One window fewer than fits, so that each epoch can choose from at least seq_length first tokens.
+        # One window fewer than would fit, so that each epoch has at least seq_length choices for its first token.
         self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
 
     @property
@@ -83,7 +83,7 @@ class SampleDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of data, range of tokens and seq_length, which determine the samples together with the seed."""
+        """SHA-256 of data, token range and seq_length. These and the seed determine the samples."""
         content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -113,10 +113,10 @@ def split_documents(num_documents: int, fractions: tuple[float, float, float]) -
 
 def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: str | None = None, split: str,
                   seq_length: int, seed: int) -> dict[str, SampleDataset]:
-    """Open the datasets "train", "valid" and "test" of a run; the last two only if there are documents for them.
+    """Open the datasets of a run: "train", and "valid" and "test" if there are documents for them.
 
-    `split` divides the documents of `train_data`. A set with its own pair gets none of them. Raises ConfigError for a
-    missing or damaged pair, a bad --split, and a range of documents too short for one sample.
+    `split` divides the documents of `train_data`. A dataset with its own pair gets no documents of `train_data`. Raises
+    ConfigError for a missing or damaged pair, a bad --split, and a range of documents too short for one sample.
     """
     if not train_data:
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
@@ -126,7 +126,7 @@ def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: 
     train, valid, test = (weight / sum(weights) for weight in weights)
     indexed = IndexedDataset(train_data)
     ranges = split_documents(indexed.num_documents, (train, valid, test))
-    # The default proportion of test documents, 1 in 1000, is meant for large corpora: a small one has no test set.
+    # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set.
     fewest_tokens = {"train": 0, "valid": 1, "test": seq_length + 1}
     datasets: dict[str, SampleDataset] = {}
     for name, (first, last) in zip(_NAMES, ranges, strict=True):

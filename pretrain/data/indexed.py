@@ -36,7 +36,7 @@ def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
 
 
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
-    """Read PREFIX.meta.json (vocab_size, tokenizer_sha256, ...). Return None if another tool wrote the pair.
+    """Read PREFIX.meta.json (vocab_size, tokenizer_sha256, ...). Return None if there is no such file.
 
     Raises ConfigError for a file that cannot be read or has invalid values.
     """
@@ -124,7 +124,7 @@ class IndexedDataset:
         return offsets
 
     def _check_documents(self, document_index: npt.NDArray[Any], num_sequences: int) -> None:
-        """Check that the document index rises from 0 to the number of sequences."""
+        """Check that the document index ascends from 0 to the number of sequences."""
         ordered = len(document_index) > 0 and bool((np.diff(document_index) >= 0).all())
         if not ordered or document_index[0] != 0 or document_index[-1] != num_sequences:
             shown = f"from {document_index[0]} to {document_index[-1]}" if len(document_index) else "without entries"
@@ -206,7 +206,7 @@ class IndexedWriter:
         return len(self._lengths)
 
     def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int]) -> None:
-        """Append tokens [n], with a document ending before each position in `ends` (rising, at most n).
+        """Append tokens [n]. A document ends before each position in `ends` (ascending, at most n).
 
         Tokens before the first end continue the document of the last call. Tokens after the last end belong to a
         document that the next call continues. Raises ConfigError for tokens that the dtype cannot hold.
@@ -235,7 +235,10 @@ class IndexedWriter:
         self._lengths.append(num_tokens)
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Rename the pair and PREFIX.meta.json to their final names, the .idx last, because every reader needs it."""
+        """Complete the pair and PREFIX.meta.json, and rename them to their final names.
+
+        The .idx is renamed last: without it, no reader accepts the other files.
+        """
         assert not self._open_tokens, "finalize() inside a document"
         self._bin.flush()
         os.fsync(self._bin.fileno())

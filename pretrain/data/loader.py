@@ -19,23 +19,25 @@ MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Step:
-    """Result of the reading thread. Until they are normalized, weights are a mask: 1 for labels that count."""
+    """A step as the reading thread returns it. With an eod_token, the weights are a mask: 1 for labels that count."""
 
     micro_batches: list[MicroBatch]
     unmasked_tokens: float
 
 
 class Loader:
-    """Micro-batches as a function of consumed_samples: without state, so that resume and evaluation can jump.
+    """Micro-batches as a pure function of consumed_samples, so that resume and evaluation can start at any sample.
 
     With mbs = micro_batch_size, gas = gradient_accumulation_steps and dp = data_parallel_size, the global batch of a
     step is samples [consumed, consumed + mbs * gas * dp). Micro-batch m of rank r has the mbs samples that start at
     consumed + (m * dp + r) * mbs.
 
-    The weights contain the normalization of the loss: the mean over micro-batches and data-parallel ranks of
-    sum(weights * loss_per_token) is the mean over the unmasked tokens of the global batch. With `eod_token`, the
-    prediction that follows this token is masked. Then `step` sums the number of unmasked tokens over the data-parallel
-    ranks, in the calling thread.
+    The weights contain the normalization of the loss. The loss of a micro-batch is sum(weights * loss_per_token). The
+    mean of these losses over micro-batches and data-parallel ranks is the mean over the unmasked tokens of the global
+    batch.
+
+    With `eod_token`, the prediction that follows this token is masked. In this case `step` sums the number of unmasked
+    tokens over the data-parallel ranks, in the calling thread.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,

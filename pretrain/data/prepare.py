@@ -1,6 +1,6 @@
-"""Tokenize text files into a `.bin/.idx` pair. This process reads and writes in order; worker processes tokenize.
+"""Tokenize text files into a `.bin/.idx` pair. The main process reads and writes in order; workers tokenize.
 
-The output does not depend on the number of workers: batches are the same, and results are written in order.
+The output does not depend on the number of workers: the batches are the same, and results are written in order.
 """
 
 import functools
@@ -48,7 +48,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _WorkerSettings:
-    """Settings for the workers."""
+    """Settings that each worker needs."""
 
     tokenizer: str
     jsonl_key: str
@@ -62,12 +62,12 @@ class _TokenizedBatch:
     ends: list[int]
     """positions in `tokens` at which documents end"""
     error: str
-    """line of a ConfigError, or "\""""
+    """message of a ConfigError; empty without an error"""
 
 
 def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str = "text", workers: int | None = None,
             append_eod: bool = True) -> PreparedData:
-    """Tokenize `inputs` into out.bin, out.idx and out.meta.json. On an error none of them is written.
+    """Tokenize `inputs` into out.bin, out.idx and out.meta.json. After an error no file is written.
 
     workers: number of processes (default: one per CPU core). Raises ConfigError.
     """
@@ -87,7 +87,7 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
     counts = np.zeros(loaded.vocab_size, np.int64)
     try:
         with IndexedWriter(out, settings.dtype) as writer, ProgressBar("tokenizing", total_bytes) as progress:
-            # Starting a process takes longer than one chunk.
+            # Starting a worker takes longer than tokenizing one chunk.
             most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
             for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), settings, most_workers):
                 if result.error:
@@ -172,7 +172,7 @@ _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def _tokenize(batch: list[Chunk], settings: _WorkerSettings) -> _TokenizedBatch:
-    """Tokenize a batch, in a worker process."""
+    """Tokenize a batch; runs in a worker process if there are several workers."""
     tokenizer = _load_once(settings.tokenizer)
     parts: list[npt.NDArray[Any]] = [np.zeros(0, settings.dtype)]
     ends: list[int] = []

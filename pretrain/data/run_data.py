@@ -14,7 +14,7 @@ _CHUNK_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class RunData:
-    """Datasets by name ("train", "valid", "test"), the tokenizer, and the end-of-document token where one is known."""
+    """Datasets by name ("train", "valid", "test"), the tokenizer, and the end-of-document token if it is known."""
 
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None = None
@@ -61,14 +61,14 @@ def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int) -> C
 
 
 def _meta_of(dataset: SampleDataset, prefix: str) -> dict[str, Any]:
-    """Read PREFIX.meta.json; {} without one, and for one that describes earlier data under this name."""
+    """Read PREFIX.meta.json. Return {} if there is none, or if it describes earlier data with this name."""
     meta = read_meta(prefix) or {}
     num_tokens = dataset.indexed.num_tokens
     return meta if meta.get("num_tokens", num_tokens) == num_tokens else {}
 
 
 def _check_tokens(dataset: SampleDataset, meta: dict[str, Any], where: str, vocab_size: int) -> None:
-    """Raises ConfigError if the data has tokens beyond the vocabulary."""
+    """Raise ConfigError if the data has tokens beyond the vocabulary."""
     largest = meta.get("max_token")
     if not isinstance(largest, int):
         largest = _largest_token(dataset)
@@ -77,7 +77,7 @@ def _check_tokens(dataset: SampleDataset, meta: dict[str, Any], where: str, voca
 
 
 def _largest_token(dataset: SampleDataset) -> int:
-    """Largest of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative token."""
+    """Return the largest of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative token."""
     indexed = dataset.indexed
     total = indexed.num_tokens
     starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
@@ -92,9 +92,9 @@ def _largest_token(dataset: SampleDataset) -> int:
 
 
 def _check_tokenizer(tokenizer: Tokenizer, meta: dict[str, Any], where: str, prefix: str) -> None:
-    """Raises ConfigError if the data was prepared with another tokenizer."""
-    made_with = meta.get("tokenizer_sha256")
-    if made_with is not None and made_with != tokenizer.fingerprint:
+    """Raise ConfigError if the data was prepared with another tokenizer."""
+    prepared_with = meta.get("tokenizer_sha256")
+    if prepared_with is not None and prepared_with != tokenizer.fingerprint:
         raise ConfigError(where, found=f"sha256 {tokenizer.fingerprint[:12]}...",
-                          expected=f"sha256 {made_with[:12]}..., with which {prefix} was prepared",
+                          expected=f"sha256 {prepared_with[:12]}..., with which {prefix} was prepared",
                           remedy=f"use {meta.get('tokenizer', 'the same tokenizer')}, or prepare the data again")

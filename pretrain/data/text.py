@@ -25,7 +25,7 @@ class Chunk:
     is_jsonl: bool
     ends_file: bool
     file_bytes: int
-    """bytes of this chunk in the file on disk, which may be gzipped; for a progress bar"""
+    """bytes that this chunk takes in the file on disk (compressed if gzipped); for a progress bar"""
 
 
 def check_inputs(paths: Sequence[str]) -> int:
@@ -47,6 +47,7 @@ def read_chunks(path: str, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]
     """Yield the file in chunks of about `chunk_bytes`; a longer JSON line is not split. Raises ConfigError."""
     name = path[:-3] if path.endswith(".gz") else path
     is_jsonl = name.endswith(_JSONL_ENDINGS)
+    find_cut = _line_end if is_jsonl else _text_cut
     line, position = 1, 0
     try:
         with open(path, "rb") as raw:
@@ -54,7 +55,7 @@ def read_chunks(path: str, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]
             rest = stream.read(chunk_bytes)
             while rest:
                 more = stream.read(chunk_bytes)
-                cut = len(rest) if not more else _line_end(rest) if is_jsonl else _text_cut(rest)
+                cut = find_cut(rest) if more else len(rest)
                 if cut:
                     data = rest[:cut]
                     yield Chunk(path, line, data, is_jsonl, not more, raw.tell() - position)
@@ -80,7 +81,7 @@ def _text_cut(data: bytes) -> int:
 
 
 def read_texts(chunk: Chunk, *, jsonl_key: str) -> Iterator[tuple[str, bool]]:
-    """Yield (text, is end of a document). Raises ConfigError that names file and line."""
+    """Yield (text, whether a document ends here). Raises ConfigError that names file and line."""
     if not chunk.is_jsonl:
         yield _decode(chunk.data, chunk.path, chunk.first_line), chunk.ends_file
         return
@@ -117,7 +118,7 @@ def _decode(data: bytes, path: str, first_line: int) -> str:
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Raise ConfigError for text that UTF-8 cannot represent; each tokenizer would replace it in another way."""
+    """Raise ConfigError for text that UTF-8 cannot represent: tokenizers replace such characters in different ways."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

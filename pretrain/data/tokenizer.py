@@ -21,9 +21,10 @@ _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer. `encode` maps text to tokens; it adds no tokens, and special tokens in the text are plain text.
+    """A loaded tokenizer.
 
-    `decode` maps tokens to text and drops special tokens.
+    `encode` maps text to tokens. It adds no special tokens, and encodes their names in the text as plain text. `decode`
+    maps tokens to text and drops special tokens.
     """
 
     path: Path
@@ -78,7 +79,11 @@ def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokeniz
                           remedy="give a SentencePiece .model or a tokenizer.json; tools/train_tokenizer.py trains one")
     unknown = processor.unk_id()
     known = [name for name in _EOD_NAMES if processor.piece_to_id(name) != unknown]
-    eod = processor.eos_id() if processor.eos_id() >= 0 else processor.piece_to_id(known[0]) if known else None
+    eod: int | None = None
+    if processor.eos_id() >= 0:
+        eod = processor.eos_id()
+    elif known:
+        eod = processor.piece_to_id(known[0])
 
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
@@ -89,8 +94,9 @@ def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokeniz
 def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
     """Return the function that encodes text.
 
-    Models that encode each line separately, as ours do, get single lines, which is 3 times as fast. For these models
-    U+2581 is encoded as bytes. Other models get the complete text, because splitting would change their output.
+    Some models encode each line separately, such as those of tools/train_tokenizer.py. They get single lines, which is
+    3 times as fast, and U+2581 is encoded as bytes. Other models get the complete text, because splitting it would
+    change their output.
     """
     newline = processor.piece_to_id("\n")
     space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]

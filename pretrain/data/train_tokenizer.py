@@ -15,9 +15,9 @@ from pretrain.paths import check_folder
 _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
 _RESERVED = re.compile("[\u2581\u2585\0]+")
-"""characters that the trainer reserves: it skips lines with them; the encoder encodes them as bytes"""
+"""characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
 _GZIP_RATIO = 4
-"""assumed for text, to estimate which fraction of the lines to use"""
+"""assumed compression of .gz files, to estimate which fraction of the lines to use"""
 
 
 def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int, jsonl_key: str = "text",
@@ -55,7 +55,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
 
 
 def _sample_lines(inputs: Sequence[str], jsonl_key: str, max_megabytes: float) -> Iterator[str]:
-    """Yield a sample of the lines without their ends; long lines in pieces."""
+    """Yield a random sample of the lines, without newlines. Long lines are split into pieces."""
     size = sum(os.path.getsize(path) * (_GZIP_RATIO if path.endswith(".gz") else 1) for path in inputs)
     fraction = max_megabytes * 1e6 / size
     left = max_megabytes * 1e6

@@ -1,4 +1,4 @@
 """The model: its config, layers and initial weights, as a PipelineModule or a plain module.
 
-Imports torch, DeepSpeed and errors; never config/ or data/: it knows no flags.
+Imports torch, DeepSpeed and errors. Never imports config/ or data/: callers pass plain values, not flags.
 """

@@ -1,6 +1,6 @@
 """Keys of a transformers config.json: which keys each architecture has, their types, and which are rejected.
 
-config.py builds a ModelConfig from them. Imports no torch, because runs are validated before torch is imported.
+architectures.py builds a ModelConfig from these keys. Imports no torch: runs are validated before torch is imported.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError, shorten
 
-# Keys that change the model, with transformers' defaults, which also determine the types. None: see NULLABLE.
+# Keys that change the model, with transformers' defaults. A default also gives the key's type; for None see NULLABLE.
 KEYS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
@@ -61,7 +61,7 @@ KEY_NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# Keys that change the model in ways that are not implemented: only the value without a change is accepted.
+# Keys that change the model in ways that are not implemented. Only these values, which change nothing, are accepted.
 FIXED: dict[str, Any] = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False, "pretraining_tp": 1, "quantization_config": None, "sliding_window": None,
@@ -84,7 +84,7 @@ IGNORED = frozenset(
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from a JSON object; ValueError if a key is repeated."""
+    """Build a dict from a JSON object. Raises ValueError if a key is repeated."""
     keys = [key for key, _ in pairs]
     twice = {key for key in keys if keys.count(key) > 1}
     if twice:
@@ -115,7 +115,7 @@ def known_keys(architecture: str) -> set[str]:
 
 
 def own_key(word: str, architecture: str) -> str:
-    """Return this architecture's key for another architecture's key of the same meaning; else `word` itself."""
+    """Return this architecture's key with the meaning of `word`, a key of any architecture; else `word` itself."""
     meanings = [word, *(ours for words in KEY_NAMES.values() for ours, theirs in words.items() if theirs == word)]
     for meaning in meanings:
         own = KEY_NAMES[architecture].get(meaning, meaning)
@@ -163,7 +163,7 @@ TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def _parse_value(text: str, wanted: type) -> Any:
-    """Parse `text` as a value of type `wanted`; ValueError or KeyError if it is not one."""
+    """Parse `text` as a value of type `wanted`. Raises ValueError or KeyError for other text."""
     if wanted is bool:
         return {"true": True, "false": False}[text.lower()]
     if wanted in (int, float):
@@ -191,7 +191,7 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
 
 
 def _override_value(key: str, text: str, architecture: str, current: dict[str, Any], where: str) -> Any:
-    """Parse the value of an override; ConfigError if it has the wrong type."""
+    """Parse the value of an override. Raises ConfigError if it has the wrong type."""
     if text.lower() in ("none", "null") and (key in NULLABLE or current.get(key) is None):
         return None
     if key in KEYS[architecture] or FIXED.get(key) is not None:

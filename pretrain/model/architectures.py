@@ -27,8 +27,7 @@ PRESETS = Path(__file__).parent / "presets"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
                 "swish": "silu"}
 
-
-# Far beyond any model. Larger values are rejected before lists or tables of this size are created.
+# Upper limits, far beyond any model. They prevent lists or tables of absurd size.
 _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # learned positions
@@ -66,7 +65,7 @@ class ModelConfig:
     attention_dropout: float
     residual_dropout: float
     initializer_range: float  # standard deviation of the initial matrices
-    scale_residual_init: bool  # divide it by sqrt(2 * num_layers) for projections into the residual stream
+    scale_residual_init: bool  # divide by sqrt(2 * num_layers) for projections into the residual stream
     hf_config: dict[str, Any]  # the config.json with overrides applied
 
     def key(self, field: str) -> str:
@@ -98,7 +97,7 @@ def preset_names() -> list[str]:
 
 
 def find_config(model: str) -> Path:
-    """Return the config.json of a preset's name, a file or a folder. Raises ConfigError if there is none."""
+    """Return the path of the config.json that a preset's name, a file or a folder selects. Raises ConfigError."""
     preset = PRESETS / f"{model}.json"
     if model in preset_names():
         return preset
@@ -134,7 +133,7 @@ def load_model_config(model: str, overrides: str | None = None) -> ModelConfig:
 
 
 def model_config_from(values: dict[str, Any], where: str, overrides: str | None = None) -> ModelConfig:
-    """Return the model config of a config.json's content; `where` names it in errors. Raises ConfigError, as above."""
+    """Return the model config for a config.json's content. `where` names the file in errors. Raises ConfigError."""
     architecture = values.get("model_type")
     if not isinstance(architecture, str) or architecture not in _READERS:
         found = "nothing" if architecture is None else json.dumps(architecture)
@@ -289,7 +288,7 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
 
 
 def _check_sizes(config: ModelConfig, where: str) -> None:
-    """Raise ConfigError for sizes with which no model can be built."""
+    """Raise ConfigError for sizes that are out of range or do not divide each other as required."""
     for field, largest in _LARGEST.items():
         value = getattr(config, field)
         if not 0 < value <= largest:

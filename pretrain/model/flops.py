@@ -6,7 +6,7 @@ from pretrain.model.architectures import ModelConfig
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Return the forward and backward FLOPs of a token: 6 N + 12 layers * hidden * T. Recomputation is not counted.
 
-    N is the number of parameters in matrix products: no embedding look-ups; the output layer once, tied or not.
+    N counts the parameters of the blocks and of the output layer, tied or not. Embedding look-ups are not counted.
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence.
     """
     return config.num_layers * block_flops_per_token(config, seq_length) + head_flops_per_token(config)
@@ -23,9 +23,10 @@ def head_flops_per_token(config: ModelConfig) -> float:
 
 
 def head_work_for_partition(head: int, blocks: int, num_layers: int, num_stages: int) -> int:
-    """Return the head's work, reduced so far that the last pipeline stage gets at least one block.
+    """Return the head's work, limited so that the last pipeline stage gets at least one block.
 
-    With a head worth (L - p) / (p - 1) blocks, all p stages have equal work if the last one has a single block.
+    The limit is the work of (L - p) / (p - 1) blocks: then all p pipeline stages have equal work, and the last one
+    consists of one block and the head.
 
     Args:
         head: work of the head, in any unit.

@@ -27,18 +27,18 @@ def _same(ours: str, theirs: str) -> _Rule:
 
 
 def _transposed(ours: str, theirs: str) -> _Rule:
-    """Transposed, because GPT-2's Conv1D stores [in, out]."""
+    """Return the rule for a transposed matrix: GPT-2's Conv1D stores [in, out]."""
     return _Rule(ours, (theirs,), lambda tensor: (tensor.t().contiguous(),), lambda tensor: tensor.t().contiguous())
 
 
 def _split(ours: str, theirs: tuple[str, ...], rows: tuple[int, ...]) -> _Rule:
-    """Llama's projections of q, k and v are row groups of our single one; `rows` are their sizes."""
+    """Return the rule for q, k and v: three matrices in Llama, one matrix here, with `rows` rows for each of them."""
     return _Rule(ours, theirs, lambda tensor: tuple(part.clone() for part in tensor.split(rows)),
                  lambda *parts: torch.cat(parts))
 
 
 def _interleaved(ours: str, theirs: str, num_heads: int) -> _Rule:
-    """GPT-NeoX orders rows by head, then q, k, v; we order them by q, k, v, then head."""
+    """Return the rule for another order of rows: GPT-NeoX has head, then q, k, v; here it is q, k, v, then head."""
 
     def swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
         rest = tensor.shape[1:]
@@ -128,7 +128,7 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     """Return the state_dict of the transformers model of `config.hf_config`, including a tied `lm_head.weight`.
 
     Args:
-        state: under the names of `as_module`; dtypes are kept. The result may share its tensors.
+        state: tensors under the names of `as_module`. Dtypes are kept. The result may share these tensors.
 
     Raises:
         ConfigError: a tensor is missing or unknown.
@@ -144,7 +144,7 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
 
 
 def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """Invert to_transformers: return a state_dict for `as_module(config)`.
+    """Return a state_dict for `as_module(config)`: the inverse of `to_transformers`.
 
     Also accepts variants found on the Hub: without `transformer.` prefix, without tied head, with old buffers.
 

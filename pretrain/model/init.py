@@ -27,7 +27,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, *, seed: in
 
 
 def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) -> None:
-    """Fill `module` in place: a plain module, this rank's pipeline stage, or a module under `zero.Init`.
+    """Fill the parameters of a plain module, of this rank's pipeline stage, or of a module under `zero.Init`, in place.
 
     Under ZeRO-3 the call is collective, and rank 0 computes the values.
     """

@@ -1,8 +1,8 @@
 """The model as one list of layer specs, built as DeepSpeed's PipelineModule or as a plain module.
 
-Both give every parameter the same name: it starts with the index of the layer in the list ("3.mlp.up.weight"), or is
-"tied_modules.embed.embedding" for the matrix that the first and the last layer share. Checkpoints rely on these names,
-and so does DeepSpeed's Muon, which updates parameters with "embed" or "lm_head" in their names by Adam.
+Parameter names are the same in both. They begin with the index of the layer in the list ("3.mlp.up.weight"). The matrix
+that the first and the last layer share is "tied_modules.embed.embedding". Checkpoints rely on these names. DeepSpeed's
+Muon also does: it uses Adam for parameters with "embed" or "lm_head" in their names.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | No
 
 
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False) -> list[LayerSpec]:
-    """List the specs: token embedding, learned positions if any, blocks, final norm, head. Layers pass one tensor.
+    """List the specs: token embedding, learned positions if any, blocks, final norm, head. Each layer takes one tensor.
 
     Args:
-        ends_in_loss: the head returns the hidden states, and the loss when it is called again with labels, because
-            DeepSpeed's pipeline passes labels only to the loss function.
+        ends_in_loss: the head returns the hidden states. Called again with labels, it returns the loss. DeepSpeed's
+            pipeline passes labels only to the loss function, which makes this second call.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
     """
     rope = Rope(config) if config.position == "rope" else None
@@ -72,12 +72,12 @@ class PipelineLM(PipelineModule):
     """PipelineModule of a list of specs.
 
     Its output is the last hidden states. The loss function calls the head on them, so that the logits are never
-    materialized. DeepSpeed 0.19.8 treats some class names specially (runtime/pipe/module.py, _is_checkpointable), so
-    choose another name with care.
+    materialized. Rename this class with care: DeepSpeed 0.19.8 treats some class names specially
+    (runtime/pipe/module.py, _is_checkpointable).
 
     Args:
         specs: layers that end in the loss.
-        work: of each layer, for partitioning by work; None: DeepSpeed's own methods.
+        work: cost of each layer in any unit, to balance the pipeline stages; None: use DeepSpeed's own methods.
     """
 
     def __init__(self, specs: list[LayerSpec], work: list[int] | None, **settings: Any) -> None:
@@ -133,7 +133,7 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
     """
     with _prints_to_log():
-        by_flops = partition_method == "flops"  # "parameters" is DeepSpeed's method for any weights of layers
+        by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
         module = PipelineLM(build_specs(config, ends_in_loss=True, plain_operators=plain_operators),
                             _work_of_layers(config, seq_length, num_stages) if by_flops else None,
                             num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
@@ -197,7 +197,7 @@ def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0,
 
 
 def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:
-    """Compile every block in place, at its first call; parameter names remain.
+    """Compile every block in place, at its first call. Parameter names do not change.
 
     All blocks share one graph, so that the compile time does not grow with depth. (ZeRO-3's hooks split the graph.)
     """

@@ -1,6 +1,7 @@
 """Layers of the model: tensors in, tensors out, independent of pipelines and ZeRO.
 
-Shapes: B batch, T positions, D hidden, H heads, K key/value heads, E elements a head, F inner of the MLP, V vocabulary.
+Shapes: B batch, T positions, D hidden size, H query heads, K key/value heads, E elements per head, F inner size of the
+MLP, V vocabulary.
 """
 
 import torch
@@ -39,7 +40,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        # with learned positions the dropout follows their addition, in PositionEmbedding
+        # with learned positions, PositionEmbedding applies the dropout
         self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ Labels = tuple[torch.Tensor, torch.Tensor]
 def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels) -> torch.Tensor:
     """Return the sum of weight * cross-entropy over the tokens, for the logits x W^T: an fp32 scalar.
 
-    Nothing is divided here: the weights contain the normalization (data/loader.py, Loader).
+    The sum is not divided: the weights contain the normalization (data/loader.py, Loader).
     """
     labels_BT, weights_BT = labels
     return fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT)

@@ -8,7 +8,7 @@ from pretrain.model.architectures import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return fp32 [rotary_size / 2] on the CPU, with the same operations as transformers."""
+    """Return the inverse frequencies, fp32 [rotary_size / 2] on the CPU, by the same operations as transformers."""
     exponents = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device="cpu") / config.rotary_size
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling

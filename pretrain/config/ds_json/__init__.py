@@ -1,4 +1,4 @@
 """DeepSpeed JSON files: reading, legal keys, and keys without an effect.
 
-Imports errors only.
+Imports only errors.py from outside this folder.
 """

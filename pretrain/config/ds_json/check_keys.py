@@ -29,7 +29,7 @@ _TOO_LARGE = 2**63  # DeepSpeed and torch store 64-bit integers
 
 
 def check_json_keys(file: DsFile) -> None:
-    """Raises ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported."""
+    """Raise ConfigError for the first key, in the file's order, that is unknown, misspelt or not supported."""
     _check_tree(file, file.values, TREE, "")
     _check_old_names(file)
     if "optimizer" in file.values:
@@ -39,7 +39,7 @@ def check_json_keys(file: DsFile) -> None:
 
 
 def _check_old_names(file: DsFile) -> None:
-    """Raises ConfigError for an old key name next to the new one with another value: DeepSpeed would ignore one."""
+    """Raise ConfigError if an old key name and its new name have different values: DeepSpeed would ignore one."""
     pairs = [("bfloat16", "bf16", file.get("bfloat16") not in (None, file.get("bf16")))]
     pairs += [(f"zero_optimization.{old}", f"zero_optimization.{new}", file.get(f"zero_optimization.{old}") is True)
               for old, new in OLD_OFFLOAD.items()]
@@ -75,7 +75,10 @@ def _check_tree(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str) -
 
 
 def _unknown(file: DsFile, values: dict[str, Any], tree: Tree, prefix: str, name: str) -> ConfigError:
-    """Return the error for an unknown key. One line names up to eight: files of other programs have many."""
+    """Return the error for an unknown key, with a suggestion if there is one.
+
+    Otherwise the error names up to eight unknown keys at once, because files of other programs have many.
+    """
     found, remedy = "an unknown key", suggest_key(name, tree)
     if not remedy:
         unknown = [word for word in values if word not in tree and word not in REMOVED and not is_comment(word)]
@@ -159,7 +162,7 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 
 
 def suggest_key(name: str, tree: Tree) -> str:
-    """Suggest the block that an unknown key belongs to, or a similar key: of the same block first, then of any."""
+    """Suggest the block that an unknown key belongs to, or a similar key of the same block, or of another block."""
     if _OTHER_NAMES.get(name) in tree:
         return f'Did you mean "{_OTHER_NAMES[name]}"?'
     all_keys = list(_walk(TREE, ""))

@@ -20,12 +20,12 @@ _NVME_KEYS = {
 
 
 def is_comment(name: str) -> bool:
-    """Return whether a key is for human readers: "_comment", "//", "$schema", or a key that was disabled with "_"."""
+    """Return whether a key is a comment: "_comment", "//", "$schema", or a key disabled by a leading "_"."""
     return name[:1] in ("_", "#", "$") or name.startswith("//") or name.lower() in _COMMENTS
 
 
 def requests_nothing(value: Any, key: Key | None = None) -> bool:
-    """Return whether a value turns nothing on, like {"enabled": false} in blocks that were copied from elsewhere."""
+    """Return whether a value turns nothing on: false, null, {}, {"enabled": false}, or a neutral value of the key."""
     if value is None or value is False or value == {}:
         return True
     if key is not None and any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
@@ -44,9 +44,9 @@ def takes_default(dotted: str) -> bool:
 
 
 def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[IgnoredKey]]:
-    """Copy a JSON in DeepSpeed's spelling, without the keys that never have an effect here.
+    """Return a copy in DeepSpeed's current spelling, without the keys that never have an effect in this program.
 
-    Returns the copy, and those of the removed keys that request something.
+    Also returns the removed and renamed keys to report, each with a reason.
     """
     ignored: list[IgnoredKey] = []
     config = _clean(values, TREE, "", ignored)
@@ -108,7 +108,7 @@ def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
 def drop_ignored_keys(config: dict[str, Any], zero_stage: int) -> list[IgnoredKey]:
     """Remove keys without an effect at this ZeRO stage or without NVMe, in place.
 
-    Returns those that request something.
+    Returns the removed keys that request something, each with a reason.
     """
     ignored: list[IgnoredKey] = []
     zero = config.get("zero_optimization", {})

@@ -7,31 +7,31 @@ _FRACTION = Key("number", low=0, high=1)
 _SMALL = Key("number", low=0, auto=True)
 _DECAY = Key("number", low=0, auto=True)
 _BETAS = Key("pair", low=0, high=0.999999, auto=True)
-_ON = Key("bool")
+_BOOL = Key("bool")
 _NO_CLIPPING = Key(rejected='DeepSpeed rejects it; use "gradient_clipping" at the top level')
 _NO_AMSGRAD = Key(rejected="DeepSpeed's optimizers do not have it; remove the key")
 
 _ADAM: Tree = {
-    "lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _ON, "amsgrad": _NO_AMSGRAD,
-    "adam_w_mode": _ON, "torch_adam": _ON, "fp32_optimizer_states": _ON, "set_grad_none": _ON,
-    "foreach": Key("bool", null=True), "max_grad_norm": _NO_CLIPPING,
+    "lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
+    "amsgrad": _NO_AMSGRAD, "adam_w_mode": _BOOL, "torch_adam": _BOOL, "fp32_optimizer_states": _BOOL,
+    "set_grad_none": _BOOL, "foreach": Key("bool", null=True), "max_grad_norm": _NO_CLIPPING,
 }
 # By the lower-case name: DeepSpeed compares the names of its own optimizers in lower case.
 OPTIMIZERS: dict[str, Tree] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lion": {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _ON, "fp32_optimizer_states": _ON,
-             "max_grad_norm": _NO_CLIPPING},
+    "lion": {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _BOOL,
+             "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
     "adagrad": {"lr": _RATE, "eps": _SMALL, "weight_decay": _DECAY, "amsgrad": _NO_AMSGRAD,
                 "lr_decay": Key("number", low=0), "initial_accumulator_value": Key("number", low=0),
-                "fp32_optimizer_states": _ON, "max_grad_norm": _NO_CLIPPING},
-    "lamb": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _ON,
-             "eps_inside_sqrt": _ON, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
+                "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
+    "lamb": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
+             "eps_inside_sqrt": _BOOL, "max_coeff": Key("number", low=0), "min_coeff": Key("number", low=0),
              "amsgrad": _NO_AMSGRAD, "max_grad_norm": _NO_CLIPPING},
     "muon": {"lr": _RATE, "momentum": _FRACTION, "weight_decay": _DECAY,
              "ns_method": Key("str", choices=("gram", "standard")),
              "muon_lr": Key("number", low=0), "adam_lr": Key("number", low=0), "betas": _BETAS, "eps": _SMALL,
-             "adam_w_mode": _ON, "torch_adam": _ON, "fp32_optimizer_states": _ON, "max_grad_norm": _NO_CLIPPING,
+             "adam_w_mode": _BOOL, "torch_adam": _BOOL, "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING,
              "per_head_muon": Key(rejected="the models here have no marked attention heads; remove the key")},
 }
 # torch.optim's optimizers by their exact names: parameters besides "lr" and the implementation flags below.
@@ -43,15 +43,16 @@ _TORCH: dict[str, Tree] = {
                   "weight_decay": _DECAY},
     "Adamax": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY},
     "NAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "momentum_decay": _FROM_0,
-              "decoupled_weight_decay": _ON},
-    "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _ON},
-    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION, "centered": _ON},
+              "decoupled_weight_decay": _BOOL},
+    "RAdam": {"betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "decoupled_weight_decay": _BOOL},
+    "RMSprop": {"alpha": _FROM_0, "eps": _SMALL, "weight_decay": _DECAY, "momentum": _FRACTION, "centered": _BOOL},
     "Rprop": {"etas": Key("pair", low=1e-9), "step_sizes": Key("pair", low=0)},
-    "SGD": {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _ON, "fused": _ON},
+    "SGD": {"momentum": _FRACTION, "dampening": Key("number"), "weight_decay": _DECAY, "nesterov": _BOOL,
+            "fused": _BOOL},
 }
 _TORCH_COMMON: Tree = {"lr": _RATE, "foreach": Key("bool", null=True),
                        "maximize": Key(rejected="the loss is minimized")}
-_TORCH_GRAPHS: Tree = {"capturable": _ON, "differentiable": Key(rejected="nothing differentiates through a step")}
+_TORCH_GRAPHS: Tree = {"capturable": _BOOL, "differentiable": Key(rejected="nothing differentiates through a step")}
 TORCH_OPTIMIZERS: dict[str, Tree] = {
     name: {**_TORCH_COMMON, **tree, "max_grad_norm": _NO_CLIPPING, **({} if name == "Adafactor" else _TORCH_GRAPHS)}
     for name, tree in _TORCH.items()
@@ -98,12 +99,12 @@ SCHEDULERS: dict[str, Tree] = {
         "cycle_min_lr": _FROM_0, "cycle_max_lr": _FROM_0, "decay_lr_rate": _FROM_0,
         "cycle_first_step_size": Key("int", low=1), "cycle_second_step_size": Key("int", low=1, null=True),
         "cycle_first_stair_count": Key("int", low=0), "cycle_second_stair_count": Key("int", low=0, null=True),
-        "decay_step_size": Key("int", low=0), "cycle_momentum": _ON, "cycle_min_mom": _FRACTION,
+        "decay_step_size": Key("int", low=0), "cycle_momentum": _BOOL, "cycle_min_mom": _FRACTION,
         "cycle_max_mom": _FRACTION, "decay_mom_rate": _FROM_0, "last_batch_iteration": _START,
     },
     "LRRangeTest": {
         "lr_range_test_min_lr": _FROM_0, "lr_range_test_step_size": Key("int", low=1),
-        "lr_range_test_step_rate": _FROM_0, "lr_range_test_staircase": _ON, "last_batch_iteration": _START,
+        "lr_range_test_step_rate": _FROM_0, "lr_range_test_staircase": _BOOL, "last_batch_iteration": _START,
     },
 }
 REQUIRED_SCHEDULER_PARAMS = {

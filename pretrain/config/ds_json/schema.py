@@ -20,7 +20,7 @@ class Key:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()  # legal strings
-    auto: bool = False  # "auto" is legal: it is filled from flags, model or run
+    auto: bool = False  # "auto" is legal; flags, model or run length fill it
     null: bool = False
     rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
     neutral: tuple[Any, ...] = ()  # values that request nothing (besides false, null, {} and "enabled": false)
@@ -29,7 +29,7 @@ class Key:
 
 Tree = dict[str, Union[Key, "Tree"]]
 
-_ON = Key("bool")
+_BOOL = Key("bool")
 _TEXT = Key("str", null=True)
 _COUNT = Key("int", low=0)
 _POSITIVE = Key("int", low=1)
@@ -57,16 +57,16 @@ _OFFLOAD_PARAM: Tree = {
     "buffer_count": Key("int", low=1),
     "buffer_size": _COUNT,
     "max_in_cpu": _COUNT,
-    "pin_memory": _ON,
+    "pin_memory": _BOOL,
 }
 _OFFLOAD_OPTIMIZER: Tree = {
     "device": Key("str", choices=("none", "cpu", "nvme")),
     "nvme_path": Key("str", auto=True, null=True),
     "buffer_count": Key("int", low=4),  # weights, two optimizer states and the gradient of a sub-group at once
-    "pin_memory": _ON,
-    "pipeline_read": _ON,
-    "pipeline_write": _ON,
-    "fast_init": _ON,
+    "pin_memory": _BOOL,
+    "pipeline_read": _BOOL,
+    "pipeline_write": _BOOL,
+    "fast_init": _BOOL,
     "ratio": _rejected(f"partial offload is {_NOT_YET}; remove the key to offload everything", 1, 1.0),
     "super_offload": _rejected(f"SuperOffload is {_NOT_YET}; remove the key"),
     "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
@@ -80,22 +80,22 @@ _STAGE3: Tree = {
     "max_reuse_distance": _COUNT,
     "gather_16bit_weights_on_model_save": _GATHER,
     "module_granularity_threshold": _COUNT,
-    "use_all_reduce_for_fetch_params": _ON,
-    "allgather_sequential": _ON,
+    "use_all_reduce_for_fetch_params": _BOOL,
+    "allgather_sequential": _BOOL,
 }
 # Keys of earlier versions, which DeepSpeed still reads: "cpu_offload": true is "offload_optimizer": {"device": "cpu"}.
 OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 ZERO: Tree = {
     "stage": Key("int", low=0, high=3),
-    "contiguous_gradients": _ON,
-    "reduce_scatter": _ON,
+    "contiguous_gradients": _BOOL,
+    "reduce_scatter": _BOOL,
     "reduce_bucket_size": Key("int", low=1, auto=True),
-    "use_multi_rank_bucket_allreduce": _ON,
-    "allgather_partitions": _ON,
+    "use_multi_rank_bucket_allreduce": _BOOL,
+    "allgather_partitions": _BOOL,
     "allgather_bucket_size": Key("int", low=1),
     "overlap_comm": Key("bool", null=True),
     "compute_grad_norm": _ignored("every log line has the gradient norm", True),
-    "load_from_fp32_weights": _ON,
+    "load_from_fp32_weights": _BOOL,
     "elastic_checkpoint": _ignored("checkpoints resume on any number of ranks"),
     "offload_param": _OFFLOAD_PARAM,
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
@@ -107,20 +107,20 @@ ZERO: Tree = {
     **_STAGE3,
     **{f"stage3_{name}": key for name, key in _STAGE3.items()},
     "stage3_gather_fp16_weights_on_model_save": _GATHER,
-    "ignore_unused_parameters": _ON,
+    "ignore_unused_parameters": _BOOL,
     "legacy_stage1": _rejected("DeepSpeed has removed it; remove the key"),
-    "round_robin_gradients": _ON,
-    "parameter_alignment": _ON,
+    "round_robin_gradients": _BOOL,
+    "parameter_alignment": _BOOL,
     "zero_hpz_partition_size": _COUNT,
-    "zero_quantized_weights": _ON,
+    "zero_quantized_weights": _BOOL,
     "zero_quantized_nontrainable_weights": _ignored("every parameter is trained"),
-    "zero_quantized_gradients": _ON,
-    "memory_efficient_linear": _ON,
+    "zero_quantized_gradients": _BOOL,
+    "memory_efficient_linear": _BOOL,
     "pipeline_loading_checkpoint": _rejected(f"{_NOT_YET}; remove the key"),
-    "override_module_apply": _ON,
-    "log_trace_cache_warnings": _ON,
-    "enable_sanity_checks": _ON,
-    "save_muon_momentum_buffer_in_memory": _ON,
+    "override_module_apply": _BOOL,
+    "log_trace_cache_warnings": _BOOL,
+    "enable_sanity_checks": _BOOL,
+    "save_muon_momentum_buffer_in_memory": _BOOL,
     "leaf_module": _rejected("the models here have no such modules; remove the block"),
 }
 FP16: Tree = {
@@ -130,16 +130,16 @@ FP16: Tree = {
     "initial_scale_power": Key("int", low=0, high=32),
     "loss_scale_window": _COUNT,
     "hysteresis": _POSITIVE,
-    "consecutive_hysteresis": _ON,
+    "consecutive_hysteresis": _BOOL,
     "min_loss_scale": _COUNT,
-    "fp16_master_weights_and_grads": _ON,
+    "fp16_master_weights_and_grads": _BOOL,
 }
 BF16: Tree = {
     "enabled": Key("bool", auto=True),
-    "immediate_grad_update": _ON,
-    "check_grad_overflow": _ON,
-    "bf16_master_weights_and_grads": _ON,
-    "bf16_optimizer_states": _ON,
+    "immediate_grad_update": _BOOL,
+    "check_grad_overflow": _BOOL,
+    "bf16_master_weights_and_grads": _BOOL,
+    "bf16_optimizer_states": _BOOL,
 }
 PIPELINE: Tree = {
     "stages": _POSITIVE,
@@ -159,18 +159,18 @@ DATA_TYPES: Tree = {
 }
 CHECKPOINT: Tree = {
     "tag_validation": Key("str", choices=("WARN", "IGNORE", "FAIL")),
-    "checkpoint_serialization": _ON,
-    "parallel_write": {"pipeline_stage": _ON},
+    "checkpoint_serialization": _BOOL,
+    "parallel_write": {"pipeline_stage": _BOOL},
     "load_universal": _rejected(f"universal checkpoints are {_NOT_YET}; remove the key"),
     "use_node_local_storage": _rejected("all machines share the run folder (--save); remove the key"),
     "writer": _rejected("these writers cannot read their own files back in DeepSpeed 0.19.8; remove the block"),
 }
 MONITORS: Tree = {
-    "tensorboard": {"enabled": _ON, "output_path": Key("str"), "job_name": Key("str")},
-    "csv_monitor": {"enabled": _ON, "output_path": Key("str"), "job_name": Key("str")},
-    "wandb": {"enabled": _ON, "group": _TEXT, "team": _TEXT, "project": Key("str")},
+    "tensorboard": {"enabled": _BOOL, "output_path": Key("str"), "job_name": Key("str")},
+    "csv_monitor": {"enabled": _BOOL, "output_path": Key("str"), "job_name": Key("str")},
+    "wandb": {"enabled": _BOOL, "group": _TEXT, "team": _TEXT, "project": Key("str")},
     "comet": {
-        "enabled": _ON, "samples_log_interval": _POSITIVE, "project": _TEXT, "workspace": _TEXT, "api_key": _TEXT,
+        "enabled": _BOOL, "samples_log_interval": _POSITIVE, "project": _TEXT, "workspace": _TEXT, "api_key": _TEXT,
         "experiment_name": _TEXT, "experiment_key": _TEXT, "online": Key("bool", null=True),
         "mode": Key("str", choices=("get", "create", "get_or_create"), null=True),
     },
@@ -187,7 +187,7 @@ TREE: Tree = {
     "train_micro_batch_size_per_gpu": _BATCH,
     "gradient_accumulation_steps": _BATCH,
     "managed_gradient_accumulation": _rejected("the engine counts a step's micro-batches; remove the key", True),
-    "optimizer": {"type": Key("str"), "params": {}, "legacy_fusion": _ON},
+    "optimizer": {"type": Key("str"), "params": {}, "legacy_fusion": _BOOL},
     "scheduler": {"type": Key("str"), "params": {}},
     "gradient_clipping": Key("number", low=0, auto=True),
     "fp16": FP16,
@@ -196,7 +196,7 @@ TREE: Tree = {
     "torch_autocast": _rejected("it clips scaled gradients under ZeRO and crashes with a pipeline; use bf16 or fp16"),
     "data_types": DATA_TYPES,
     "zero_optimization": ZERO,
-    "zero_allow_untested_optimizer": _ON,
+    "zero_allow_untested_optimizer": _BOOL,
     "zero_force_ds_cpu_optimizer": _ignored("the JSON or the flags choose the optimizer", True),
     "allgather_size": _ignored('it belongs to "zero_optimization": true, of old versions', kind="int", low=1),
     "pipeline": PIPELINE,
@@ -204,30 +204,30 @@ TREE: Tree = {
     "communication_data_type": Key("str", choices=_PRECISION, null=True),
     "seq_parallel_communication_data_type": Key("str", choices=_PRECISION, null=True,
                                                 ignored="no effect: there is no sequence parallelism"),
-    "prescale_gradients": _ON,
+    "prescale_gradients": _BOOL,
     "gradient_predivide_factor": Key("number", low=1e-9),
     "gradient_allreduce_op": _rejected('the loss is a mean over the tokens of all ranks; use "mean"', "mean"),
     "disable_allgather": _ignored("DeepSpeed 0.19.8 does not read it"),
     "checkpoint": CHECKPOINT,
     **MONITORS,
     "flops_profiler": {
-        "enabled": _ON, "recompute_fwd_factor": Key("number", low=0), "profile_step": _POSITIVE,
-        "module_depth": Key("int", low=-1), "top_modules": _POSITIVE, "detailed": _ON, "output_file": _TEXT,
+        "enabled": _BOOL, "recompute_fwd_factor": Key("number", low=0), "profile_step": _POSITIVE,
+        "module_depth": Key("int", low=-1), "top_modules": _POSITIVE, "detailed": _BOOL, "output_file": _TEXT,
     },
     "comms_logger": {
-        "enabled": _ON, "prof_all": _ON, "prof_ops": Key("list"), "verbose": _ON, "debug": _ON,
+        "enabled": _BOOL, "prof_all": _BOOL, "prof_ops": Key("list"), "verbose": _BOOL, "debug": _BOOL,
     },
     "aio": {
         "block_size": _POSITIVE, "queue_depth": _POSITIVE, "intra_op_parallelism": _POSITIVE,
         "thread_count": Key("int", low=1, ignored='no effect: DeepSpeed 0.19.8 reads "intra_op_parallelism" instead'),
-        "single_submit": _ON, "overlap_events": _ON, "use_gds": _ON,
+        "single_submit": _BOOL, "overlap_events": _BOOL, "use_gds": _BOOL,
     },
-    "timers": {"throughput": {"enabled": _ON, "synchronized": _ON}},
+    "timers": {"throughput": {"enabled": _BOOL, "synchronized": _BOOL}},
     "steps_per_print": Key("interval", low=1, null=True, auto=True),
-    "wall_clock_breakdown": _ON,
-    "memory_breakdown": _ON,
-    "dump_state": _ON,
-    "disable_python_gc": _ON,
+    "wall_clock_breakdown": _BOOL,
+    "memory_breakdown": _BOOL,
+    "dump_state": _BOOL,
+    "disable_python_gc": _BOOL,
     "log_level": _rejected("use --deepspeed_log_level"),
     "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
@@ -247,7 +247,8 @@ TREE: Tree = {
 BLOCKS_WITH_DEFAULTS = ("zero_optimization", "fp16", "bf16", "bfloat16", "tensorboard", "csv_monitor", "wandb", "comet",
                         "comms_logger")
 
-# Keys that DeepSpeed has removed, with its reason. DeepSpeed rejects every value; here they may be off.
+# Keys that DeepSpeed has removed, with its reason. DeepSpeed rejects every value. This program accepts values that turn
+# nothing on.
 REMOVED: dict[str, str] = {
     "nebula": "Nebula checkpointing has been removed",
     "compression_training": "the DeepSpeed compression library has been removed",

@@ -1,7 +1,7 @@
 """Flags of `pretrain/train.py`, which are also the keys of its YAML file.
 
-Settings that the DeepSpeed JSON owns (batch sizes, precision, ZeRO, optimizer, clipping) have no flags, except those in
-`AutoArguments`: they fill values that the JSON leaves at "auto".
+Settings of the DeepSpeed JSON (batch sizes, precision, ZeRO, optimizer, clipping) have no flags. The exceptions are in
+`AutoArguments`: these flags fill keys that the JSON leaves out or sets to "auto".
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pretrain.errors import ConfigError, shorten
 
 
 def _flag(default: Any, help: str, *, unset: str = "none", **metadata: str) -> Any:
-    """Field with a help text for argparse, which ends with the default. `unset` describes a missing value."""
+    """Return a dataclass field whose help text ends with the default. `unset` is shown if there is no default."""
     if default is None or default == "":
         shown = unset
     else:
@@ -153,9 +153,9 @@ GROUPS = (ModelArguments, DataArguments, ScheduleArguments, LoggingArguments, Ch
 @dataclass(frozen=True)
 class RunArguments(SpeedArguments, AutoArguments, CheckpointArguments, LoggingArguments, ScheduleArguments,
                    DataArguments, ModelArguments):
-    """Settings of a run that neither the DeepSpeed JSON nor the model's config.json has.
+    """All flags of a run.
 
-    Dataclasses take the fields of their bases from the last to the first, so that --help begins with the model.
+    The base classes are in reverse order, because a dataclass takes the fields of its last base first.
     """
 
 
@@ -168,20 +168,21 @@ def _parser() -> Any:
     """HfArgumentParser whose errors are ConfigErrors. Imported here, because the import takes half a second."""
     from transformers.hf_argparser import HfArgumentParser
 
-    class Parser(HfArgumentParser):
+    class FlagParser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise argument_error(message, self._option_string_actions)
 
         def format_help(self) -> str:
             return help_text(GROUPS)
 
-    return Parser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
+    return FlagParser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
 
 
 def read_yaml(path: str) -> dict[str, tuple[int, str]]:
-    """Read a run's YAML file: key -> (line, value as on the command line). Keys without a value are left out.
+    """Read a run's YAML file. Returns key -> (line number, value as it would be written on the command line).
 
-    Keys are returned with _ instead of -. Raises ConfigError unless the file maps unique keys to single values.
+    Keys are returned with _ instead of -. Keys without a value are left out.
+    Raises ConfigError unless the file maps unique keys to single values.
     """
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
@@ -214,7 +215,7 @@ def _node_type(node: yaml.Node) -> str:
 
 
 def _check_unique(path: str, document: yaml.MappingNode) -> None:
-    """Raises ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
+    """Raise ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key, _ in document.value:
         name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
@@ -225,7 +226,10 @@ def _check_unique(path: str, document: yaml.MappingNode) -> None:
 
 
 def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | None:
-    """Return a scalar as on the command line, or None for null. Text flags keep the spelling of `no` and 0123."""
+    """Return a scalar as it would be written on the command line, or None for null.
+
+    For text flags, `no` and 0123 keep their spelling.
+    """
     where = f"{path}:{key.start_mark.line + 1}: {key.value}"
     if not isinstance(value, yaml.ScalarNode):
         raise ConfigError(where, found=_node_type(value), expected="a single value")
@@ -251,7 +255,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
 
 
 def _check_values(parsed: RunArguments) -> None:
-    """Raises ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths."""
+    """Raise ConfigError for infinite numbers, integers beyond 64 bits, empty text and invalid paths."""
     for f in dataclasses.fields(parsed):
         value, flag = getattr(parsed, f.name), f"--{f.name}"
         if isinstance(value, float) and not math.isfinite(value):

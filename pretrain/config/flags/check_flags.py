@@ -14,7 +14,6 @@ RESUME_CHOICES = ("auto", "required", "never")
 SAVE_BUSY_CHOICES = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
                  "global_batch_size", "train_steps", "train_tokens")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
@@ -28,7 +27,7 @@ _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "deepspeed
 
 
 def check_flags(args: RunArguments) -> None:
-    """Raises ConfigError for values out of range, unknown choices, and flags without an effect."""
+    """Raise ConfigError for values out of range, unknown choices, and flags without an effect."""
     _check_ranges(args)
     for name, choices in _CHOICES.items():
         value = getattr(args, name)
@@ -83,7 +82,7 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
 
 
 def check_folders(save: str, mirror: str | None) -> None:
-    """Raises ConfigError unless the run folder and the mirror can be written to."""
+    """Raise ConfigError unless the run folder and the mirror can be written to."""
     if not save:
         raise ConfigError("--save", problem="the flag is required: the run folder, which is made if it does not exist")
     check_folder(Path(save), "--save")
@@ -92,10 +91,10 @@ def check_folders(save: str, mirror: str | None) -> None:
 
 
 def _check_mirror(mirror: str, save: str) -> None:
-    """Validate the form of a URL and that its package is installed, or that a folder can be written to.
+    """Raise ConfigError for a malformed URL, a URL whose package is not installed, or a folder that is not writable.
 
-    The folder is not checked if the run has a checkpoint: such a run resumes without the mirror. Rank 0 contacts the
-    server of a URL later. Raises ConfigError.
+    The folder is not checked if the run has a checkpoint: such a run resumes without the mirror. The server of a URL is
+    not contacted here; rank 0 does so later.
     """
     import fsspec
 

@@ -32,5 +32,5 @@ def help_text(groups: Iterable[Any]) -> str:
 
 
 def _value_type(field: "dataclasses.Field[Any]") -> type:
-    """Type of the flag's value: int for `int | None`."""
+    """Return the type of the flag's value: int for `int | None`."""
     return next(kind for kind in _METAVARS if kind in (field.type, *getattr(field.type, "__args__", ())))

@@ -1,8 +1,10 @@
 """The second half of the MLP as one operator: down(activation(up)), or down(activation(gate) * up).
 
 Plain autograd saves the activation's input, its output and, with a gate, the product. This operator saves only the
-inputs and recomputes the rest in the backward pass. That saves a quarter of a block's activations (16 B T D elements
-with F = 4 D) for one more pass over B T F elements.
+inputs and recomputes the rest in the backward pass. A block then saves a quarter less (16 B T D elements with F = 4 D),
+at the cost of one more pass over B T F elements.
+
+Shapes: B batch, T positions, D hidden size, F inner size of the MLP, N = B * T.
 """
 
 import torch
@@ -30,7 +32,7 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
                 weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)  # type: ignore[arg-type]  # takes None as well
+        ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)  # type: ignore[arg-type]  # it accepts None
         ctx.activation = activation  # type: ignore[attr-defined]
         if gate_BTF is None:
             return F.linear(activate(activation, up_BTF), weight_DF, bias_D)

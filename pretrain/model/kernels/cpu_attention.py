@@ -5,8 +5,10 @@ The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, w
 dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = dS K / sqrt(E),  dK = dS^T Q / sqrt(E).
 
 The tiles of torch's operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) are too small for these units.
-Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: half of the time of torch's operator at
-512 positions, 0.8 of it at 2,048.
+Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: 0.5 of the time of torch's operator at
+512 positions, and 0.8 of it at 2,048 positions.
+
+Shapes: B batch, T positions, H query heads, K key/value heads, E elements per head.
 """
 
 import math
@@ -26,10 +28,10 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
     On CPUs in bf16 without dropout only the three inputs are saved for the backward pass.
 
     Args:
-        plain: use torch's operator in any case.
+        plain: always use torch's operator.
     """
     custom = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
-    if custom and not torch.compiler.is_compiling():  # the loops would give a huge graph
+    if custom and not torch.compiler.is_compiling():  # torch.compile would unroll the loops into a huge graph
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE)
         return out
     return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
@@ -37,7 +39,7 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
 
 
 class _CausalAttention(torch.autograd.Function):
-    """S: positions of the keys; N: batch x key/value heads; R: rows x query heads of one key/value head."""
+    """Shapes: S positions of the keys, N = B * K, R = rows * H / K: rows of a key/value head's query heads."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,7 @@ def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.
                       dq_BHTE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Write dq in place; return dk and dv in fp32, summed over the blocks of rows."""
     k_NSE, v_NSE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
-    dk_NSE, dv_NSE = (torch.zeros(k_NSE.shape, dtype=torch.promote_types(k_NSE.dtype, torch.float32)) for _ in "kv")
+    dk_NSE, dv_NSE = (torch.zeros(k_NSE.shape, dtype=torch.promote_types(k_NSE.dtype, torch.float32)) for _ in range(2))
     scale, mask = 1 / math.sqrt(q_BHTE.shape[-1]), _diagonal_mask(q_BHTE)
     for start in range(0, q_BHTE.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q_BHTE.shape[2]))
@@ -118,5 +120,5 @@ def _parts_of_batch(q_BHTE: torch.Tensor) -> list[slice]:
 
 
 def _empty_heads_last(x_BHTE: torch.Tensor) -> torch.Tensor:
-    """Return an empty [B, H, T, E] in the memory order [B, T, H, E], which projections read without a copy."""
+    """Return an uninitialized [B, H, T, E] in the memory order [B, T, H, E], so that projections need no copy."""
     return torch.empty_like(x_BHTE.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Compile cpu_kernels.c for this CPU at first use (0.1 s), and call its functions on tensors.
 
-It is plain C, because torch's headers alone take most of a minute to compile. Its OpenMP calls use the library that
-torch has loaded, and so torch's threads.
+The file is plain C, because torch's headers alone take most of a minute to compile. Its OpenMP calls use the library
+that torch has loaded, and therefore torch's threads.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ def _call(name: str, *tensors: torch.Tensor) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Load the library; None if it cannot be compiled or loaded, then torch's operators are used."""
+    """Load the library. Return None if it cannot be compiled or loaded; torch's operators are used then."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None
@@ -66,8 +66,10 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str) -> Path:
-    """Compile the library unless it exists. A hash of its inputs is part of its name, because hosts that share a home
-    folder may have different CPUs.
+    """Compile the library unless it exists, and return its path.
+
+    The name contains a hash of sources, flags, compiler and CPU, because hosts that share a home folder may have
+    different CPUs.
     """
     inputs = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, compiler, cpu_features()]
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")

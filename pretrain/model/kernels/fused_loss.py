@@ -5,12 +5,14 @@ losses is G = softmax(logits) - onehot(label). The forward pass computes the chu
 dW = G^T w x at once, as Liger does (arXiv 2410.10989, section 3.2). Without chunks a micro-batch of 4,096 tokens and a
 vocabulary of 50k need 0.4 GB for logits in bf16, and two or three times 0.8 GB for softmax and gradient in fp32.
 
-Measured on an AVX512_BF16 core with 4,096 tokens, hidden size 512 and a vocabulary of 16k: 0.12 s on top of the 1.07 s
-of the three matrix products. Separate operators took 0.26 s, or 0.8 s if freed memory is returned to the system (see
-distributed/allocator.py).
+Measured on an AVX512_BF16 core with 4,096 tokens, hidden size 512 and a vocabulary of 16k: 0.12 s in addition to the
+1.07 s of the three matrix products. Separate operators took 0.26 s in addition, or 0.8 s if freed memory is returned to
+the system (see distributed/allocator.py).
 
 DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py) cannot be used: it adds to `.grad` in the
 forward pass, before fp16's loss scale is known, and it does not support tied weights.
+
+Shapes: B batch, T positions, N = B * T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -38,10 +40,11 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
 
 
 def carry(x_BTD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return x as a tensor that passes the weight's gradient on, if `fused_linear_cross_entropy` is called with both.
+    """Return x as a tensor whose backward function also delivers the gradient of the weight.
 
-    Needed for the output of a pipeline. DeepSpeed 0.19.8 clears gradients and counts micro-steps when the gradient
-    reaches this output (runtime/engine.py, _backward_prologue). The weight's gradient must not arrive earlier.
+    This has an effect if `fused_linear_cross_entropy` is then called with the returned tensor and the same weight. The
+    output of a pipeline needs it. DeepSpeed 0.19.8 clears gradients and counts micro-steps when the gradient reaches
+    this output (runtime/engine.py, _backward_prologue), so the weight's gradient must not arrive earlier.
     """
     carried: torch.Tensor = _Carry.apply(x_BTD, weight_VD)
     return carried
@@ -61,7 +64,7 @@ class _Carry(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """N tokens. dx is saved without the tokens' weights, dW with weights that sum to _UNIT."""
+    """The operator. It saves dx without the tokens' weights, and dW with weights that sum to _UNIT."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor,
@@ -79,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
                 dw_VD.addmm_(logits_CV.t(), (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype))
-            del logits_CV  # before the next chunk's
+            del logits_CV  # free the memory before the next chunk
         if with_grad:
             ctx.save_for_backward(dx_ND, dw_VD, weights_N, total)
             ctx.carrier = carrier  # type: ignore[attr-defined]
