@@ -1,4 +1,4 @@
-"""Commit and pruning: killed before every call that changes the disk, on full disks, and with missing ranks."""
+"""Commit and pruning with a kill before every change of the disk, with full disks, and with missing ranks."""
 
 import contextlib
 import itertools
@@ -64,7 +64,7 @@ def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_by
 
 
 def steps_of(checkpoints: Path) -> list[int]:
-    """Steps of the complete checkpoints, newest first; fails if any is damaged."""
+    """Return the steps of the complete checkpoints, newest first. Fails if a checkpoint is damaged."""
     complete, errors = complete_checkpoints(checkpoints)
     assert not errors
     assert not [line for folder, found in complete for line in find_damage(folder, found)]
@@ -142,7 +142,7 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> object:
-    """A file system of 4 MB."""
+    """Mount a file system of 4 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
@@ -164,7 +164,7 @@ def test_full_disk_at_ten_levels(small_disk: Path) -> None:
     checkpoints = small_disk / "checkpoints"
     save(checkpoints, 1)
     needed, page = 2 * RANKS * (FILE_BYTES // 4096 + 1) * 4096, 4096
-    # at the last levels there is no space for the first part, the second part, and the manifest
+    # the last three levels lack space for the first part, for the second part, and for the manifest
     levels = [0, page, needed // 10, needed // 4, needed // 2, 3 * needed // 4, 99 * needed // 100, needed,
               needed + page, needed + RANKS * page]
     for level in levels:
@@ -196,7 +196,7 @@ def test_full_disk_under_torch_save(small_disk: Path) -> None:
 
 
 def _assert_commit_fails(checkpoints: Path, message: str, timeout_s: float = 0.1) -> None:
-    """The commit of step 2 fails with the message and removes its folder, which is then created again."""
+    """Assert that the commit of step 2 fails with the message and removes its folder. Then create the folder again."""
     with pytest.raises(SaveError, match=message):
         commit(temporary_folder(checkpoints, 2), manifest(2, save_id="new"), timeout_s=timeout_s,
                has_ended=lambda rank: rank == 1)
@@ -230,7 +230,7 @@ def test_commit_needs_the_files_of_every_rank(tmp_path: Path) -> None:
     _assert_commit_fails(tmp_path, "do all hosts share this folder")
 
 
-KEPT = [  # keep_checkpoints, keep_every, keep_best -> steps
+KEPT = [  # (keep_checkpoints, keep_every, keep_best), kept steps
     ((0, 1, 1), [9, 8, 7, 6, 5, 4, 3, 2, 1]), ((1, 0, 0), [9, 8]), ((2, 0, 0), [9, 8]), ((3, 0, 0), [9, 8, 7]),
     ((2, 4, 0), [9, 8, 4]), ((2, 0, 1), [9, 8, 3]), ((2, 0, 2), [9, 8, 6, 3]), ((2, 0, 3), [9, 8, 6, 5, 3]),
     ((20, 0, 0), [9, 8, 7, 6, 5, 4, 3, 2, 1]), ((3, 2, 1), [9, 8, 7, 6, 4, 3, 2]),
@@ -258,6 +258,6 @@ def test_pruning_stops_if_a_kept_checkpoint_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"no checkpoint was removed.*model_rank_00000.pt: found SHA-256"):
         prune(tmp_path, **rules, verified=set())
     assert len(complete_checkpoints(tmp_path)[0]) == 4
-    (tmp_path / LATEST).write_text("global_step2")  # as after resuming from an older step
+    (tmp_path / LATEST).write_text("global_step2")  # a run that resumed from an older step leaves this
     removed = prune(tmp_path, **rules, verified={"global_step3"})
     assert [path.name for path in removed] == ["global_step1"]

@@ -26,7 +26,7 @@ from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, rel
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**dp2(1, precision="bf16"), **FP32_SUMS}
 SOURCES = {"stage0": pp2(0), "zero3": dp2(3), "bf16": BF16, "fp16": fp16(pp2(0))}
-# pairs that DeepSpeed's own conversion rejects: ZeRO-0 to any, 1 to 3, 3 to 1, ZeRO-3 to pipeline
+# DeepSpeed's own conversion rejects these changes: from ZeRO-0 to any layout, 1 to 3, 3 to 1, and ZeRO-3 to pipeline
 UNIVERSAL = {"stage0-zero1": dp2(1), "stage0-zero3": dp2(3), "zero3-pipeline2": pp2(1), "zero3-zero2": dp2(2),
              "bf16-zero3": dp2(3, precision="bf16"), "fp16-zero2": fp16(dp2(2))}
 WITHIN = {"bf16": 5e-3, "fp16": 2e-3}
@@ -63,8 +63,8 @@ def test_plain_deepspeed_loads_universal_checkpoints(corpus: str, work: Path, sa
         assert after["counters"] == [STEPS, 0], name
 
 
-def test_a_conversion_is_atomic_and_not_repeated(work: Path, saved: dict[str, Any],
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_is_atomic_and_skips_an_equal_result(work: Path, saved: dict[str, Any],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = Path(saved["zero3"]["folder"]), work / "once"
     with monkeypatch.context() as patch:
         patch.setattr(universal, "_universal_optimizer", lambda *_: 1 / 0)
@@ -126,8 +126,8 @@ def test_an_incomplete_shard_index_is_rejected(work: Path, saved: dict[str, Any]
         CheckpointReader(folder)
 
 
-def test_memory_is_bounded(corpus: str, work: Path) -> None:
-    """On a checkpoint of 250 MB, conversions and loading need at most twice its largest file as temporary memory."""
+def test_memory_is_at_most_twice_the_largest_file(corpus: str, work: Path) -> None:
+    """Conversions and loading need temporary memory of at most twice the largest file. The checkpoint has 250 MB."""
     wide = flags(corpus, hidden=512, layers=5, steps=1, seq_length=8)
     name, values = "wide", config(1, micro=1, accumulation=1)
     folder = Path(run_layouts({name: (2, case(name, "train_and_save", values, wide, saved_step=1))},

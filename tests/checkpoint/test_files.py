@@ -1,4 +1,4 @@
-"""Files hashed while written; and every kind of damage to real checkpoints of two ranks is seen and passed over."""
+"""Files are hashed while they are written. Every damage to real checkpoints is detected, and the checkpoint skipped."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ FLIPS = 150  # flipped bits in each layout
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def checkpoints(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real checkpoints. A test may damage them and has to repair them."""
+    """Copy three real checkpoints. A test that damages a checkpoint must repair the checkpoint."""
     run = real_run(request.param, corpus, tmp_path_factory)
     return copy_checkpoints(run, tmp_path_factory.mktemp("copy") / "checkpoints")
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_detected(checkpoints: Path
 
 
 def _damages(folder: Path, name: str) -> dict[str, Callable[[Path], object]]:
-    """Return functions that damage a file, by a name of the damage."""
+    """Return {name of the damage: function that damages a file}."""
     size = (folder / name).stat().st_size
     damages: dict[str, Callable[[Path], object]] = {
         f"truncated to {percent} %": lambda path, percent=percent: os.truncate(path, size * percent // 100)
@@ -124,10 +124,10 @@ def test_damaged_files_are_detected(checkpoints: Path) -> None:
         content = (folder / name).read_bytes()
         for damage, apply in _damages(folder, name).items():
             if (name, damage) == (MANIFEST, "a link"):
-                continue  # a manifest is validated by its content; it may be a link
+                continue  # a manifest may be a link, because only its content is validated
             apply(folder / name)
             assert _is_detected(checkpoints, name), (name, damage)
-            if not damage.startswith(("zeroed", "a link")):  # wrong sizes are found without hashing
+            if not damage.startswith(("zeroed", "a link")):  # the other damages change the size: no hashing is needed
                 found = newest_complete(checkpoints)
                 assert found is not None
                 assert found[1].step == STEPS - 1, (name, damage)
@@ -142,7 +142,7 @@ def test_swapped_files_are_detected(checkpoints: Path) -> None:
     folder = _newest(checkpoints)
     manifest = read_manifest(folder)
     names, swapped = sorted(manifest.files, key=lambda name: manifest.files[name].bytes), 0
-    for first, second in itertools.pairwise(names):  # neighbors by size, so that some pairs have equal sizes
+    for first, second in itertools.pairwise(names):  # sorted by size, so that some pairs have equal sizes
         if manifest.files[first] == manifest.files[second]:
             continue
         contents = (folder / first).read_bytes(), (folder / second).read_bytes()
@@ -175,7 +175,7 @@ def test_unknown_files_and_exchanged_manifests_are_detected(checkpoints: Path) -
     assert newest_verified(checkpoints) == (folder, manifest)
 
 
-def test_hashed_file_has_the_content_and_hash_of_what_was_written(tmp_path: Path) -> None:
+def test_hashed_file_has_the_written_content_and_its_hash(tmp_path: Path) -> None:
     numbers = random.Random(1)
     sizes = [0, 1, 2**16 - 1, 2**16, 2**24 + 1, *(numbers.randrange(2**17) for _ in range(50))]
     expected, buffer = bytearray(), bytearray(2**24 + 1)

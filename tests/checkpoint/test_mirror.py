@@ -25,7 +25,7 @@ NEWEST = "global_step3"
 
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL in an empty bucket. The client finds the server through environment variables, as for a user."""
+    """Start an S3 server, and return a URL in an empty bucket. Environment variables give the client its address."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
     port = free_port()
@@ -63,12 +63,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real checkpoints, to be read only."""
+    """Return the folder of three real checkpoints. Tests must not change them."""
     return real_run("zero1", corpus, tmp_path_factory) / "checkpoints"
 
 
 def _mirror(folder: Path, url: str) -> None:
-    """Copy a checkpoint to the mirror, as both ranks."""
+    """Copy a checkpoint to the mirror, first as rank 0 and then as rank 1."""
     for rank in range(2):
         _upload(folder, url, rank)
     finish_upload(folder, url)
@@ -105,7 +105,7 @@ def test_upload_and_fetch(checkpoints: Path, url: str, tmp_path: Path) -> None:
 
 
 def _names_in(url: str) -> set[str]:
-    """Names of the newest checkpoint's files in the mirror."""
+    """Return the names of the newest checkpoint's files in the mirror."""
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()
     return {path.rpartition("/")[2] for path in fs.find(f"{root.rstrip('/')}/{NEWEST}")}

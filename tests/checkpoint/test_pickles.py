@@ -1,4 +1,4 @@
-"""Checkpoint pickles: enum members as every Python saves them, rejected code, and what `verify` reports."""
+"""Checkpoint pickles: enum members of every Python version, rejected code, and the reports of `verify`."""
 
 import os
 import pickle
@@ -53,7 +53,7 @@ def optimizer_file() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("as_in_3_11_2")
-def test_every_python_saves_plain_ints(tmp_path: Path) -> None:
+def test_enum_members_are_saved_as_ints(tmp_path: Path) -> None:
     engine, value = FileEngine(HashedFile), optimizer_file()
     engine.save(value, str(tmp_path / "ours.pt"))
     assert engine.error is None
@@ -89,7 +89,7 @@ def test_files_of_python_3_11_2_are_read(tmp_path: Path) -> None:
     Call(getattr, torch.Tensor, "numpy"),
     getattr, eval, Call(exec, "open('canary', 'w')"),
 ], ids=lambda value: re.sub(r" at 0x\w+", "", str(value)))
-def test_getattr_of_anything_else_is_rejected_and_not_run(value: Any, tmp_path: Path,
+def test_getattr_of_other_objects_is_rejected_and_not_run(value: Any, tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"zero_stage": value, "canary": Poison("canary")}, "file.pt")
@@ -108,7 +108,7 @@ def test_other_protocols_do_not_hide_a_class(tmp_path: Path, protocol: int) -> N
         load_pickle(tmp_path / "file.pt")
 
 
-def test_the_scan_accepts_only_what_the_reader_accepts(tmp_path: Path) -> None:
+def test_the_scan_accepts_only_globals_that_torch_accepts(tmp_path: Path) -> None:
     known = _get_allowed_globals().keys()
     torch_only = {name.replace(" ", ".") for name in USUAL_GLOBALS if not name.startswith("deepspeed")}
     assert torch_only <= known
@@ -121,10 +121,10 @@ def test_the_scan_accepts_only_what_the_reader_accepts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_verify_reports_pickles_that_no_reader_loads(layout: str, corpus: str, tmp_path: Path,
-                                                     tmp_path_factory: pytest.TempPathFactory,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hashes agree in both cases: a pickle of Python 3.11.2 is accepted, a pickle with a foreign class is not."""
+def test_verify_reports_pickles_that_cannot_be_loaded(layout: str, corpus: str, tmp_path: Path,
+                                                      tmp_path_factory: pytest.TempPathFactory,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify accepts a pickle of Python 3.11.2 and reports a pickle with a foreign class. Both have correct hashes."""
     newest = find_checkpoint(copy_checkpoints(real_run(layout, corpus, tmp_path_factory), tmp_path / "checkpoints"))
     folder, canary = newest.folder, tmp_path / "canary"
     assert newest.manifest is not None

@@ -23,20 +23,20 @@ def tool(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def in_a_fork(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run the tool in a fork of a process that has imported torch; `stdout` holds both streams."""
+    """Run the tool in a fork of a process that has imported torch. `stdout` has both output streams."""
     (done,) = run_ranks([str(ROOT / "tools" / "checkpoint.py"), *map(str, words)], 1, cwd=folder)
     return done
 
 
 def passes(*words: object) -> list[str]:
-    """Run the tool, which must succeed, and return its lines."""
+    """Run the tool and return its lines. Fails if the tool fails."""
     done = tool(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
 def _fails(code: int, expected: str, *words: object) -> None:
-    """Run the tool, which must exit with `code` and print `expected`; bad input gives one line."""
+    """Assert that the tool exits with `code` and prints `expected`. Bad input (code 2) must give one line."""
     done = tool(*words)
     assert done.returncode == code, done.stdout + done.stderr
     text = done.stderr if code == 2 else done.stdout
@@ -48,7 +48,7 @@ def _fails(code: int, expected: str, *words: object) -> None:
 
 @pytest.fixture(params=list(LAYOUTS))
 def run(request: pytest.FixtureRequest, corpus: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with three checkpoints that the test may damage."""
+    """Return a run folder with three checkpoints. The test may damage them."""
     copy_checkpoints(real_run(request.param, corpus, tmp_path_factory), tmp_path / "run" / "checkpoints")
     return tmp_path / "run"
 

@@ -1,4 +1,7 @@
-"""Freed memory stays with the process, measured by page faults, in new processes because settings are permanent."""
+"""Allocator settings keep freed memory in the process. The number of page faults shows this.
+
+Each test starts new processes, because a process cannot undo these settings.
+"""
 
 import os
 import subprocess
@@ -20,7 +23,7 @@ PROGRAM = """
 import resource
 from pretrain.distributed.allocator import keep_freed_memory
 print(keep_freed_memory())
-bytearray(b"1") * 2**24  # the heap grows once
+bytearray(b"1") * 2**24  # makes the heap grow once
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     bytearray(b"1") * 2**24
@@ -30,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 @pytest.mark.parametrize("set_by_user", [False, True])
-def test_freed_memory_is_not_faulted_in_again_unless_the_user_sets_malloc(set_by_user):
+def test_freed_memory_is_kept_unless_the_user_sets_malloc_variables(set_by_user):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "LD_PRELOAD"))}
     if set_by_user:
         environment["MALLOC_MMAP_THRESHOLD_"] = environment["MALLOC_MMAP_MAX_"] = "65536"
@@ -55,7 +58,7 @@ def test_a_program_restarts_with_jemalloc_under_the_same_process_id(set_by_user,
 
 
 def test_a_program_inside_another_process_is_not_restarted(tmp_path):
-    """A fork of a server runs a program under the server's command line."""
+    """In a fork of a server, a restart would run the server's command line instead of the program's."""
     program = tmp_path / "program.py"
     program.write_text(RESTART)
     server = f"import os, runpy, sys; sys.argv = [os.environ['PROGRAM'], 'x']; runpy.run_path({str(program)!r})"

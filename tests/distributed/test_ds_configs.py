@@ -44,13 +44,13 @@ def test_trains_two_steps(path: Path, results: dict[str, dict[str, Any]]) -> Non
     assert all(abs(loss - row["before"]) < 0.1 * row["before"] for loss in row["loss"]), row["loss"]
     assert all(0 < norm < 100 for norm in row["grad_norm"]), row["grad_norm"]
     assert row["skipped"][-1] == 0
-    said = re.search(r"zero(\d)", path.stem)
-    assert said is None or row["stage"] == int(said.group(1))
+    zero_stage = re.search(r"zero(\d)", path.stem)
+    assert zero_stage is None or row["stage"] == int(zero_stage.group(1))
     assert row["stages"] == int((re.search(r"pipeline(\d)", path.stem) or [0, 1])[1])
     assert row["precision"] in path.stem or "16" not in path.stem
 
 
-def test_there_is_a_file_for_each_layout() -> None:
+def test_each_layout_has_a_file() -> None:
     text = " ".join(path.stem for path in FILES)
     for word in ("zero0", "zero1", "zero2", "zero3", "fp16", "fp32", "static", "offload_optimizer_cpu",
                  "offload_all_cpu", "offload_optimizer_nvme", "offload_all_nvme", "pipeline2", "pipeline4",

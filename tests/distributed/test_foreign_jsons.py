@@ -1,4 +1,4 @@
-"""DeepSpeed JSONs of other projects train unchanged. They were collected after the validation was written."""
+"""DeepSpeed JSONs of other projects train unchanged. The JSONs were collected after the validation was written."""
 
 import re
 from typing import Any

@@ -75,20 +75,20 @@ def test_schedulers_of_the_json_are_followed(results: dict[str, dict[str, Any]])
     assert cosine[-1] < max(cosine)
 
 
-def test_our_schedule_is_followed(results: dict[str, dict[str, Any]]) -> None:
+def test_the_schedule_of_the_flags_is_followed(results: dict[str, dict[str, Any]]) -> None:
     rates = results["adam"]["lr"]
     assert rates[0] == pytest.approx(PEAK)
     assert rates[-1] == pytest.approx(0.1 * PEAK)
 
 
 def test_muon_updates_only_the_matrices_of_blocks(results: dict[str, dict[str, Any]]) -> None:
-    """DeepSpeed recognizes embeddings and head by their names, and updates them by Adam."""
+    """DeepSpeed recognizes embeddings and head by name, and updates them with Adam."""
     names = results["muon_zero2"]["muon"]
     assert len(names) == 2 * 4
     assert all(".attention." in name or ".mlp." in name for name in names), names
 
 
-def test_monitors_write(results: dict[str, dict[str, Any]], folder: Path) -> None:
+def test_monitors_write_files(results: dict[str, dict[str, Any]], folder: Path) -> None:
     assert results["monitors"]["loss"]
     assert list((folder / "tb" / "job").glob("events*"))
     assert [path.name for path in (folder / "csv" / "job").glob("*lr.csv")]

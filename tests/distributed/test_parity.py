@@ -23,7 +23,7 @@ BF16_LAYOUTS = (*REPRESENTATIVE,
 
 
 def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return number of ranks -> name -> JSON. Each has a global batch of 16. The reference is "zero0" on one rank."""
+    """Return {number of ranks: {name: JSON}}. Every global batch is 16. The reference is "zero0" on one rank."""
     two = {
         "zero0": config(0), "zero1": config(1), "zero2": config(2), "zero3": config(3),
         "zero2_micro2": config(2, micro=2, accumulation=4), "zero2_cpu": config(2, offload_optimizer=CPU),
@@ -71,7 +71,7 @@ def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: 
 
 @pytest.fixture(scope="module")
 def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Rows of every layout, by name and number of ranks, such as "zero3@2"."""
+    """Return the results of every layout. A key has the name and the number of ranks, such as "zero3@2"."""
     folder = tmp_path_factory.mktemp("parity")
     llama = folder / "llama.json"
     llama.write_text(json.dumps(LLAMA))
@@ -112,8 +112,8 @@ def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", ["untied", "masked", "llama"])
-def test_fp32_losses_are_equal_in_every_layout_of(kind: str, results: dict[str, dict[str, Any]],
-                                                  subtests: pytest.Subtests) -> None:
+def test_fp32_losses_of_model_variants_are_equal_in_every_layout(kind: str, results: dict[str, dict[str, Any]],
+                                                                 subtests: pytest.Subtests) -> None:
     _assert_parity(results, _of(results, kind), f"{kind}_zero0@1", FP32_TOLERANCE, subtests)
 
 

@@ -1,6 +1,6 @@
-"""Every defect of DeepSpeed 0.19.8 in the table of `pretrain/patches/apply.py`: right with our patch, wrong without.
+"""Defects of DeepSpeed 0.19.8 in the table of `pretrain/patches/apply.py`: correct with our patch, wrong without it.
 
-Once DeepSpeed has fixed a defect, the second assertion fails, and its message says what can be removed.
+Once DeepSpeed has fixed a defect, the assertion about plain DeepSpeed fails. Its message names the code to remove.
 """
 
 import copy
@@ -24,7 +24,7 @@ from tests.support.launch import run_worker
 Results = dict[str, Any]
 
 CPU = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
-SCALE = 2.0**8  # fp16's first loss scale here
+SCALE = 2.0**8  # initial loss scale of the fp16 cases
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
 BF16 = {"bf16": {"enabled": True}}
@@ -81,7 +81,7 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
 
 
 def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """Cases for C: sub-groups that stay in memory (under 1 MiB), swapped sub-groups, and swapped parameters."""
+    """Cases for C: sub-groups that remain in memory (under 1 MiB), swapped sub-groups, and swapped parameters."""
     if not HAS_LIBAIO:
         return []
     nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -142,7 +142,7 @@ def test_a_fp16_stage_0_scales_the_loss(results: Results) -> None:
 
 def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> None:
     ours, plain, stage_1 = (results[f"fp16_stage_{name}"] for name in ("0_ours", "0_plain", "1"))
-    grows = 2  # the first step after which the scale has grown
+    grows = 2  # index of the first step after which the loss scale has doubled
     for rows in (ours, plain, stage_1):
         assert rows["loss_scale"][grows] == 2 * rows["loss_scale"][grows - 1] == 2 * SCALE
     assert ours["grad_norm"][grows] == pytest.approx(stage_1["grad_norm"][grows], rel=5e-3)
@@ -155,16 +155,17 @@ def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) ->
     assert ours["optimizer"] == "FP16_UnfusedOptimizer"
     assert ours["loss"] == close(stage_1["loss"], 5e-4)
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
-    # without scaling of the loss and division of the norm, the remaining error is the tied weight, counted twice
+    # plain DeepSpeed neither scales this loss nor divides this norm; the tied weight, counted twice, changes the norm
     assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
         "DeepSpeed fixed a part of defect A: remove `unfused` from fp16._unscale_before_the_scale_grows")
 
 
-def test_a_fp16_stage_0_starts_without_a_step(results: Results) -> None:
+def test_a_fp16_stage_0_takes_no_step_at_construction(results: Results) -> None:
     ours, plain = results["fp16_construction_ours"], results["fp16_construction_plain"]
     assert ours == {"difference": 0.0, "adam_steps": 0}
     assert plain["adam_steps"] > 0, "DeepSpeed fixed a part of defect A: remove the reset in scale_loss_at_stage_0"
-    assert plain["difference"] > 1e-6, "DeepSpeed fixed a part of defect A: remove refresh_fp32_params() there"
+    assert plain["difference"] > 1e-6, (
+        "DeepSpeed fixed a part of defect A: remove refresh_fp32_params() in scale_loss_at_stage_0")
 
 
 # --- B
@@ -245,7 +246,7 @@ def test_h_unknown_keys_are_rejected(results: Results, corpus: str, tmp_path: Pa
     message = rejection(config, corpus, tmp_path)
     assert "zero_optimisation" in message
     assert "zero_optimization" in message, "no suggestion"
-    assert results["unknown_key"] == 0, "DeepSpeed fixed defect H: it rejects unknown keys"
+    assert results["unknown_key"] == 0, "DeepSpeed fixed defect H: DeepSpeed rejects unknown keys"
 
 
 def test_i_sequence_parallelism_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer]
         make_bias_correction_stateless(optimizer)
     before = {}  # step -> weights and optimizer state before this step
     final = []
-    for first in (0, *range(2, 20)):  # without interruption, and resumed at each of these steps
+    for first in (0, *range(2, 20)):  # 0: an uninterrupted run; others: a run that resumes at this step
         if first > 0:
             parameter.data.copy_(before[first][0])
             optimizer.load_state_dict(before[first][1])
@@ -275,10 +276,11 @@ def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer]
             optimizer.step()
         final.append(parameter.detach().clone())
     assert all(torch.equal(final[0], weights) for weights in final) == patched, (
-        "another result after a resume" if patched else "DeepSpeed fixed defect L: remove its function")
+        "another result after a resume" if patched else
+        "DeepSpeed fixed defect L: remove adam.make_bias_correction_stateless")
 
 
-# --- K and lesser ones
+# --- K, and bf16 checkpoints of ZeRO stage 0
 
 def test_k_fp32_stage_0_clips_by_the_norm_of_every_stage(results: Results) -> None:
     ours, plain, stage_1 = (results[f"fp32_stage_{name}"] for name in ("0_ours", "0_plain", "1"))

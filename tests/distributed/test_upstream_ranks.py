@@ -1,4 +1,4 @@
-"""Defects of DeepSpeed 0.19.8 in ranks and process groups: right with our patch, wrong without it."""
+"""Defects of DeepSpeed 0.19.8 in ranks and process groups: correct with our patch, wrong without it."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.distributed.test_upstream import BF16, ds_config, flags
 from tests.support.launch import ROOT, WORKERS, free_port, run_ranks
 
 
-def test_j_slurm_ranks_are_derived() -> None:
+def test_j_ranks_are_read_from_slurms_variables() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "8",
                "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     assert world_from_environment(environ) == World(rank=5, size=8, local_rank=1, local_size=4, launcher="slurm")
@@ -26,8 +26,8 @@ def test_j_slurm_tasks_train_together(corpus: str, tmp_path: Path) -> None:
     code = f"import deepspeed; deepspeed.init_distributed(distributed_port={free_port()}); " \
            "print('world of', deepspeed.comm.get_world_size())"
     for rank in run_ranks([str(WORKERS / "as_slurm.py"), "-c", code], 2, cwd=tmp_path):
-        # without an MPI library it fails; with one, but without PMI, each task is a world of 1
-        assert "world of 2" not in rank.stdout, "DeepSpeed fixed defect J: it reads SLURM's variables"
+        # Without an MPI library, init_distributed fails. With a library but without PMI, each task is a world of 1.
+        assert "world of 2" not in rank.stdout, "DeepSpeed fixed defect J: DeepSpeed reads SLURM's variables"
         assert "world of 1" in rank.stdout or rank.returncode != 0
 
 
@@ -51,7 +51,7 @@ def test_no_shared_memory_is_left_behind(tmp_path: Path) -> None:
 
 def test_one_rank_loads_no_shared_memory_operator(tmp_path: Path) -> None:
     def operator_after(code: str) -> str:
-        """Return the operator for shared memory of a world of one rank."""
+        """Return DeepSpeed's shared-memory operator in a world of one rank."""
         code += "\nfrom deepspeed.comm import comm; print('operator:', comm.cdb.shm_comm_op)"
         (rank,) = run_ranks(["-c", code], 1, cwd=tmp_path)
         assert rank.returncode == 0, rank.stdout

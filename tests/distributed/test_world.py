@@ -1,4 +1,4 @@
-"""Ranks from the variables of each launcher."""
+"""Rank and world size from the variables of each launcher, and the variables that torch reads."""
 
 import pytest
 
@@ -52,13 +52,16 @@ def test_several_hosts_need_an_address() -> None:
         export_world(world_from_environment(environ), environ)
 
 
-def test_one_process_takes_a_free_port_and_launchers_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_takes_a_free_port() -> None:
     first: dict[str, str] = {}
     export_world(ALONE, first)
     assert first["MASTER_PORT"] != "29500"
     given = {"MASTER_PORT": "1234"}
     export_world(ALONE, given)
     assert given["MASTER_PORT"] == "1234"
+
+
+def test_the_remedy_for_a_port_in_use_depends_on_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1234")
     for launcher, variable, remedy in (
             ("none", "X", "unset MASTER_PORT"), ("torch", "CROSS_RANK", "deepspeed --master_port N"),

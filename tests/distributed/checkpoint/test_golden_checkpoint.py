@@ -1,7 +1,7 @@
-"""A checkpoint that an earlier version saved is still read: in its layout, in another one, and by the tools.
+"""A checkpoint of an earlier version can still be read. Training resumes in the same layout and in another layout.
 
 tests/golden/checkpoint.tar.xz: step 3 of the run below (version 0.1.0 of November 2026, ZeRO-2 in bf16 on 2 ranks);
-tests/golden/checkpoint_losses.txt: `step loss` of the same run when it continued.
+tests/golden/checkpoint_losses.txt: `step loss` of the following steps of the same run.
 """
 
 import json
@@ -20,12 +20,12 @@ MODEL = "vocab_size=256,n_layer=1,n_embd=16,n_head=2,n_positions=64"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with the checkpoint."""
+    """Return a run folder with the recorded checkpoint."""
     shutil.unpack_archive(GOLDEN / "checkpoint.tar.xz", tmp_path / "run" / "checkpoints")
     return tmp_path / "run"
 
 
-def test_manifest_is_read_and_written_byte_for_byte(run: Path) -> None:
+def test_the_manifest_is_written_back_byte_for_byte(run: Path) -> None:
     folder = run / "checkpoints" / "global_step3"
     text = (folder / "manifest.json").read_text()
     manifest = Manifest.from_json(text)
@@ -34,7 +34,7 @@ def test_manifest_is_read_and_written_byte_for_byte(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "config", "micro_batch_size"), [(2, "zero2_bf16", 2), (1, "zero0_bf16", 4)])
-def test_run_continues(run: Path, corpus: str, tmp_path: Path, ranks: int, config: str, micro_batch_size: int) -> None:
+def test_run_resumes(run: Path, corpus: str, tmp_path: Path, ranks: int, config: str, micro_batch_size: int) -> None:
     flags = {"deepspeed_config": ROOT / "ds_configs" / f"{config}.json", "model": "tiny", "model_overrides": MODEL,
              "train_data": corpus, "split": "80,20,0", "seq_length": 32, "micro_batch_size": micro_batch_size,
              "gradient_accumulation_steps": 1, "learning_rate": "1e-2", "train_steps": 6, "log_interval": 1,

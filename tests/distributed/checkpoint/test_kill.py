@@ -1,8 +1,7 @@
-"""Kill runs with SIGKILL during saves. Each restart resumes from the newest complete checkpoint, and in the end every
-loss and every bit of the state equals that of an undisturbed run.
+"""Kill runs with SIGKILL during saves. Each restart must resume from the newest complete checkpoint.
 
-`pytest -m slow` kills each layout, with synchronous and with background saves, 7 times at random and once after each
-sub-step of the commit.
+All losses and the final state must equal those of an undisturbed run, bit for bit. `pytest -m slow` kills the runs of
+each layout, with synchronous and with background saves, 7 times at random and once after each sub-step of the commit.
 """
 
 import json
@@ -24,7 +23,7 @@ LAYOUTS = ("zero1", "zero3", "nvme", "pipeline2")
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is killed a few times; `thorough`: after each sub-step of the commit, and more often at random."""
+    """A run that is killed a few times. With `thorough`, it is killed after each sub-step and more often at random."""
 
     layout: str
     is_async: bool
@@ -32,7 +31,7 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """Name of the undisturbed run."""
+        """Name of the undisturbed run with the same layout."""
         return f"{self.layout}_reference{'_thorough' * self.thorough}"
 
     @property
@@ -44,7 +43,7 @@ class Case:
         return 60 if self.thorough else 20
 
     def kills(self) -> list[str]:
-        """When to kill it: at a random time, after a sub-step of the commit, or once a snapshot is in memory."""
+        """Return when to kill the run: at a random time, after a sub-step of the commit, or after a snapshot."""
         if self.thorough:
             return ["random"] * 7 + list(SUB_STEPS) + ["snapshot"] * self.is_async
         number = 3 * LAYOUTS.index(self.layout) + 1 + self.is_async
@@ -71,7 +70,7 @@ def words(corpus: str, run: Path, json_file: Path, steps: int, **more: Any) -> l
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of forked.py for every case, by name, and the folder of the runs."""
+    """Return the results of forked.py for every case, by name, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("kill")
     jobs: dict[str, dict[str, Any]] = {}
     for case in selected_params(request, "case"):
@@ -88,7 +87,7 @@ def outcome(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Read the rows of metrics.jsonl, without a line that a kill cut short."""
+    """Return the rows of metrics.jsonl. A line that a kill has cut short is skipped."""
     found = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         if line.endswith("}"):
@@ -97,7 +96,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file, by its path."""
+    """Return {path: tensor} for every tensor of every file."""
     found: dict[str, torch.Tensor] = {}
 
     def add(path: str, value: Any) -> None:

@@ -24,7 +24,7 @@ NO_NVME = missing_operator("AsyncIOBuilder")
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks and a DeepSpeed JSON. Every layout has 8 samples a step."""
+    """A number of ranks and a DeepSpeed JSON. Every layout has 8 samples per step."""
 
     ranks: int
     config: dict[str, Any]
@@ -63,7 +63,7 @@ def _case(name: str, job: str, layout: Layout, run_flags: dict[str, Any], **othe
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of saving in every layout, loading in others (which save at once), and loading back."""
+    """Return the results of saving in every layout, of loading and saving in another one, and of loading back."""
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")
@@ -76,7 +76,7 @@ def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
     loaded = run_layouts(loads, folder / "load")
     backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "resume", layouts[a], run_flags, train=False,
                                                       source=loaded[f"{a}-{b}"]["folder"]))
-             for a, b in pairs if layouts[a].ranks == 2}  # one launch instead of three: two ranks only
+             for a, b in pairs if layouts[a].ranks == 2}  # only layouts of two ranks: one launch instead of three
     return {"saved": saved, "loaded": loaded, "back": run_layouts(backs, folder / "back")}
 
 
@@ -103,7 +103,7 @@ def test_load_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, 
 
 @dataclass(frozen=True)
 class Change:
-    """Two layouts of two ranks; `within` is the allowed relative difference of the losses after the change."""
+    """Two layouts of two ranks. `within` is the allowed relative difference of the losses after the change."""
 
     before: dict[str, Any]
     after: dict[str, Any]
@@ -162,7 +162,7 @@ CHANGES = {
 
 
 def _other_settings(values: dict[str, Any]) -> Change:
-    """Change from a layout to itself with other gradient clipping and a loss scale that grows every third step."""
+    """Return a change of gradient clipping and loss scale window in the same layout."""
     return Change(fp16(values), _with(fp16(values), gradient_clipping=0.25,
                                       fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}), 5e-2)
 
@@ -171,7 +171,7 @@ OTHER_SETTINGS = {f"other_settings_{i}": _other_settings(values) for i, values i
     [dp2(2), dp2(3), pp2(0)])}
 CHANGES |= OTHER_SETTINGS
 
-# name -> JSON that saves, JSON that loads, hidden size of the model that loads
+# name -> (JSON of the run that saves, JSON of the run that loads, hidden size in the run that loads)
 REJECTED = {
     "optimizer": (dp2(1), _with(dp2(2), **SGD), 64),
     "shape": (dp2(1), dp2(2), 32),
@@ -181,7 +181,7 @@ REJECTED = {
 
 @pytest.fixture(scope="module")
 def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Results of the run that saves and of the run that loads, for each change and each rejected load."""
+    """Return the results of the run that saves and of the run that loads, for each change and each rejected load."""
     folder = tmp_path_factory.mktemp("changes")
     before = {name: (change.before, change.model, change.saved_step) for name, change in CHANGES.items()}
     before |= {name: (values, {}, SAVED) for name, (values, _, _) in REJECTED.items()}
@@ -197,7 +197,7 @@ def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     saved = run_layouts({name: two_rank_case(name, "train_and_save", *rest) for name, rest in before.items()},
                         folder / "before")
     with open(Path(saved["damaged"]["folder"]) / "mp_rank_01_model_states.pt", "r+b") as file:
-        file.seek(-100, os.SEEK_END)  # damage the content, not the size
+        file.seek(-100, os.SEEK_END)  # damage the content, and keep the size
         file.write(bytes(100))
     loaded = run_layouts({name: two_rank_case(name, *rest, saved[name]["folder"]) for name, rest in after.items()},
                          folder / "after")
@@ -205,7 +205,7 @@ def outcomes(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes(name: str, outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_a_run_resumes_after_a_change(name: str, outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     before, after = outcomes[name]
     distance = relative_difference(after["after"]["loss"], before["after"]["loss"])
     print(f"{name}: {before['optimizer']} -> {after['optimizer']}, losses within {distance:.1e}")
@@ -214,7 +214,8 @@ def test_changes(name: str, outcomes: dict[str, tuple[dict[str, Any], dict[str, 
     assert after["after"]["lr"] == before["after"]["lr"]
 
 
-def test_settings_come_from_the_resuming_run(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def test_the_resuming_run_sets_clipping_and_scale_window(
+        outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for name in OTHER_SETTINGS:
         before, after = outcomes[name]
         assert after["settings"] == [0.25, 3]

@@ -1,4 +1,4 @@
-"""In the layout that saved, a resumed run equals the uninterrupted run bit for bit: losses, weights, optimizer."""
+"""A run that resumes in the same layout equals the uninterrupted run bit for bit: losses, weights, optimizer states."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Real runs of two ranks, in one launch: retention, mirror, full disks and slow writers, and resuming from damaged
-checkpoints or foreign pickles.
+"""Saving and resuming in real runs of two ranks: retention, mirror, full disks, slow writers, damaged checkpoints, and
+foreign pickles. One launch runs all cases.
 """
 
 import json
@@ -20,7 +20,7 @@ STEPS = 6
 POISONED = ("layer_01-model_states.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "rng_state_rank_00001.pt")
 IS_ROOT = os.geteuid() == 0
-DISKS = {"one_fits": 4096, "none_fits": 3480}  # KiB; the second passes the check of free space but is too small
+DISKS = {"one_fits": 4096, "none_fits": 3480}  # KiB; "none_fits" passes the check of free space but is too small
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disks(folder: Path) -> Iterator[dict[str, Path]]:
-    """Mounted file systems that hold one checkpoint of 3.54 MB, or slightly less; {} without the right to mount."""
+    """Mount file systems for one checkpoint of 3.54 MB, and for slightly less. Returns {} if mounting is not allowed.
+    """
     mounted = {}
     for name, size in DISKS.items():
         (path := folder / f"disk_{name}").mkdir()
@@ -44,14 +45,14 @@ def disks(folder: Path) -> Iterator[dict[str, Path]]:
 
 @pytest.fixture(scope="module")
 def silent_port() -> Iterator[int]:
-    """A reserved port on which no server listens."""
+    """Reserve a port on which no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
 
 
 class CaseList:
-    """Collects the cases of one launch of forked.py; they run in order and share the folder."""
+    """Collects the cases of one launch of forked.py. The cases run in order in the same folder."""
 
     def __init__(self, corpus: str, folder: Path) -> None:
         self.cases: list[dict[str, Any]] = []
@@ -66,7 +67,7 @@ class CaseList:
                            "log": str(self._folder / Path(run_folder).name)})
 
     def shell(self, command: str) -> None:
-        """Add a shell command, which runs in the folder."""
+        """Add a shell command that runs in the folder."""
         self.cases.append({"name": f"shell {len(self.cases)}", "kind": "shell", "command": command})
 
 
@@ -115,7 +116,7 @@ def _add_damaged_cases(cases: CaseList) -> None:
 
 @pytest.fixture(scope="module")
 def results(corpus: str, folder: Path, disks: dict[str, Path], silent_port: int) -> dict[str, Any]:
-    """Exit codes of all runs, by name of the case."""
+    """Return the exit codes of all runs by case name."""
     (folder / "ds.json").write_text(json.dumps(config(1, precision="bf16")))
     cases = CaseList(corpus, folder)
     cases.run("reference", "reference")
@@ -131,19 +132,19 @@ def results(corpus: str, folder: Path, disks: dict[str, Path], silent_port: int)
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Rows of one kind in events.jsonl."""
+    """Return the rows of one event type in events.jsonl."""
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [row for row in rows if row["event"] == kind]
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Training loss by step, from metrics.jsonl."""
+    """Return {step: training loss} from metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def log(run: Path) -> str:
-    """Output of all ranks."""
+    """Return the output of all ranks."""
     return "".join(path.read_text() for path in sorted(run.parent.glob(f"{run.name}.*.log")))
 
 
@@ -165,7 +166,7 @@ def test_the_mirror_replaces_a_damaged_checkpoint(results: dict[str, Any], folde
     assert losses(folder / "damaged")[6] == losses(folder / "reference")[6]
 
 
-def test_a_run_without_any_complete_checkpoint_does_not_begin_at_step_0(results: dict[str, Any], folder: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_start_at_step_0(results: dict[str, Any], folder: Path) -> None:
     assert results["damaged everywhere"]["status"] == [2, 2]
     assert "checkpoints: no checkpoint is complete (" in log(folder / "damaged")
     assert results["no checkpoint"]["status"] == [2, 2]
@@ -240,12 +241,12 @@ def test_a_foreign_pickle_is_reported_and_not_run(results: dict[str, Any], folde
 
 
 def opened_by_ranks(folder: Path, name: str) -> set[str]:
-    """Names of checkpoint files that the run's training processes opened for writing."""
+    """Return the names of the checkpoint files that the run's training processes opened for writing."""
     return {line for path in folder.glob(f"{name}.*.opened") for line in path.read_text().splitlines()}
 
 
 def test_only_the_writers_write_files_with_async_save(results: dict[str, Any], folder: Path) -> None:
-    """With --async_save the training processes write no checkpoint file; without it they write all."""
+    """With --async_save, the training processes write no checkpoint file. Without the flag, they write all files."""
     assert results["reference"]["status"] == [0, 0]
     files = read_manifest(folder / "reference" / "checkpoints" / "global_step6").files.keys()
     assert len(files) > 6

@@ -1,4 +1,4 @@
-"""CheckpointReader returns the same full weights from any layout, and transformers computes the same logits."""
+"""CheckpointReader returns the same complete weights from every layout, and transformers computes the same logits."""
 
 from pathlib import Path
 from typing import Any

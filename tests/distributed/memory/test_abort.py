@@ -1,6 +1,6 @@
-"""A rank that has finished does not exit with SIGABRT, however late gloo's threads free tensors of its last collective.
+"""A finished rank must not exit with SIGABRT when gloo's threads free the tensors of the last collective late.
 
-On a busy machine the race window is a few milliseconds. late_threads.c extends it.
+On a busy machine this race lasts a few milliseconds. late_threads.c makes it last up to two seconds.
 """
 
 import os
@@ -47,8 +47,8 @@ def test_end_process_exits_cleanly_while_gloo_still_frees_tensors(late_threads: 
 
 
 def test_sys_exit_aborts(late_threads: Path) -> None:
-    """torch 2.13 with Python 3.11. When this test fails, `end_process` is no longer needed."""
-    for _ in range(3):  # on a busy machine the threads may be too late even for the extended window
+    """sys.exit aborts with torch 2.13 and Python 3.11. When this test fails, `end_process` is no longer needed."""
+    for _ in range(3):  # on a busy machine, a thread may be later than the two seconds
         done = run(late_threads, "sys.exit")
         assert done.stdout == "done\n", done.stderr
         if done.returncode == -signal.SIGABRT:

@@ -1,7 +1,7 @@
-"""Memory that is estimated, simulated and measured, for the files of ds_configs/ on 1, 2 and 4 ranks.
+"""Estimated, simulated and measured memory agree for the files of ds_configs/ on 1, 2 and 4 ranks.
 
-Measurements are of real engines in real ranks. Every file is measured on one number of ranks, and some are simulated;
-`pytest -m slow` measures and simulates all others.
+The measured engines are real engines on real ranks. Every file is measured on one number of ranks, and some files are
+simulated. `pytest -m slow` measures and simulates the other combinations.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
 NO_NVME = missing_operator("AsyncIOBuilder")
 FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (NO_NVME and "nvme" in path.stem)]
-MEASURED = {  # names of the files by the number of ranks
+MEASURED = {  # number of ranks -> names of the files
     1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero1_fp16_static", "zero2_fp16", "zero3_fp16",
         "zero3_activation_checkpointing", "zero3_offload_optimizer_cpu", "zero3_offload_optimizer_nvme"),
     2: ("zero0_fp32", "zero1_bf16", "zero1_fp16", "zero2_offload_optimizer_cpu", "zero3_offload_all_cpu",
@@ -44,7 +44,7 @@ SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "
              2: ("zero0_fp32", "zero1_bf16", "zero2_offload_optimizer_cpu", "zero3_offload_all_nvme",
                  "pipeline2_zero0_bf16")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
-LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # partitions of 1 MiB and more, which NVMe offload swaps
+LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # NVMe offload swaps only partitions of 1 MiB and more
 SLACK_BYTES = 64  # for scalars
 MANY_RANKS = 1024
 
@@ -56,7 +56,7 @@ def stages_of(path: Path) -> int:
 
 
 def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
-    """Every file on every number of ranks that it can run on. Cases that are not in `quick` are marked as slow."""
+    """Return every file with every possible number of ranks. Cases that are not in `quick` are marked as slow."""
     return [pytest.param((ranks, path.stem), id=f"{path.stem}-{ranks}",
                          marks=[] if path.stem in quick[ranks] else [pytest.mark.slow])
             for ranks in (1, 2, 4) for path in FILES if ranks % stages_of(path) == 0]
@@ -96,7 +96,7 @@ def measured(request: pytest.FixtureRequest, folder: Path) -> dict[Case, RunMeas
 
 @pytest.fixture(scope="module")
 def simulated(request: pytest.FixtureRequest, folder: Path) -> dict[Case, SimulatedRank | ConfigError]:
-    """Simulation of the last rank, which a pipeline has in its last stage."""
+    """Simulate the last rank of each case. In a pipeline, this rank is in the last stage."""
     cases = selected_params(request, "simulated_case")
     requests = [SimulationRequest(arguments(name, folder), ranks - 1, ranks) for ranks, name in cases]
     return dict(zip(cases, simulate_ranks(requests), strict=True))
@@ -112,7 +112,7 @@ def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
 
 
 def position(layout: Layout, rank: int) -> dict[str, int]:
-    """Pipeline stage and ZeRO rank of a rank. The ranks of a stage have consecutive numbers."""
+    """Return the pipeline stage and the ZeRO rank of a rank. The ranks of a pipeline stage have consecutive numbers."""
     return {"pipeline_stage": rank // layout.data_parallel_size, "zero_rank": rank % layout.data_parallel_size}
 
 
@@ -143,9 +143,10 @@ def test_a_simulated_rank_holds_the_same_memory_as_a_real_one(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_inventory_has_every_tensor_that_is_alive(case: Case, measured: dict[Case, RunMeasurement]) -> None:
-    """Exceptions are the loss, and one tensor that only C++ code of torch refers to: the logits of one micro-batch in
-    the last stage of a pipeline, or a matrix that is being written to NVMe.
+def test_the_inventory_has_every_live_tensor(case: Case, measured: dict[Case, RunMeasurement]) -> None:
+    """The inventory misses only the loss and one tensor that only torch's C++ code references.
+
+    This tensor is the logits of one micro-batch in the last pipeline stage, or a matrix that is being written to NVMe.
     """
     in_flight_bytes = 2 * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
     for rank in measured[case].ranks:
@@ -177,14 +178,14 @@ def test_the_simulation_of_many_ranks_equals_the_estimate(folder: Path) -> None:
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
 @pytest.mark.parametrize("case", [(2, "zero3_offload_all_nvme")])
-def test_files_on_nvme_are_counted_as_such(case: Case, measured: dict[Case, RunMeasurement]) -> None:
+def test_swapped_states_are_counted_as_nvme_memory(case: Case, measured: dict[Case, RunMeasurement]) -> None:
     rank = measured[case].ranks[0]
     assert rank.held.total("master_weights", "nvme") > 10 * rank.held.total("master_weights", "host")
     assert rank.held.total("optimizer_states", "nvme") == 2 * rank.held.total("master_weights", "nvme")
 
 
 def test_a_run_is_measured_even_if_its_port_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program listens on the first port that was chosen, before the ranks do."""
+    """Another program already listens on the first port that the measurement chooses."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = [free_port(), other.getsockname()[1]]
         monkeypatch.setattr(run_ranks_module, "free_port", ports.pop)

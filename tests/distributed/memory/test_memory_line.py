@@ -1,6 +1,6 @@
-"""The memory line of a run on CPUs: the measurement is close to the prediction that is printed next to it.
+"""The memory line of a run on CPUs: the measured memory is close to the predicted memory on the same line.
 
-The engines are real ones, with jemalloc, as train.py runs where jemalloc is installed, and without it.
+The engines are real. They run with jemalloc, which train.py uses if it is installed, and without jemalloc.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def results(folder: Path, ranks: int) -> dict[Case, str]:
 
 @pytest.fixture(scope="module")
 def with_jemalloc(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, str]:
-    """Lines of ranks that run with jemalloc, as train.py restarts itself."""
+    """Return the lines of ranks that run with jemalloc. train.py restarts itself in the same environment."""
     found: dict[Case, str] = {}
     for ranks in NAMES:
         folder, port = tmp_path_factory.mktemp("line"), free_port()
@@ -78,7 +78,7 @@ def without_jemalloc(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, str
 
 
 def sizes(pattern: re.Pattern[str], line: str) -> list[float]:
-    """Sizes in the line, in bytes."""
+    """Return the sizes in the line, in bytes."""
     match = pattern.fullmatch(line)
     assert match, line
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -95,7 +95,8 @@ def test_the_measured_peak_is_close_to_the_prediction(case: Case, with_jemalloc:
 
 
 @pytest.mark.parametrize("case", WITHOUT_JEMALLOC, ids=lambda case: f"{case[1]}-{case[0]}")
-def test_without_jemalloc_the_measured_states_are_close_to_it(case: Case, without_jemalloc: dict[Case, str]) -> None:
+def test_without_jemalloc_the_steady_memory_is_close_to_the_prediction(
+        case: Case, without_jemalloc: dict[Case, str]) -> None:
     peak, measured, predicted = sizes(STEADY, without_jemalloc[case])
     assert predicted == pytest.approx(measured, rel=0.15)
     assert predicted < peak

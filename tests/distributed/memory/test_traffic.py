@@ -1,4 +1,4 @@
-"""Predicted bytes of a step, against the bytes that the collectives and the disk of real engines transfer."""
+"""Predicted bytes of a step, compared with the bytes that collectives and disks of real engines transfer."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ from tests.support.cases import CPU, case, config, flags, nvme
 from tests.support.launch import run_worker
 
 RANKS = 2
-DIVIDE_ALL = {"stage3_param_persistence_threshold": 0}  # no small parameters stay gathered
+DIVIDE_ALL = {"stage3_param_persistence_threshold": 0}  # small parameters are partitioned, too
 NO_NVME = missing_operator("AsyncIOBuilder")
 
 
 def _small_zero3(live: int, reuse: int, prefetch: int = 20_000, **others: Any) -> dict[str, Any]:
-    """ZeRO stage 3 with limits (elements) as small for the test's model as DeepSpeed's defaults are for a large one."""
+    """Return a JSON for ZeRO stage 3 with small limits (in elements), so that they affect the small model of the test.
+    """
     values = config(3, precision="bf16", stage3_max_reuse_distance=reuse, stage3_max_live_parameters=live,
                     **DIVIDE_ALL, **others)
     values["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetch
@@ -39,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pipeline2": config(1, precision="bf16", stages=2, accumulation=4),
 }
 FLAGS = {"steps": 3, "hidden": 64, "layers": 8}
-NVME_FLAGS = {"steps": 3, "hidden": 512}  # wide, as DeepSpeed keeps tensors below 1 MiB on the host
+NVME_FLAGS = {"steps": 3, "hidden": 512}  # a wide model, because DeepSpeed keeps tensors below 1 MiB on the host
 
 
 def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> list[Transfer]:
@@ -53,7 +54,7 @@ def predicted(name: str, values: dict[str, Any], run_flags: dict[str, Any]) -> l
 
 @pytest.fixture(scope="module")
 def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """For each case and rank: the bytes of its second step by collective, and the bytes of its disk."""
+    """Return the bytes of the second step by collective, and the bytes of the disk, for each case and rank."""
     folder = tmp_path_factory.mktemp("traffic")
     (folder / "swap").mkdir()
     cases = [case(name, "", values, flags(corpus, **FLAGS)) for name, values in CONFIGS.items()]
@@ -72,7 +73,7 @@ def test_network_bytes_of_a_step(name: str, measured: dict[str, list[dict[str, f
         expected = sum(transfer.bytes for transfer in transfers if collective in transfer.what)
         for rank in measured[name]:
             assert rank[collective] == pytest.approx(expected, rel=tolerance), collective
-    # The prediction is for a rank with two neighbours. It sends as much as the two ranks of this test together.
+    # The prediction is for a rank with two neighbours. Such a rank sends as much as both ranks of this test together.
     between_stages = sum(transfer.bytes for transfer in transfers if "pipeline stage" in transfer.what)
     assert sum(rank["send"] for rank in measured[name]) == pytest.approx(between_stages, rel=0.01, abs=64)
     for rank in measured[name]:
@@ -81,7 +82,7 @@ def test_network_bytes_of_a_step(name: str, measured: dict[str, list[dict[str, f
 
 
 def test_zero_stage_2_reduces_every_micro_batch(measured: dict[str, list[dict[str, float]]]) -> None:
-    """DeepSpeed all-reduces the gradients of each of 4 micro-batches, more than the paper says; see traffic.py."""
+    """DeepSpeed all-reduces the gradients of each micro-batch, which is more than in the ZeRO paper; see traffic.py."""
     zero1, zero2 = measured["zero1"][0], measured["zero2"][0]
     assert zero2["all-reduce"] == pytest.approx(4 * zero1["all-reduce"], rel=0.01)
 

@@ -10,7 +10,7 @@ NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SL
 
 environ = {NAMES.get(name, name): value for name, value in os.environ.items() if name != "LOCAL_SIZE"}
 environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
-if sys.argv[1] == "-c":  # a new process without imported test modules
+if sys.argv[1] == "-c":  # run the code in a new process, without the modules that this process has imported
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environ)
 os.environ.clear()
 os.environ.update(environ)

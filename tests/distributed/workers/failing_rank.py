@@ -1,4 +1,7 @@
-"""A rank of test_run_ranks.py that fails in a chosen way: `failing_rank REQUEST.json` with {"do": [how, per rank]}."""
+"""A rank of test_run_ranks.py that fails in a chosen way.
+
+`failing_rank REQUEST.json`; the request is {"do": [way to fail of each rank]}.
+"""
 
 import json
 import os
@@ -19,7 +22,7 @@ def main(request: Path, rank: int) -> None:
     if how == "allocate":
         request.with_suffix(f".error.{rank}").write_text("RuntimeError: DefaultCPUAllocator: can't allocate memory")
         sys.exit(1)
-    if how == "lose":  # like a rank whose peer has exited
+    if how == "lose":  # as a rank that lost the connection to another rank
         time.sleep(0.5)
         request.with_suffix(f".error.{rank}").write_text("RuntimeError: Connection closed by peer")
         sys.exit(1)

@@ -1,8 +1,8 @@
-"""Start the ranks of tests as forks of one process that has imported everything: in 1 s instead of 8 s.
+"""Start the ranks of tests as forks of one process that has imported all modules. A fork starts in 1 s instead of 8 s.
 
 Each line of standard input is a request {"command", "environs" (one per rank), "cwd", "timeout"}. Each answer is a line
-on standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a new process, as if it had been started by
-`python COMMAND`, with its output in CWD/rankN.log.
+on standard output: {"codes": exit codes} or {"timeout": true}. Each rank is a new process that behaves like
+`python COMMAND` and writes its output to CWD/rankN.log.
 """
 
 import gc
@@ -18,18 +18,18 @@ from typing import Any
 
 import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 (compiles at import)
 import torch._inductor.compile_fx  # noqa: F401
-import transformers.hf_argparser  # noqa: F401 (a second)
+import transformers.hf_argparser  # noqa: F401 (takes a second to import)
 from deepspeed.accelerator import get_accelerator
 
 import pretrain.trainer  # noqa: F401
 from pretrain.distributed.device import detect_device
 from pretrain.engine.prepare import prepare_deepspeed
 
-GRACE_S = 60.0  # time for other ranks to report their errors after one has failed; most end at once
+GRACE_S = 60.0  # after one rank has failed, the other ranks have this time to report their errors
 
 
 def load_operators() -> None:
-    """Load the compiled operators once, so that forks have them."""
+    """Load the compiled operators once. Forks inherit the loaded libraries."""
     prepare_deepspeed(detect_device())
     for name in ("FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder"):
         if get_accelerator().create_op_builder(name).is_compatible(verbose=False):
@@ -75,7 +75,7 @@ def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def run_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Run all ranks to their end. After one fails, end the others, which would wait for it."""
+    """Run all ranks and wait for them. GRACE_S after one rank fails, kill the others, which wait for the failed one."""
     cwd, deadline = Path(request["cwd"]), time.monotonic() + request["timeout"]
     running = {fork(request["command"], environ, cwd / f"rank{rank}.log"): rank
                for rank, environ in enumerate(request["environs"])}
@@ -99,7 +99,7 @@ def run_request(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that output of libraries is not taken for an answer
+    os.dup2(2, 1)  # libraries that print write to stderr; stdout has only answers
     load_operators()
     gc.freeze()  # exclude imported modules from DeepSpeed's frequent garbage collections
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""Run `train.py` several times, some runs killed during saves; for test_kill.py and test_saver.py.
+"""Run the cases of test_kill.py and test_saver.py. A case is a run of `train.py`; some runs are killed during saves.
 
-This runs in a fork of `fork_server.py`. Each rank of each run is a fork of this process, which takes 1 s to start.
+This program runs in a fork of `fork_server.py`. Each rank of each run is a fork of this program and starts in 1 s.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from tests.support.launch import free_port, rank_environment
 from tests.support.poison import poison
 
 RANKS = 2
-LIMIT_S = 600.0  # ends a test that hangs; nothing else depends on it
+LIMIT_S = 600.0  # a test that hangs fails after this time
 
 
 def log_of(case: dict[str, Any]) -> Path:
@@ -37,7 +37,7 @@ def log_of(case: dict[str, Any]) -> Path:
 def hold(at_call: int, until: Path) -> None:
     """Make training wait for the file `until` before step `at_call` of this process.
 
-    So a run cannot end before the test has acted on it, even on a fast machine.
+    Without this wait, a run on a fast machine could end before the test has acted on the run.
     """
     train_batch = loop.train_batch
     calls = itertools.count(1)
@@ -63,7 +63,10 @@ def list_files_opened(into: Path, below: Path) -> None:
 
 
 def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0) -> list[int]:
-    """Fork the ranks of one run, and return their process ids. They wait before step `hold_at` for `released`."""
+    """Fork the ranks of one run, and return their process ids.
+
+    Before step `hold_at`, the ranks wait for the file `released(case)`.
+    """
     flags, log = case["flags"], log_of(case)
     port = free_port()
     ranks = []
@@ -93,7 +96,7 @@ def released(case: dict[str, Any]) -> Path:
 
 
 def statuses(pids: list[int]) -> dict[str, Any]:
-    """Wait for the end of the ranks, and return their exit codes."""
+    """Wait until the ranks exit, and return their exit codes."""
     return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
 
 
@@ -128,7 +131,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def newest_verified(checkpoints: Path) -> int:
-    """Return the step of the newest undamaged checkpoint, without the code under test; 0: none."""
+    """Return the step of the newest undamaged checkpoint, or 0. This does not use the code under test."""
     return max((manifest.step for folder, manifest in complete_checkpoints(checkpoints)[0]
                 if not find_damage(folder, manifest)), default=0)
 
@@ -162,7 +165,7 @@ def poisoned(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
-    """Stop the writer of rank 0 after the first save, until a save was skipped."""
+    """Stop the writer of rank 0 after the first save, and continue the writer after a save was skipped."""
     folder = Path(case["run"])
     pids = start(case, hold_at=20)
     wait_for_event(folder, "save", more_than=0)
@@ -174,7 +177,7 @@ def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def signalled(case: dict[str, Any]) -> dict[str, Any]:
-    """One rank gets a signal after the first row of metrics."""
+    """Send a signal to one rank after the first row of metrics."""
     folder, numbers = Path(case["run"]), {"USR1": signal.SIGUSR1, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
     pids = start(case, hold_at=20)
     wait_until((folder / "metrics.jsonl").is_file, f"no metrics in {folder}")
@@ -194,7 +197,10 @@ def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed(case: dict[str, Any]) -> dict[str, Any]:
-    """Kill runs as the case says, then train to the end; return expected and real first steps, and exit codes."""
+    """Kill one run for each item of case["kills"], then train to the end.
+
+    Return (newest complete checkpoint, first step) of each run, and the exit codes of the last run.
+    """
     numbers, folder = random.Random(case["name"]), Path(case["run"])
     checkpoints, resumed = folder / "checkpoints", []
     hold_at = case["steps"] // (len(case["kills"]) + 1)  # steps of one run, so that some remain for the next
@@ -207,10 +213,10 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
         if when == "end":
             return {"resumed": resumed, **statuses(pids)}
         if when == "random":
-            if len(resumed) == 1:  # so that there is something to resume from
+            if len(resumed) == 1:  # the next run needs a checkpoint
                 wait_for_event(folder, "save", more_than=0)
             time.sleep(numbers.uniform(0, case["window_s"]))
-        elif when == "snapshot":  # the snapshot is in memory, not yet on disk
+        elif when == "snapshot":  # kill when the snapshot is in memory and may not yet be on disk
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
         else:  # rank 0 or its writer kills itself
             wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)

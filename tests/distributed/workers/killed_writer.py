@@ -1,4 +1,4 @@
-"""A checkpoint writer that kills itself after the sub-step of the commit that KILLED_WRITER_SUB_STEP names."""
+"""A checkpoint writer that kills itself after one sub-step of the commit. KILLED_WRITER_SUB_STEP names the sub-step."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
-/* For LD_PRELOAD: after each wake-up, every thread but the main one is delayed by up to two seconds, or until
- * release_late_threads() is called. A busy machine causes such delays at random. */
+/* Library for LD_PRELOAD. After hold_late_threads(), every thread except the main one waits after each
+ * pthread_cond_broadcast: until release_late_threads(), or for two seconds. A busy machine causes such delays at
+ * random. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -10,7 +11,8 @@ static volatile int released = 1;
 
 void hold_late_threads(void) { released = 0; }
 
-/* Release them, and keep Python's lock (called through ctypes.PyDLL) until they have come to want it. */
+/* Release the threads, then sleep for 1 s with the GIL held (ctypes.PyDLL keeps the GIL). In this time the threads
+ * reach the point where they need the GIL. */
 void release_late_threads(void) {
     released = 1;
     usleep(1000000);

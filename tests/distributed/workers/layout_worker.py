@@ -1,4 +1,4 @@
-"""One rank of the layout tests: trains and saves in one layout, or resumes from a checkpoint of another."""
+"""One rank of the layout tests: train and save in one layout, or resume from a checkpoint of another layout."""
 
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ def train_and_save(case: Case) -> dict[str, Any]:
 
 
 def resume(case: Case) -> dict[str, Any]:
-    """Load another layout's checkpoint into an engine that has trained `used` steps, save at once, and train."""
+    """Train `used` steps, load a checkpoint of another layout into the same engine, save at once, and train."""
     plan = plan_of(case)
     engine = engine_of(plan)
     source, at = Path(case["source"]), case["saved_step"]

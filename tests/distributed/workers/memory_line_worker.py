@@ -1,4 +1,4 @@
-"""One rank of test_memory_line.py: it trains each run of a JSON file, and returns the memory line that the run prints.
+"""One rank of test_memory_line.py: train each run of a JSON file, and return the memory line that the run prints.
 
 `memory_line_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
 """
@@ -21,7 +21,7 @@ from tests.support.cases_loop import each_case
 
 
 def memory_line(case: dict[str, Any]) -> str:
-    """Train until the step after the reported one. Return the only line that was reported."""
+    """Train until one step after REPORTED_STEP, and return the memory line. The run must report exactly one line."""
     plan = plan_without_data(RunArguments(**case["args"]), world_size=dist.get_world_size(), device=detect_device())
     watch, lines = MemoryWatch.start(plan, running_environment()), list[str]()
     with deepspeed_output("error"):

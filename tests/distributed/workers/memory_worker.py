@@ -1,4 +1,4 @@
-"""One rank of test_measure.py: it measures a few real steps of each run in a JSON file.
+"""One rank of test_measure.py: measure a few real steps of each run in a JSON file.
 
 `memory_worker.py CASES.json RESULTS.json`; a case: {"name", "args" (of train.py)}.
 """

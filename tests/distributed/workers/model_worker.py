@@ -110,7 +110,7 @@ def main() -> None:
     for name, config in configs.items():
         for interval in (0, 2):
             seen[f"{name}/zero3/{interval}"] = zero3(config, interval)
-    for name, config in configs.items():  # at the end: no other engine can be built once a PipelineModule exists
+    for name, config in configs.items():  # last, because no other engine can be built after a PipelineModule
         dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
         seen[f"{name}/dropout"] = dropout_gradients(dropping)
         one_stage = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)

@@ -1,4 +1,4 @@
-"""Rank of tests/distributed/memory/test_traffic.py: counts the bytes of one step of real engines.
+"""One rank of tests/distributed/memory/test_traffic.py: count the bytes of one step of real engines.
 
     traffic_worker.py CASES.json RESULTS.json      a case: {"name", "config", "flags"}
 """
@@ -50,7 +50,7 @@ class ByteCounter(TorchDispatchMode):
 
 
 def disk_bytes() -> dict[str, int]:
-    """Bytes that this process has read from and written to disks so far."""
+    """Return the bytes that this process has read from and written to disks so far."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(rows[name]) for name in ("read_bytes", "write_bytes")}
 

@@ -1,6 +1,6 @@
 """One rank of tests/distributed/test_upstream.py: run the cases of a JSON file, with our patches or without.
 
-Cases are those of `worker.py`. With "plain": true our model runs in unpatched DeepSpeed.
+The cases have the format of `worker.py`. With "plain": true, our model runs in unpatched DeepSpeed.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def outcome(action: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def whole_weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+def complete_weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Return copies of the model's complete weights, gathered under ZeRO-3."""
     weights = {}
     for name, parameter in engine.module.named_parameters():
@@ -84,7 +84,7 @@ def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
     return max(float((value.float() - theirs[name].float()).abs().max()) for name, value in ours.items())
 
 
-# --- with our model
+# --- cases with our model
 
 def train(case: Case) -> dict[str, Any]:
     """Train; return the metrics of each step and the final difference of the tied weight between pipeline stages."""
@@ -121,9 +121,9 @@ def nvme(case: Case) -> dict[str, Any]:
     steps(engine, plan, 0, 2)
     saved, *_ = save_checkpoint(engine, plan, folder, step=2,
                                 consumed_samples=2 * plan.layout.global_batch_size, versions={})
-    weights = whole_weights(engine)
+    weights = complete_weights(engine)
     result: dict[str, Any] = {"swapped": swapped, "tail": steps(engine, plan, 2, 4)}
-    final = whole_weights(engine)
+    final = complete_weights(engine)
     end(engine)
 
     def consolidated() -> float:
@@ -134,8 +134,8 @@ def nvme(case: Case) -> dict[str, Any]:
         again = engine_of(dataclasses.replace(plan, ds_config=copy.deepcopy(ds_config)))
         steps(again, plan, 0, 1)  # so that the load must replace weights and states
         load_checkpoint(again, plan, saved, read_manifest(saved))
-        found = {"loaded": largest_difference(weights, whole_weights(again)), "tail": steps(again, plan, 2, 4),
-                 "final": largest_difference(final, whole_weights(again))}
+        found = {"loaded": largest_difference(weights, complete_weights(again)), "tail": steps(again, plan, 2, 4),
+                 "final": largest_difference(final, complete_weights(again))}
         end(again)
         return found
 
@@ -148,13 +148,13 @@ def nvme(case: Case) -> dict[str, Any]:
 
 
 def initial_weights(case: Case) -> dict[str, Any]:
-    """Compare an engine's initial weights with those of a plain module; return also the seeds of the ranks."""
+    """Compare an engine's initial weights with those of a plain module. Also return the seeds of the ranks."""
     plan = plan_of(case)
     engine = engine_of(plan)
     module = as_module(plan.model)
     initialize_parameters(module, plan.model, seed=plan.args.seed)
     mine = {name: value.to(torch.bfloat16) for name, value in module.state_dict().items()}
-    weights = whole_weights(engine)
+    weights = complete_weights(engine)
     blocks = gathered({name: value for name, value in weights.items() if name.endswith("attention.out.weight")})
     result = {"difference": max(gathered(largest_difference(weights, mine))), "seeds": gathered(torch.initial_seed()),
               "first_blocks": float((next(iter(blocks[0].values())) - next(iter(blocks[1].values()))).abs().max())}
@@ -162,7 +162,7 @@ def initial_weights(case: Case) -> dict[str, Any]:
     return result
 
 
-# --- DeepSpeed by itself
+# --- cases with DeepSpeed alone
 
 def initialize(module: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **config}
@@ -172,7 +172,7 @@ def initialize(module: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeed
 
 
 def nvme_below_stage_3(case: Case) -> dict[str, Any]:
-    """Run a step of ZeRO-2 with its optimizer on NVMe; return where the states are."""
+    """Run a step of ZeRO-2 with NVMe offload of the optimizer, and return the location of the optimizer states."""
     folder = Path(case["folder"])
     offload = {"device": "nvme", "nvme_path": str(folder)}
     engine = initialize(nn.Linear(512, 512), {"bf16": {"enabled": True},
@@ -233,7 +233,7 @@ def unknown_key(case: Case) -> int:
 
 
 def sequence_parallel_pipeline(case: Case) -> list[int]:
-    """Return sequence- and data-parallel size of a pipeline whose JSON splits sequences over both ranks."""
+    """Return the sequence- and data-parallel sizes of a pipeline whose JSON splits sequences over both ranks."""
     module = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(2)], num_stages=1, loss_fn=nn.MSELoss())
     engine = initialize(module, {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1})
     result = [engine.sequence_parallel_size, engine.dp_world_size]

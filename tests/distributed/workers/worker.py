@@ -49,7 +49,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:
-    groups.mpu = None  # see each_case; a case may build several engines
+    groups.mpu = None  # as in each_case: otherwise this engine would use the topology of the last pipeline
     return build_engine(plan)
 
 
@@ -124,7 +124,7 @@ def losses(case: Case) -> dict[str, Any]:
 
 
 def resume(case: Case) -> dict[str, Any]:
-    """Train 2n steps without interruption, and n steps that resume from a checkpoint in a new engine."""
+    """Train 2n steps without interruption. Then resume from the checkpoint of step n in a new engine."""
     plan = plan_of(case)
     half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
