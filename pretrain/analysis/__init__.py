@@ -1,4 +1,4 @@
-"""Tools that look at a run from outside: the summary of a run folder, text generation from a checkpoint.
+"""Tools for existing runs: the summary and loss plot of a run folder, and text generation from a checkpoint.
 
 Imports checkpoint/, monitor/, data/, model/ and config/; never the trainer, cluster/ or bench/.
 """

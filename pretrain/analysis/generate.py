@@ -19,7 +19,7 @@ from pretrain.model.hf_weights import to_transformers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen. Temperature 0 is greedy sampling."""
+    """How the next tokens are chosen. Temperature 0 is greedy decoding."""
 
     max_new_tokens: int = 100
     temperature: float = 0.8
@@ -40,9 +40,9 @@ class TrainedModel:
 
 
 def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:
-    """Load the checkpoint folder `path`; from a run folder, the checkpoint of `step` or the newest complete one.
+    """Load a checkpoint. `path` is a checkpoint folder or a run folder. Raises ConfigError.
 
-    Raises ConfigError.
+    In a run folder, `step` selects the checkpoint; without `step` it is the newest complete one.
     """
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
@@ -63,8 +63,8 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
     """Return the prompt and its continuation.
 
-    It ends at the end-of-document token, after max_new_tokens, or at the model's last position. Raises ConfigError if
-    the prompt is empty or too long.
+    The continuation ends at the end-of-document token, after max_new_tokens, or at the model's last position. Raises
+    ConfigError if the prompt is empty or too long.
     """
     tokens = trained.tokenizer.encode(prompt)
     if not tokens and trained.tokenizer.eod_token is not None:

@@ -27,7 +27,7 @@ class Summary:
 
     @property
     def below_unigram_entropy(self) -> bool:
-        """Whether the model has learned more than the frequency of each token."""
+        """True if the model has learned more than the frequency of each token."""
         return None not in (self.valid_loss, self.unigram_entropy) and self.valid_loss < self.unigram_entropy  # type: ignore[operator]
 
 
@@ -48,7 +48,7 @@ def summarize(run: Path) -> Summary:
 
 
 def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
-    """Return a value of a row; None if it has none. Raises ConfigError if the value is not a finite number."""
+    """Return the value of a key; None if it is missing. Raises ConfigError if the value is not a finite number."""
     value = row.get(key)
     if value is None:
         return None

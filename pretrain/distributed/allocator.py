@@ -1,9 +1,9 @@
 """Keep freed memory in the process, on CPUs.
 
 glibc returns large freed blocks to the kernel, so the temporaries of each step are mapped, zeroed and faulted in again,
-page by page. There are two remedies: jemalloc, if installed, set to return nothing; otherwise glibc's heap, set not to
-shrink, which fragments more. Measured with a model of 34 M parameters (8 x 512 tokens, bf16, ZeRO-1) on 2 AVX512_BF16
-cores: the peak is 1.22 GB with jemalloc and 1.45 to 1.64 GB with glibc, at the same speed.
+page by page. If jemalloc is installed, it replaces glibc's malloc and is set to return nothing. Otherwise glibc's heap
+is set not to shrink; this heap fragments more. Measured with a model of 34 M parameters (8 x 512 tokens, bf16, ZeRO-1)
+on 2 AVX512_BF16 cores: the peak is 1.22 GB with jemalloc and 1.45 to 1.64 GB with glibc, at the same speed.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ def restart_with_jemalloc() -> None:
     """Restart this program with jemalloc instead of glibc's malloc, under the same process id.
 
     Does nothing if the program trains on a GPU, if `jemalloc_environment` is empty, or if the process was not started
-    as `python PROGRAM` (but with -m, or as a fork). Call it first: then a restart takes only 0.1 s.
+    as `python PROGRAM` (for example with -m, or by fork). Call it before slow imports: then a restart takes 0.1 s.
     """
     values = jemalloc_environment(os.environ) if wants_cpu() else {}
     if values and sys.argv[0] in sys.orig_argv:
@@ -51,14 +51,15 @@ def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError as error:
-        return "static TLS" in str(error)  # cannot be loaded this late, but can be preloaded
+        return "static TLS" in str(error)  # too late for this process, but it can be preloaded
     return True
 
 
 def keep_freed_memory() -> bool:
     """Make glibc's malloc use a heap that never shrinks, for the rest of this process.
 
-    Returns False and does nothing if malloc is not glibc's, or if the user has set it (see `jemalloc_environment`).
+    Returns False and does nothing if malloc is not glibc's, or if the user has configured malloc (see
+    `jemalloc_environment`).
     """
     if _USER_SETTINGS & os.environ.keys():
         return False

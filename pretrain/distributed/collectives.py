@@ -1,7 +1,7 @@
 """Collective operations on Python values, and waiting for other ranks.
 
-A rank must not wait inside a collective for another rank's disk or network, because that may take longer than the
-time-out of the process group, which would end the job. Waiting ranks poll instead.
+Waiting ranks poll. They do not wait inside a collective for another rank's disk or network: this may take longer than
+the time-out of the process group, which would end the job.
 """
 
 import time
@@ -28,8 +28,8 @@ def gather(value: T) -> list[T]:
 def from_rank_0(action: Callable[[], T]) -> T:
     """Run `action` on rank 0, and return its result or raise its error on every rank.
 
-    Only ConfigError, SaveError and OSError are passed on. `action` may take long: it runs in a thread, while all ranks
-    poll for its end.
+    Of errors, only ConfigError, SaveError and OSError reach the other ranks. `action` may take long: it runs in a
+    thread, while all ranks poll for its end.
     """
     outcome: list[Any] = [False, None, None]  # done, value, error
     with ThreadPoolExecutor(1, thread_name_prefix="rank-0") as pool:

@@ -1,4 +1,4 @@
-"""Detect the device of this machine and its data types, without importing torch."""
+"""Detect the device of this machine and the data types that it supports, without importing torch."""
 
 import importlib.util
 import os
@@ -16,8 +16,8 @@ class Device:
     kind: str  # "cpu" or "cuda"
     fp16: bool  # can train in float16
     bf16: bool  # can train in bfloat16
-    memory_bytes: int  # of one accelerator, or of the host if it is the CPU; 0: unknown
-    compiles: bool = True  # DeepSpeed can compile operators for it; on cuda that needs nvcc
+    memory_bytes: int  # of one GPU, or of the host for a CPU; 0: unknown
+    compiles: bool = True  # DeepSpeed can compile operators for the device; cuda needs nvcc
 
 
 def detect_device() -> Device:
@@ -26,7 +26,7 @@ def detect_device() -> Device:
 
 
 def cpu_device() -> Device:
-    """Describe the CPU. bf16 runs on every CPU, if need be emulated; fp16 is usable only with AVX512_FP16."""
+    """Describe the CPU. bf16 runs on every CPU, emulated if necessary. fp16 needs AVX512_FP16."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
 """This host's network interfaces, and the variables by which launchers number ranks.
 
-Only the standard library and psutil: cluster/hosts/remote.py sends this file's text to other hosts.
+Imports only the standard library and psutil, because cluster/hosts/remote.py sends this file's text to other hosts.
 """
 
 import socket
@@ -17,9 +17,9 @@ RANK_VARIABLES = tuple(names[0] for names in LAUNCHER_VARIABLES.values())
 
 
 def interface_towards(address: str) -> tuple[str, str] | None:
-    """Return (name, address) of the network interface that reaches `address`, or that has it.
+    """Return (name, address) of the network interface that reaches or owns `address`.
 
-    None if that is the loopback interface, or if `address` cannot be resolved or reached.
+    Return None for the loopback interface, and if `address` cannot be resolved or reached.
     """
     import psutil
 

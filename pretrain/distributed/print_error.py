@@ -11,10 +11,11 @@ import psutil
 from pretrain.distributed.world import World
 from pretrain.terminal.status import clear_status
 
-_ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after the first one
-_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # longer, because on a busy machine the first rank may lag far behind
+_ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
+_ENDED_BY_DEEPSPEED_WITHIN_S = 30.0  # longer, because on a busy machine the first rank may be far behind
 _DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
-# Waits for a process to end, at most as long as DeepSpeed's launcher gives its ranks (30 s each), and prints a line.
+# A program that waits for the end of a process, at most 60 s, then prints a line. DeepSpeed's launcher gives each rank
+# 30 s to end.
 _PRINT_AFTER = """
 import os, select, sys
 ended = select.poll()
@@ -27,8 +28,8 @@ os.write(2, os.fsencode(sys.argv[2] + "\\n"))
 def print_error(world: World, error: Exception) -> None:
     """Print why the run is rejected, once per host, because hosts may have different errors.
 
-    The first rank of each host prints. Its other ranks wait, because launchers end all ranks after the first one has
-    ended. A rank that has not been ended after the wait has an error that the first rank does not have, and prints it.
+    The first rank of each host prints. The other ranks wait, because launchers end all ranks after one has failed. A
+    rank that still runs after the wait prints its own error, because the first rank does not have this error.
     """
     launcher = _deepspeed_launcher()
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
@@ -60,10 +61,11 @@ def _deepspeed_launcher() -> psutil.Process | None:
 def _print_after(launcher: psutil.Process, line: str) -> bool:
     """Print `line` after the log lines that DeepSpeed's launcher writes about a failed rank.
 
-    A separate process waits for the end of the launcher, then prints. The launcher ends after it has logged, and the
-    `deepspeed` command, which waits for the launcher, takes far longer to end than the printing process (DeepSpeed
-    0.19.8: launcher/launch.py, sigkill_handler; launcher/runner.py, main).
-    Returns False and does nothing if the launcher logs nothing, or if this is not possible here.
+    A separate process waits for the end of the launcher, then prints. The launcher ends after its log lines. The
+    `deepspeed` command waits for the launcher, and ends long after the separate process has printed (DeepSpeed 0.19.8:
+    launcher/launch.py, sigkill_handler; launcher/runner.py, main).
+
+    Returns False and does nothing if the launcher logs nothing, or if the system has no pidfd_open.
     """
     try:
         if "--log_level=critical" in launcher.cmdline():
@@ -72,6 +74,6 @@ def _print_after(launcher: psutil.Process, line: str) -> bool:
         subprocess.Popen([sys.executable, "-I", "-S", "-c", _PRINT_AFTER, str(descriptor), line],
                          pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          start_new_session=True)
-    except (psutil.Error, OSError, AttributeError):  # pidfd_open does not exist: an old kernel, or not Linux
+    except (psutil.Error, OSError, AttributeError):  # no pidfd_open: an old kernel, or not Linux
         return False
     return True

@@ -1,4 +1,4 @@
-"""Memory and end of this process, and ports and environment for processes that it starts."""
+"""Memory and exit of this process, and ports and environment for its child processes."""
 
 import atexit
 import errno
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 _FIRST_FREE_PORT = 1024  # lower ports are reserved
-_ENOUGH_PORTS = 4096  # to make collisions of simultaneous programs unlikely
+_ENOUGH_PORTS = 4096  # to make collisions between simultaneous programs unlikely
 _TRIES = 100
 
 
@@ -42,8 +42,8 @@ def port_is_free(port: int) -> bool:
 def free_port() -> int:
     """Return a free TCP port, chosen at random, so that simultaneous programs rarely collide.
 
-    The port is below the range that the kernel uses for outgoing connections. A port in this range could be taken
-    before the rank that shall listen on it has imported torch.
+    The port is below the range that the kernel uses for outgoing connections. A port in that range could be taken while
+    the rank that will listen on it is still importing torch.
     """
     kernel_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_of_kernel = int(kernel_range.read_text().split()[0]) if kernel_range.exists() else 32768
@@ -67,11 +67,11 @@ def package_environment() -> dict[str, str]:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with an exit code, after its exit handlers, but without finalizing the interpreter.
+    """Run the exit handlers and end this process with an exit code, without finalizing the interpreter.
 
-    A thread of gloo frees the tensors of a collective shortly after the collective, which needs the interpreter's lock.
-    If the interpreter is being finalized at that moment, Python <= 3.13 ends the thread inside a destructor, and C++
-    aborts with "terminate called without an active exception" (SIGABRT), after all work was done (torch 2.13,
+    Shortly after a collective, a thread of gloo frees the collective's tensors, which needs the interpreter's lock. If
+    the interpreter is being finalized at that moment, Python <= 3.13 ends the thread inside a destructor. Then C++
+    aborts with "terminate called without an active exception" (SIGABRT), although all work is done (torch 2.13,
     PyObjectSlot::decref). Guarded by tests/distributed/memory/test_abort.py.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as sys.exit does

@@ -13,7 +13,7 @@ _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only
 def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
     """Set GLOO_SOCKET_IFNAME for runs on several hosts.
 
-    Without it gloo binds to the address of the host's name, which is often 127.0.0.1.
+    Without this variable gloo uses the address of the host's name, which is often 127.0.0.1.
     """
     on_one_host = int(environ["LOCAL_SIZE"]) >= world.size or environ["MASTER_ADDR"] in ("127.0.0.1", "localhost")
     if on_one_host or "GLOO_SOCKET_IFNAME" in environ:
@@ -24,7 +24,7 @@ def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def taken_port(world: World) -> ConfigError:
-    """Return the error for a MASTER_PORT that another program listens on, with the remedy for the launcher in use."""
+    """Return the error for a MASTER_PORT on which another program listens, with the remedy for the launcher in use."""
     remedy = "set MASTER_PORT=N before the launcher's command"
     if world.launcher == "none":
         remedy = "unset MASTER_PORT: a single process chooses a free port by itself"

@@ -1,8 +1,8 @@
 """Rank and world size of this process, from the environment variables of its launcher.
 
 Launchers are `deepspeed` and torchrun (RANK ...), Open MPI (OMPI_COMM_WORLD_*), MPICH and Intel MPI (PMI_*), SLURM's
-srun (SLURM_*), and other MPI launchers (PMIX_RANK alone; MPI itself provides the rest). torch reads only the variables
-of the first kind. With another launcher each process would silently train alone, as rank 0 of 1.
+srun (SLURM_*), and other MPI launchers (only PMIX_RANK; MPI itself provides the rest). torch reads only the variables
+of `deepspeed` and torchrun. With another launcher each process would silently train alone, as rank 0 of 1.
 """
 
 import os
@@ -34,7 +34,7 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
-    """Return an environment variable as an integer; ConfigError if it is not one."""
+    """Return an environment variable as an integer. Raises ConfigError for other text."""
     try:
         return int(environ[name])
     except ValueError:
@@ -54,9 +54,9 @@ def _slurm_local_size(environ: Mapping[str, str], name: str) -> int:
 
 
 def world_from_environment(environ: Mapping[str, str]) -> World:
-    """Read rank and world size from the variables of the launcher; without a launcher return a world of one.
+    """Read rank and world size from the variables of the launcher; without a launcher return ALONE.
 
-    In a batch script of SLURM, SLURM_PROCID is set but there is no step. That is no launcher: only srun starts ranks.
+    A SLURM batch script has SLURM_PROCID but is not a rank: only srun starts ranks.
     """
     for launcher, (rank, size, local_rank, local_size) in LAUNCHER_VARIABLES.items():
         if rank not in environ or size not in environ:
@@ -65,10 +65,11 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
             continue  # srun --mpi=pmi2 also sets PMI_RANK, but only SLURM's variables have the local rank
         if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
             continue
-        count = _slurm_local_size if launcher == "slurm" else _integer
+        read_local_size = _slurm_local_size if launcher == "slurm" else _integer
         world = World(rank=_integer(environ, rank), size=_integer(environ, size),
                       local_rank=_integer(environ, local_rank) if local_rank in environ else 0,
-                      local_size=count(environ, local_size) if local_size in environ else 1, launcher=launcher)
+                      local_size=read_local_size(environ, local_size) if local_size in environ else 1,
+                      launcher=launcher)
         if not 0 <= world.rank < world.size:
             raise ConfigError(rank, found=f"{world.rank} of {size}={world.size}", expected="0 <= rank < world size")
         return world
@@ -78,7 +79,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
 
 
 def _mpi() -> Any:
-    """Return mpi4py's MPI, with the launcher's library if several are installed."""
+    """Return mpi4py's MPI module. If several MPI libraries are installed, choose the launcher's."""
     if any(name.startswith("OMPI_") for name in os.environ):
         os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
     from mpi4py import MPI
@@ -133,7 +134,7 @@ def export_world(world: World, environ: MutableMapping[str, str]) -> None:
     environ.setdefault("LOCAL_WORLD_SIZE", str(world.local_size))
     environ.setdefault("LOCAL_SIZE", environ["LOCAL_WORLD_SIZE"])
     if world.launcher == "none":
-        environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs it
+        environ.setdefault("MASTER_PORT", str(free_port()))  # no other process needs to know it
     environ.setdefault("MASTER_PORT", DEFAULT_MASTER_PORT)
     if "MASTER_ADDR" not in environ:
         if world.launcher == "slurm" and world.size > 1:

@@ -1,6 +1,6 @@
 """Build a DeepSpeed engine from a plan: ZeRO-0/1 as a PipelineModule of one or more stages, ZeRO-2/3 as a plain module.
 
-This file and steps.py are the only ones that distinguish the two.
+Only this file and steps.py distinguish between PipelineModule and plain module.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from pretrain.patches.apply import apply_patches
 
 @contextlib.contextmanager
 def deepspeed_output(level: str) -> Iterator[None]:
-    """Set the level of DeepSpeed's logger: debug, info, warning or error. Above info, discard what it prints."""
+    """Set the level of DeepSpeed's logger: debug, info, warning or error. Above info, also discard output to stdout."""
     deepspeed.utils.logger.setLevel(getattr(logging, level.upper()))
     with contextlib.ExitStack() as stack:
         if level not in ("debug", "info"):
@@ -52,7 +52,7 @@ def _build_module(plan: Plan) -> torch.nn.Module:
 
 
 def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Return the plan's schedule as a factory for DeepSpeed; None if the JSON has a scheduler, or there is none."""
+    """Return a factory for the plan's schedule, as DeepSpeed expects; None if the JSON has its own scheduler."""
     schedule = plan.schedule
     if schedule is None:
         return None
@@ -74,7 +74,7 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
                                       lr_scheduler=_scheduler(plan))
     apply_patches(engine)
     if engine.device.type == "cpu":
-        keep_freed_memory()  # only now, so that temporaries of the construction are returned to the system
+        keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine
@@ -83,11 +83,11 @@ def build_engine(plan: Plan) -> DeepSpeedEngine:
 def _check_groups(groups: list[dict[str, Any]]) -> None:
     """Raise ConfigError on every rank if the ranks differ in which parameter groups are empty.
 
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, scaled_global_norm) reduces the gradient norm of each group
-    separately and drops empty groups, so pipeline stages that differ would wait for each other forever.
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, scaled_global_norm) drops empty groups and reduces the gradient
+    norm of each remaining group. Pipeline stages with different groups would wait for each other forever.
     """
-    held = gather([bool(group["params"]) for group in groups])
-    if any(groups_of_rank != held[0] for groups_of_rank in held):
+    non_empty = gather([bool(group["params"]) for group in groups])
+    if any(groups_of_rank != non_empty[0] for groups_of_rank in non_empty):
         raise ConfigError("pipeline.partition_method", problem="it leaves a pipeline stage without a block",
                           remedy='use "partition_method": "uniform", or fewer "stages"')
 

@@ -23,7 +23,7 @@ _GIB_PER_COMPILER = 1.5
 
 
 def missing_operator(name: str) -> str:
-    """Return why this machine cannot compile an operator, or "" if it can. `name` is an op_builder class."""
+    """Return why this machine cannot compile an operator, or "" if it can. `name` is a class of op_builder."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(name)
@@ -33,7 +33,7 @@ def missing_operator(name: str) -> str:
 
 
 def _build(name: str) -> str:
-    """Compile an operator unless it is compiled. Return "", or why this failed."""
+    """Compile an operator if necessary. Return "" if it is available, else the reason."""
     from deepspeed.accelerator import get_accelerator
 
     missing = missing_operator(name)
@@ -70,6 +70,7 @@ def build_operators(*, offload: bool) -> bool:
     for name, purpose in operators.items():
         print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
     print(f"  all in {time.perf_counter() - start:.0f} s", flush=True)
+    # without nvcc, torch's optimizers are used instead
     has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
     return has_substitutes or not any(failures.values())
 

@@ -1,24 +1,24 @@
 """Compile DeepSpeed's operators quickly, and share them between all environments that can load them.
 
 DeepSpeed 0.19.8 compiles an operator at its first use (ops/op_builder/builder.py, `OpBuilder.jit_load`) with
-`torch.utils.cpp_extension.load` of torch 2.13. `cache_operators` replaces this function, which has three problems:
+`torch.utils.cpp_extension.load` of torch 2.13. This function has three problems, and `cache_operators` replaces it:
 
 - Each source file (twelve for async_io) parses all of torch's C++ headers, with `-g`. Here one file includes the
   sources of an operator. It is compiled without `-g` and without the headers of the C++ frontend (`torch/all.h`), which
   no operator uses: `torch/extension.h` skips them for TORCH_INDUCTOR_CPP_WRAPPER. The other flags (`-O3
   -march=native`) are the same.
 - Operators are compiled again when the path of the environment, of the checkout or of ninja changes. They are not
-  compiled again when the CPU changes, which ends with SIGILL if hosts share a home folder. Here the folder's name
-  contains a hash of everything that the library depends on.
-- A run that is killed during a compilation leaves a file (torch/utils/file_baton.py), for which every later start waits
-  forever. Here the lock belongs to the process and ends with it.
+  compiled again when the CPU changes: a host that shares its home folder with another one may die with SIGILL. Here the
+  folder's name contains a hash of everything that the library depends on.
+- A run that is killed during a compilation leaves a lock file (torch/utils/file_baton.py), for which every later start
+  waits forever. Here the lock is released when the process ends.
 
 Measured on two idle cores (Xeon with AMX, gcc 12, November 2026): `python -m pretrain.engine.build_ops` takes 24 s for
-the two operators of the quickstart, and 57 s with `--offload` for all five. DeepSpeed's way takes 437 s of CPU time for
-the five without `-g`, and more with it. FusedAdam and CPUAdam give the same bits both ways.
+the two operators of the quickstart, and 57 s with `--offload` for all five. torch's `load` takes 437 s of CPU time for
+the five without `-g`, and more with `-g`. FusedAdam and CPUAdam give the same bits either way.
 
-If an operator does not compile this way, it is compiled in DeepSpeed's way. `tests/engine/test_operator_cache.py` fails
-if that is so for an operator of `launch/setup.sh`, and once torch no longer waits for dead processes.
+If an operator does not compile as one file, torch's `load` compiles it. `tests/engine/test_operator_cache.py` fails if
+this fallback is used for an operator of `launch/setup.sh`. It also fails once torch no longer waits for dead processes.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
     except OSError as error:
         raise ConfigError(str(cache_folder()), problem=f"compiled operators cannot be written here: {error.strerror}",
                           remedy="choose another folder with TORCH_EXTENSIONS_DIR") from None
-    with lock:  # closing the file, also by the end of the process, releases the lock
+    with lock:  # the lock is released when the file is closed or the process ends
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a killed process
@@ -82,7 +82,7 @@ def _load(name: str, sources: list[str], **settings: Any) -> ModuleType:
 
 
 def _import_built(folder: Path) -> ModuleType | None:
-    """Load the operator from its folder; None if it is not compiled or cannot be loaded."""
+    """Load the operator from its folder. Return None if it is not compiled or cannot be loaded."""
     try:
         name = (folder / "built").read_text(encoding="utf-8")
     except OSError:
@@ -93,7 +93,7 @@ def _import_built(folder: Path) -> ModuleType | None:
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError:  # a library that it was linked with is missing: compile it again
+    except ImportError:  # a library that the operator needs is missing: compile it again
         return None
     return module
 
@@ -153,9 +153,10 @@ def _is_cpp(sources: list[str]) -> bool:
 def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str:
     """Return a hash of sources, flags, versions and CPU features.
 
-    Paths and the compiler are not part of it, so that a machine without a compiler can use the library of another one.
+    Paths and the compiler are not part of the hash, so that a machine without a compiler can use a library that another
+    machine has compiled.
     """
-    # DeepSpeed sets this variable during builds for CUDA, also in other threads: ignore it for C++.
+    # While DeepSpeed builds for CUDA, it sets this variable for all threads: ignore it for C++.
     cuda_architectures = None if _is_cpp(sources) else os.environ.get("TORCH_CUDA_ARCH_LIST")
     flags = [settings.get(key) for key in ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")]
     parts = [name, importlib.metadata.version("deepspeed"), torch.__version__, sysconfig.get_config_var("SOABI"),
@@ -164,7 +165,7 @@ def _fingerprint(name: str, sources: list[str], settings: dict[str, Any]) -> str
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-_since: dict[str, float] = {}  # operator -> start of its compilation, in this process
+_started_at: dict[str, float] = {}  # operator -> start of its compilation in this process (time.monotonic)
 _changed = threading.Condition()
 
 
@@ -172,16 +173,16 @@ _changed = threading.Condition()
 def _announced(name: str) -> Iterator[None]:
     """Report a compilation: a terminal shows a line that counts seconds, a log gets one line per minute."""
     with _changed:
-        if not _since:
+        if not _started_at:
             threading.Thread(target=_report, daemon=True).start()
-        _since[name] = time.monotonic()
+        _started_at[name] = time.monotonic()
     built = False
     try:
         yield
         built = True
     finally:
         with _changed:
-            seconds = time.monotonic() - _since.pop(name)
+            seconds = time.monotonic() - _started_at.pop(name)
             _changed.notify_all()
             end = f"ds-pretrain: DeepSpeed's operator {name}: compiled in {seconds:.0f} s" if built else ""
             print(_line_start() + end, end="\n" if built else "", file=sys.stderr, flush=True)
@@ -193,9 +194,10 @@ def _line_start() -> str:
 
 def _report() -> None:
     with _changed:
-        while _since:
+        while _started_at:
             terminal = is_watched(sys.stderr)
-            seconds = time.monotonic() - min(_since.values())
-            line = f"ds-pretrain: compiling DeepSpeed's {', '.join(_since)}, once for this machine: {seconds:.0f} s"
+            seconds = time.monotonic() - min(_started_at.values())
+            names = ", ".join(_started_at)
+            line = f"ds-pretrain: compiling DeepSpeed's {names}, once for this machine: {seconds:.0f} s"
             print(_line_start() + line, end="" if terminal else "\n", file=sys.stderr, flush=True)
             _changed.wait(1 if terminal else _LOG_INTERVAL_S)

@@ -1,6 +1,6 @@
 """Run a training or evaluation step on an engine, and read its metrics.
 
-This file and build.py are the only ones that distinguish the PipelineModule from the plain module.
+Only this file and build.py distinguish between PipelineModule and plain module.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,10 @@ def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torc
 
 def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
                loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
+    """Return the mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
 
-    PipelineEngine takes the same mean of losses, and every engine of gradients. The weights of the Loader rely on it.
+    PipelineEngine computes the same mean of the losses. Every engine computes the same mean of the gradients. The
+    Loader's weights rely on this.
     """
     total = torch.zeros((), device=engine.device)
     for batch in micro_batches:
@@ -63,7 +64,7 @@ def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> MicroBatch:
 
 
 def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:
-    """Sum a number of the host over the data-parallel ranks; synchronizes the device."""
+    """Sum a Python number over the data-parallel ranks. Synchronizes the device."""
     total = torch.tensor(value, dtype=torch.float64, device=engine.device)
     torch.distributed.all_reduce(total, group=engine.data_parallel_group)
     return float(total)
@@ -78,13 +79,13 @@ def data_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def grad_norm(engine: DeepSpeedEngine) -> float:
-    """Global norm of the last step's gradients before clipping, unscaled; NaN before the first step."""
+    """Return the global norm of the last step's gradients before clipping, unscaled; NaN before the first step."""
     norm = engine.get_global_grad_norm()
     return float("nan") if norm is None else float(norm)
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:
-    """Current loss scale of fp16; 1 in other precisions."""
+    """Return the current loss scale of fp16; 1 in other precisions."""
     if not engine.fp16_enabled():
         return 1.0
     scale = engine._get_optimizer_loss_scale()
@@ -92,12 +93,12 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
 
 
 def learning_rate(engine: DeepSpeedEngine) -> float:
-    """Learning rate of the next step."""
+    """Return the learning rate of the next step."""
     return float(engine.get_lr()[0])
 
 
 def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
-    """Loss scale of fp16 and the counters of its window, under DeepSpeed's names; None in other precisions."""
+    """Return fp16's loss scale and the counters of its window, under DeepSpeed's names; None in other precisions."""
     if not engine.fp16_enabled():
         return None
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler

@@ -35,7 +35,7 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
 
 
 def _layout_text(layout: Layout) -> str:
-    """`cuda, bf16, ZeRO-2, 8 data-parallel, optimizer on cpu`."""
+    """Describe a layout, such as `cuda, bf16, ZeRO-2, 8 data-parallel, optimizer on cpu`."""
     parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
              f"{layout.data_parallel_size} data-parallel"]
     if layout.pipeline_stages > 1:

@@ -1,4 +1,4 @@
-"""Meter: turns steps into rows of metrics.jsonl and lines on the screen. It reads the device in logged steps only."""
+"""Meter: writes rows of metrics.jsonl and lines on the screen. Only logged steps read values from the device."""
 
 import time
 from collections.abc import Callable
@@ -42,8 +42,8 @@ def format_duration(seconds: float) -> str:
 def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int | None) -> str:
     """Format a row of metrics.jsonl as a line of text.
 
-    If the line is longer than `columns`, its last parts are dropped. They are the least important ones, and the status
-    line shows the speed and the ETA, too.
+    If the line is longer than `columns`, its last parts are dropped. They are the least important parts, and the status
+    line also shows the speed and the ETA.
     """
     parts = [f"step {row['step']:>7}/{train_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}",
              f"grad norm {row['grad_norm']:.3f}"]
@@ -58,7 +58,7 @@ def row_line(row: dict[str, Any], *, train_steps: int, fp16: bool, columns: int 
 
 
 class Meter:
-    """Times the steps between two logged steps, and reports on rank 0: a line per logged step and per evaluation.
+    """Measures the time between logged steps. Rank 0 reports a line for each logged step and each evaluation.
 
     On a terminal the status line also shows the current step, the speed and the remaining time.
     """
@@ -74,14 +74,14 @@ class Meter:
         self._last_step, self._last_time, self._data_seconds = first_step, time.perf_counter(), 0.0
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:
-        """Call `load(consumed_samples)`, and count its time as waiting for data."""
+        """Call `load(consumed_samples)`, and add its time to the waiting time for data."""
         start = time.perf_counter()
         micro_batches = load(consumed_samples)
         self._data_seconds += time.perf_counter() - start
         return micro_batches
 
     def restart(self, step: int) -> None:
-        """Exclude the time since the last row from the next one, for example after an evaluation or a save."""
+        """Exclude the time until now from the next row, for example after an evaluation or a save."""
         self._last_step, self._last_time, self._data_seconds = step, time.perf_counter(), 0.0
 
     def due(self, step: int) -> bool:

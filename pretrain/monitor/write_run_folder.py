@@ -61,7 +61,7 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
 
 
 class RunFolder:
-    """Appends to the files of a run folder. If it is not active, which is so on all ranks but 0, it does nothing."""
+    """Appends to the files of a run folder. It is active on rank 0 only; on other ranks it does nothing."""
 
     def __init__(self, path: Path, *, active: bool) -> None:
         self.path, self._active = path, active

@@ -13,8 +13,9 @@ def make_bias_correction_stateless(optimizer: torch.optim.Optimizer) -> None:
     """Make the bias correction of Adam's CPU kernels a function of the step number alone.
 
     DeepSpeed 0.19.8 (csrc/includes/cpu_adam.h, IncrementStep): the kernels update beta^step as a running product of
-    fp32 factors, but compute it by pow() after a resume. The last bits differ, and so do the weights. A call with step
-    0 on an empty tensor before each step resets the product, so that the kernels always use pow().
+    fp32 factors, but compute it by pow() after a resume. The last bits of the correction differ, and therefore those of
+    the weights. A call with step 0 on an empty tensor before each step resets the product, so that the kernels always
+    use pow().
     """
     empty = [torch.empty(0) for _ in range(4)]
     if isinstance(optimizer, DeepSpeedCPUAdam):

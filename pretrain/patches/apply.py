@@ -1,7 +1,7 @@
-"""Defects of DeepSpeed 0.19.8 that silently give a wrong result, and where each is worked around or rejected.
+"""Defects of DeepSpeed 0.19.8 that silently give wrong results, and the place of each work-around or rejection.
 
 Each work-around is one function. `tests/distributed/test_upstream*.py` test each defect twice: DeepSpeed alone gives
-the wrong result, and with the work-around the result is right. The first half fails once DeepSpeed has fixed the
+the wrong result, and with the work-around the result is right. The first test fails once DeepSpeed has fixed the
 defect; then the function can be deleted. All defects were found in DeepSpeed 0.19.8, the only supported version.
 
     A  fp16 + ZeRO-0: the loss is never scaled; a stray optimizer step at construction;

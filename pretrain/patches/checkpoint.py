@@ -11,10 +11,10 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 
 def load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, Any]:
-    """Load with `engine.load_checkpoint` and return the client state; RuntimeError if the engine loads nothing.
+    """Load with `engine.load_checkpoint` and return the client state. RuntimeError if nothing is loaded.
 
-    DeepSpeed 0.19.8 (runtime/engine.py, _load_checkpoint) passes the wrong file to BF16_Optimizer at ZeRO stage 0,
-    which fails with KeyError: 0. Here the optimizer is loaded by a second call in this case.
+    DeepSpeed 0.19.8 (runtime/engine.py, _load_checkpoint) passes the wrong file to BF16_Optimizer at ZeRO stage 0. The
+    load fails with KeyError: 0. In this case a second call loads the optimizer.
     """
     bf16_at_stage_0 = isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization()
     path, client_state = engine.load_checkpoint(str(folder), tag=tag, load_optimizer_states=not bf16_at_stage_0)

@@ -40,10 +40,11 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
 def _unscale_before_the_scale_grows(optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
     """Divide the gradients by the scale that the loss was multiplied by, not by the scale of the next step.
 
-    DeepSpeed 0.19.8: `step` (runtime/fp16/fused_optimizer.py, unfused_optimizer.py) lets the loss scale grow before it
-    divides gradients and norm by it, so each such step uses half of its gradient. FP16_UnfusedOptimizer also reports
-    the norm of the scaled gradients, and counts tied gradients once per pipeline stage, because it looks for
-    `ds_pipe_replicated` on the gradient while only the parameter has this attribute.
+    DeepSpeed 0.19.8: `step` (runtime/fp16/fused_optimizer.py, unfused_optimizer.py) increases the loss scale before it
+    divides gradients and norm by the scale. Each such step uses half of its gradient.
+
+    FP16_UnfusedOptimizer also reports the norm of the scaled gradients. And it counts tied gradients once per pipeline
+    stage: it looks for `ds_pipe_replicated` on the gradient, but only the parameter has this attribute.
     """
     update_scale, step = optimizer._update_scale, optimizer.step
     unfused = isinstance(optimizer, FP16_UnfusedOptimizer)

@@ -1,14 +1,14 @@
 """Keep runs that compile nothing from importing torch's compiler, and silence warnings about DeepSpeed's own calls.
 
-Measured with torch 2.13 on 2 cores: `torch._dynamo` takes 1.1 s of CPU time and `torch._inductor.compile_fx` 1.0 s, of
-4.4 s for a ZeRO-2 run of three steps from the start of the process. ZeRO-3 still imports `torch._dynamo` (DeepSpeed
-0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/engine/test_imports.py.
+Measured with torch 2.13 on 2 cores: a ZeRO-2 run of three steps takes 4.4 s of CPU time from the start of the process.
+The import of `torch._dynamo` takes 1.1 s of them, and that of `torch._inductor.compile_fx` 1.0 s. ZeRO-3 still imports
+`torch._dynamo` (DeepSpeed 0.19.8, runtime/zero/parameter_offload.py). Guarded by tests/engine/test_imports.py.
 """
 
 import warnings
 
 # torch 2.13 renamed these collectives and warns at the first call of each old name, on every rank. DeepSpeed 0.19.8
-# calls the old names in comm/torch.py; a user cannot change that.
+# calls the old names in comm/torch.py, and users cannot change this.
 _RENAMED = ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor", "_reduce_scatter_base")
 
 
@@ -41,9 +41,9 @@ def _import_muon_uncompiled() -> None:
 
 
 def _mark_optimizer_methods_as_uncompiled() -> None:
-    """Mark the methods that torch excludes from compilation before their first call.
+    """Mark those optimizer methods that torch excludes from compilation, before their first call.
 
-    At this call torch would import `torch._dynamo` only to mark them (torch/_compile.py, _disable_dynamo).
+    At the first call torch would import `torch._dynamo` only to mark them (torch/_compile.py, _disable_dynamo).
     """
     from torch.optim import Optimizer
 

@@ -16,17 +16,18 @@ def parameters_on_nvme(engine: DeepSpeedEngine) -> bool:
 
 
 def save_complete_nvme_checkpoints(engine: DeepSpeedEngine) -> None:
-    """Make the optimizer file of a checkpoint hold what it holds without NVMe, and restore all of it.
+    """Make checkpoints contain the complete optimizer state, as without NVMe, and make a resume restore all of it.
 
     DeepSpeed 0.19.8 (runtime/zero/stage3.py, _rigid_load_state_dict; runtime/engine.py, load_checkpoint):
-    `save_checkpoint` writes empty tensors and copies the swap folder. `load_checkpoint` skips the optimizer file, so
-    sub-groups that were not swapped (under 1 MiB) are never restored, and of the others only the weights. With
-    parameters on NVMe the load raises AttributeError.
+    `save_checkpoint` writes empty tensors and copies the swap folder. `load_checkpoint` skips the optimizer file.
+    Sub-groups that were not swapped (under 1 MiB) are never restored. Of the others, only the weights are restored.
+    With parameters on NVMe the load raises AttributeError.
 
-    With this patch zero_to_fp32 and loading with other offload settings work too, and the swap folder is not copied.
+    With this patch, zero_to_fp32 works, other offload settings can load the checkpoint, and the swap folder is not
+    copied.
     """
     optimizer = engine.optimizer
-    engine.zero_nvme_offload_optimizer = lambda: False  # after initialization only save and load_checkpoint call it
+    engine.zero_nvme_offload_optimizer = lambda: False  # from now on, only save_checkpoint and load_checkpoint call it
     rigid_state_dict = optimizer._rigid_state_dict
 
     def complete_state_dict() -> dict[str, Any]:
@@ -47,7 +48,7 @@ def save_complete_nvme_checkpoints(engine: DeepSpeedEngine) -> None:
 
 
 def _swapped_in(optimizer: DeepSpeedZeroOptimizer_Stage3, sub_group: int) -> torch.Tensor:
-    """Return the flat fp32 parameter of a sub-group, after reading it from NVMe if it is swapped out."""
+    """Return the flat fp32 parameter of a sub-group. Reads it from NVMe first if it is swapped out."""
     if optimizer._swappable_optimizer_subgroup(sub_group):
         optimizer._optimizer_states_and_gradient_swap_in(sub_group)
     return optimizer.fp32_partitioned_groups_flat[sub_group]

@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm
 
 
 def reduce_tied_gradients(engine: PipelineEngine) -> None:
-    """B: sum the gradients of tied weights over the pipeline stages, wherever ZeRO-1 keeps them.
+    """Defect B: sum the gradients of tied weights over the pipeline stages, wherever ZeRO-1 keeps them.
 
     DeepSpeed 0.19.8: `PipelineEngine._exec_reduce_tied_grads` (runtime/pipe/engine.py) sums `weight.grad`, but ZeRO-1
     keeps the gradient elsewhere if it accumulates in another dtype (runtime/zero/stage_1_and_2.py,
@@ -33,11 +33,11 @@ def reduce_tied_gradients(engine: PipelineEngine) -> None:
 
 
 def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
-    """K: clip fp32 gradients at ZeRO stage 0 by the norm over all pipeline stages, and report this norm.
+    """Defect K: clip fp32 gradients at ZeRO stage 0 by the norm over all pipeline stages, and report this norm.
 
-    DeepSpeed 0.19.8: `clip_grad_norm_` (runtime/utils.py) takes the parameters of every pipeline stage but the first
-    for replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on the layout.
-    `get_global_grad_norm` returns None, and without clipping no norm is computed.
+    DeepSpeed 0.19.8: `clip_grad_norm_` (runtime/utils.py) counts only the parameters of the first pipeline stage. It
+    treats all others as replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on
+    the layout. Besides, `get_global_grad_norm` returns None, and without clipping no norm is computed.
     """
     max_norm = engine.gradient_clipping()
 

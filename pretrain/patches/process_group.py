@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 def use_one_timeout_for_all_groups() -> None:
     """Give every process group the time-out that DEEPSPEED_TIMEOUT (minutes) sets. Call it before the first group.
 
-    DeepSpeed 0.19.8 (comm/torch.py, new_group) creates its further groups with torch's default, 30 minutes for gloo.
-    Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_cable_ends_all_ranks.
+    DeepSpeed 0.19.8 (comm/torch.py, new_group) creates all groups after the first with torch's default, 30 minutes for
+    gloo. Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_cable_ends_all_ranks.
     """
     distributed_c10d.default_pg_timeout = default_pg_timeout
     distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
@@ -30,10 +30,10 @@ def skip_shared_memory_operator() -> None:
 
 
 def remove_shared_memory_names(rank: int) -> None:
-    """Unlink this rank's shared-memory segment; collective. The mapping remains valid after its name is removed.
+    """Unlink this rank's shared-memory segment. Collective. The mapping remains valid without the name.
 
     DeepSpeed 0.19.8 (csrc/cpu/comm/shm.cpp, shm_initialize) opens a segment of 66 MiB for each rank by name and never
-    unlinks it, so that every run leaves them in /dev/shm. After this call nothing remains, even if the run is killed.
+    unlinks it: every run leaves its segments in /dev/shm. After this call nothing remains, even if the run is killed.
     Guarded by tests/distributed/test_upstream_ranks.py, test_no_shared_memory_is_left_behind.
     """
     dist.barrier()  # every rank has opened the segments of all ranks

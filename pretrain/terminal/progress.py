@@ -26,7 +26,7 @@ class ProgressBar:
         self._task = self._bar.add_task(title, total=self._total, note="")
 
     def advance(self, num_bytes: int, note: str) -> None:
-        """Add bytes that are done; may be called from any thread."""
+        """Add processed bytes. May be called from any thread."""
         with self._lock:
             self._done, self._note = self._done + num_bytes, note
         self._bar.update(self._task, completed=self._done, note=self._status())

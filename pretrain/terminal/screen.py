@@ -11,7 +11,7 @@ from typing import TextIO
 
 _STATUS_INTERVAL_S = 0.2
 _CLEAR_LINE = "\r\033[K"
-_FEWEST_COLUMNS = 20  # a smaller reported width is taken for an error
+_FEWEST_COLUMNS = 20  # a smaller reported width is treated as an error
 
 
 def terminal_columns(stream: TextIO) -> int | None:
@@ -25,7 +25,7 @@ def terminal_columns(stream: TextIO) -> int | None:
 def is_watched(stream: TextIO) -> bool:
     """Return whether `stream` is a terminal and this process is in its foreground, so that a person sees updates.
 
-    A terminal alone is not enough. Open MPI 4.1.4 gives each rank a terminal, even if the output goes to a file. And a
+    `isatty` is not enough. Open MPI 4.1.4 gives each rank a terminal, even if the output goes to a file. And a
     background job of a shell must not overwrite the line in which the user types the next command.
     """
     try:
@@ -37,8 +37,8 @@ def is_watched(stream: TextIO) -> bool:
 def _is_foreground(descriptor: int) -> bool:
     """Return whether this process is in the foreground of the terminal `descriptor`.
 
-    If another terminal or none controls this process, its nearest ancestor with this controlling terminal decides,
-    because ds-pretrain and launch/supervise.py start their launcher in a new session, which has no terminal.
+    If `descriptor` is not this process's controlling terminal, the nearest ancestor with this controlling terminal
+    decides. The reason: ds-pretrain and launch/supervise.py start their launcher in a new session, without a terminal.
     """
     terminal, pid = os.fstat(descriptor).st_rdev, os.getpid()
     while pid > 0:
@@ -55,7 +55,7 @@ class Screen:
 
     def __init__(self, *, active: bool = True) -> None:
         self._active, self._stream = active and sys.stdout is not None, sys.stdout  # None if it was closed
-        # checked once, so that files and pipes cost nothing
+        # checked once, so that files and pipes need no later checks
         self._may_be_watched = self._active and self._stream.isatty()
         self._status, self._shown_at = "", 0.0
 
@@ -101,7 +101,7 @@ class Screen:
     def _write(self, text: str) -> None:
         """Print, and ignore failures, which must not stop the training.
 
-        In `... | tee log` Ctrl-C, which requests a save, also ends tee. The disk of a log may be full.
+        Ctrl-C requests a save, but in `... | tee log` it also ends tee. And the disk of a log may be full.
         """
         try:
             self._stream.write(text)

@@ -1,4 +1,4 @@
-"""Show on rank 0 what a starting run is doing, until its first line of output: up to 30 s with cold disks.
+"""Show on rank 0 what a starting run is doing before its first line of output, which may take 30 s with cold disks.
 
 A terminal shows one line that is updated; a log gets one line each. The status goes to stderr, the output to stdout.
 """
