@@ -81,12 +81,12 @@ def closest(word: str, known: Iterable[str]) -> str:
     A word with digits never matches one without ("gptj", "gpt2").
     """
     names = list(known)
-    most = min(3, 1 + len(word) // 8)
-    similar = [name for name in names if abs(len(word) - len(name)) <= most
+    max_distance = min(3, 1 + len(word) // 8)
+    similar = [name for name in names if abs(len(word) - len(name)) <= max_distance
                and any(map(str.isdigit, word)) == any(map(str.isdigit, name))]
     ranked = [(_edit_distance(word.lower(), name.lower()), word[:1] != name[:1], name) for name in similar]
-    distance, _, best = min(ranked, key=lambda row: row[:2], default=(most + 1, True, ""))
-    if distance <= most:
+    distance, _, best = min(ranked, key=lambda row: row[:2], default=(max_distance + 1, True, ""))
+    if distance <= max_distance:
         return best
     return next((name for name in names if _same_parts(word, name) or (len(word) >= 8 and name.startswith(word))), "")
 

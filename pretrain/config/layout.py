@@ -135,9 +135,10 @@ class Layout:
                      "expert_parallel_size", "micro_batch_size", "gradient_accumulation_steps", "seq_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, found=getattr(self, name), expected="at least 1")
-        shared = self.pipeline_stages * self.tensor_parallel_size * self.sequence_parallel_size
-        if self.world_size % shared:
-            raise ConfigError("world_size", found=f"{self.world_size} ranks", expected=f"a multiple of {shared}: "
+        ranks_per_replica = self.pipeline_stages * self.tensor_parallel_size * self.sequence_parallel_size
+        if self.world_size % ranks_per_replica:
+            raise ConfigError("world_size", found=f"{self.world_size} ranks",
+                              expected=f"a multiple of {ranks_per_replica}: "
                               "pipeline stages x tensor-parallel x sequence-parallel ranks")
         if self.zero_size % self.expert_parallel_size:
             raise ConfigError("expert_parallel_size", found=self.expert_parallel_size,

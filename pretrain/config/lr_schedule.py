@@ -19,13 +19,13 @@ def learning_rate(step: int, *, peak: float, min_ratio: float, kind: str, warmup
     step number decay_steps on, the rate is peak * min_ratio. "constant" keeps the peak. "wsd" keeps it until wsd_steps
     before decay_steps.
     """
-    number = step + 1
-    if number < warmup_steps:
-        return peak * number / warmup_steps
+    step_number = step + 1
+    if step_number < warmup_steps:
+        return peak * step_number / warmup_steps
     if kind == "constant":
         return peak
     decay_start = decay_steps - wsd_steps if kind == "wsd" else warmup_steps
-    progress = min(max((number - decay_start) / max(decay_steps - decay_start, 1), 0.0), 1.0)
+    progress = min(max((step_number - decay_start) / max(decay_steps - decay_start, 1), 0.0), 1.0)
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
     return peak * (min_ratio + (1 - min_ratio) * remaining)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pretrain.data.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 
-_NAMES = ("train", "valid", "test")
+_SPLITS = ("train", "valid", "test")
 _FEISTEL_ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
 
@@ -122,14 +122,14 @@ def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: 
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="tools/prepare_data.py writes one")
     own = {"valid": valid_data, "test": test_data}
-    weights = [0.0 if own.get(name) else fraction for name, fraction in zip(_NAMES, parse_split(split), strict=True)]
+    weights = [0.0 if own.get(name) else fraction for name, fraction in zip(_SPLITS, parse_split(split), strict=True)]
     train, valid, test = (weight / sum(weights) for weight in weights)
     indexed = IndexedDataset(train_data)
     ranges = split_documents(indexed.num_documents, (train, valid, test))
     # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set.
     fewest_tokens = {"train": 0, "valid": 1, "test": seq_length + 1}
     datasets: dict[str, SampleDataset] = {}
-    for name, (first, last) in zip(_NAMES, ranges, strict=True):
+    for name, (first, last) in zip(_SPLITS, ranges, strict=True):
         prefix = own.get(name)
         source = IndexedDataset(prefix) if prefix else indexed
         start, stop = (0, source.num_tokens) if prefix else indexed.document_offsets[[first, last]].tolist()

@@ -50,7 +50,7 @@ def read_meta(prefix: str | Path) -> dict[str, Any] | None:
         raise ConfigError(str(path), problem=f"it cannot be read as JSON: {reason}", remedy=_REWRITE) from None
     if not isinstance(meta, dict):
         raise ConfigError(str(path), found=type(meta).__name__, expected="a JSON object", remedy=_REWRITE)
-    for key, (is_valid, expected) in _META.items():
+    for key, (is_valid, expected) in _META_CHECKS.items():
         value = meta.get(key)
         if value is not None and (isinstance(value, bool) or not is_valid(value)):
             raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected=expected, remedy=_REWRITE)
@@ -61,7 +61,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and 0 <= value < 2**63
 
 
-_META: dict[str, tuple[Callable[[Any], bool], str]] = {
+_META_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "eod_token"),
                     (_is_count, "a whole number, at least 0")),
     **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (lambda value: isinstance(value, str), "a string")),
@@ -118,9 +118,9 @@ class IndexedDataset:
         expected = offsets[:-1] * self.dtype.itemsize
         wrong = np.flatnonzero(pointers != expected)
         if len(wrong):
-            at = int(wrong[0])
-            raise ConfigError(str(self.idx_path), found=f"sequence {at} at byte {pointers[at]} of the .bin",
-                              expected=f"byte {expected[at]}, where sequence {at - 1} ends", remedy=_REWRITE)
+            first = int(wrong[0])
+            raise ConfigError(str(self.idx_path), found=f"sequence {first} at byte {pointers[first]} of the .bin",
+                              expected=f"byte {expected[first]}, where sequence {first - 1} ends", remedy=_REWRITE)
         return offsets
 
     def _check_documents(self, document_index: npt.NDArray[Any], num_sequences: int) -> None:

@@ -50,18 +50,18 @@ class Loader:
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * data_parallel_size
         self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[_Step]] | None = None
+        self._prefetched: tuple[int, Future[_Step]] | None = None
 
     def step(self, consumed_samples: int) -> list[MicroBatch]:
         """Return the micro-batches of the step at `consumed_samples`. Raises errors of the reading thread."""
-        if self._ahead is not None and self._ahead[0] == consumed_samples:
-            future = self._ahead[1]
+        if self._prefetched is not None and self._prefetched[0] == consumed_samples:
+            future = self._prefetched[1]
         else:
             future = self._reader.submit(self._read, consumed_samples)
-        self._ahead = None
+        self._prefetched = None
         read = future.result()
-        following = consumed_samples + self.global_batch_size
-        self._ahead = following, self._reader.submit(self._read, following)
+        next_consumed_samples = consumed_samples + self.global_batch_size
+        self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
         if self._eod_token is not None:
             self._normalize(read.micro_batches, self._sum_over_data_parallel(read.unmasked_tokens))
         return read.micro_batches

@@ -63,13 +63,13 @@ def _read_sub_groups(optimizer: DeepSpeedZeroOptimizer_Stage3) -> tuple[list[tor
     """Return (flat fp32 weights of each sub-group, base optimizer's state by parameter number), copied to the host."""
     fp32_groups: list[torch.Tensor] = []
     states: dict[int, dict[str, Any]] = {}
-    number = {sub_group: i for i, sub_group in enumerate(_state_order(optimizer))}
+    parameter_number = {sub_group: i for i, sub_group in enumerate(_state_order(optimizer))}
     for sub_group in range(len(optimizer.fp16_groups)):
         parameter = _swapped_in(optimizer, sub_group)
         fp32_groups.append(parameter.detach().cpu().clone())
         if optimizer.optimizer.state.get(parameter):
-            states[number[sub_group]] = {key: value.cpu().clone() if torch.is_tensor(value) else value
-                                         for key, value in optimizer.optimizer.state[parameter].items()}
+            states[parameter_number[sub_group]] = {key: value.cpu().clone() if torch.is_tensor(value) else value
+                                                   for key, value in optimizer.optimizer.state[parameter].items()}
         if optimizer._swappable_optimizer_subgroup(sub_group):
             optimizer._release_swap_buffers(sub_group)
     return fp32_groups, states
@@ -83,12 +83,12 @@ def _write_sub_groups(optimizer: DeepSpeedZeroOptimizer_Stage3, saved: dict[str,
                                       strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
     optimizer._partition_all_parameters()
-    number = {sub_group: i for i, sub_group in enumerate(_state_order(optimizer))}
+    parameter_number = {sub_group: i for i, sub_group in enumerate(_state_order(optimizer))}
     for sub_group in range(len(optimizer.fp16_groups)):
         swappable = optimizer._swappable_optimizer_subgroup(sub_group)
         parameter = optimizer.fp32_partitioned_groups_flat[sub_group]
-        if with_states and number[sub_group] in states:
-            _write_state(optimizer, sub_group, parameter, states[number[sub_group]], swappable)
+        if with_states and parameter_number[sub_group] in states:
+            _write_state(optimizer, sub_group, parameter, states[parameter_number[sub_group]], swappable)
         elif swappable:
             optimizer._optimizer_states_and_gradient_swap_in(sub_group)
         parameter.data.copy_(saved["fp32_flat_groups"][sub_group])

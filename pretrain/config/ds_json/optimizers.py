@@ -86,10 +86,10 @@ CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad")
 # Optimizers that DeepSpeed tests with ZeRO; the others need "zero_allow_untested_optimizer".
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 
-_START = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
+_RESUME_STEP = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
 _STEPS = Key("int", low=1, auto=True)
 _WARMUP: Tree = {"warmup_num_steps": _STEPS, "warmup_type": Key("str", choices=("log", "linear")),
-                 "last_batch_iteration": _START}
+                 "last_batch_iteration": _RESUME_STEP}
 _WARMUP_RATES: Tree = {"warmup_min_lr": _RATE, "warmup_max_lr": _RATE}
 SCHEDULERS: dict[str, Tree] = {
     "WarmupLR": {**_WARMUP, **_WARMUP_RATES},
@@ -100,11 +100,11 @@ SCHEDULERS: dict[str, Tree] = {
         "cycle_first_step_size": Key("int", low=1), "cycle_second_step_size": Key("int", low=1, null=True),
         "cycle_first_stair_count": Key("int", low=0), "cycle_second_stair_count": Key("int", low=0, null=True),
         "decay_step_size": Key("int", low=0), "cycle_momentum": _BOOL, "cycle_min_mom": _FRACTION,
-        "cycle_max_mom": _FRACTION, "decay_mom_rate": _FROM_0, "last_batch_iteration": _START,
+        "cycle_max_mom": _FRACTION, "decay_mom_rate": _FROM_0, "last_batch_iteration": _RESUME_STEP,
     },
     "LRRangeTest": {
         "lr_range_test_min_lr": _FROM_0, "lr_range_test_step_size": Key("int", low=1),
-        "lr_range_test_step_rate": _FROM_0, "lr_range_test_staircase": _BOOL, "last_batch_iteration": _START,
+        "lr_range_test_step_rate": _FROM_0, "lr_range_test_staircase": _BOOL, "last_batch_iteration": _RESUME_STEP,
     },
 }
 REQUIRED_SCHEDULER_PARAMS = {

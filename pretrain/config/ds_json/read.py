@@ -75,7 +75,7 @@ class _Parser:
     """Recursive-descent parser. json.loads neither allows comments nor returns line numbers."""
 
     def __init__(self, path: str, text: str) -> None:
-        self.path, self.text, self.at = path, text, 0
+        self.path, self.text, self.position = path, text, 0
         self.lines: dict[tuple[str, ...], int] = {}
 
     def document(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class _Parser:
             raise self._error("an object: { ... }")
         values = self._object(())
         self._skip()
-        if self.at < len(self.text):
+        if self.position < len(self.text):
             raise self._error("the end of the file after the closing brace")
         return values
 
@@ -97,12 +97,12 @@ class _Parser:
             return self._list(keys)
         if self._peek('"'):
             return self._string("a closed string")
-        if number := _NUMBER.match(self.text, self.at):
+        if number := _NUMBER.match(self.text, self.position):
             return self._number(number)
-        word = _LITERAL.match(self.text, self.at)
+        word = _LITERAL.match(self.text, self.position)
         if word is None or word[0] not in _LITERALS:
             raise self._error("a value: a number, a string in double quotes, true, false, null, {...} or [...]")
-        self.at = word.end()
+        self.position = word.end()
         return _LITERALS[word[0]]
 
     def _number(self, found: re.Match[str]) -> Any:
@@ -113,7 +113,7 @@ class _Parser:
         value = json.loads(found[0])
         if not math.isfinite(value):
             raise self._error("a finite number")
-        self.at = found.end()
+        self.position = found.end()
         return value
 
     def _object(self, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Parser:
         return values
 
     def _string(self, expected: str) -> str:
-        found = _STRING.match(self.text, self.at)
+        found = _STRING.match(self.text, self.position)
         if found is None:
             raise self._error(expected)
         try:
@@ -158,27 +158,27 @@ class _Parser:
             raise self._error("a string with JSON's own escapes") from None
         if _UNPRINTABLE.search(value):
             raise self._error("a string of printable characters")
-        self.at = found.end()
+        self.position = found.end()
         return str(value)
 
     def _peek(self, character: str) -> bool:
-        return self.text.startswith(character, self.at)
+        return self.text.startswith(character, self.position)
 
     def _take(self, character: str) -> None:
         self._skip()
         if not self._peek(character):
             raise self._error(f'"{character}"')
-        self.at += 1
+        self.position += 1
         self._skip()
 
     def _skip(self) -> None:
-        found = _SPACE.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        found = _SPACE.match(self.text, self.position)
+        self.position = found.end() if found else self.position
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        return self.text.count("\n", 0, self.position) + 1
 
     def _error(self, expected: str) -> ConfigError:
-        rest = self.text[self.at:].split("\n")[0].strip()[:40]
+        rest = self.text[self.position:].split("\n")[0].strip()[:40]
         return ConfigError(f"{self.path}:{self._line()}", found=repr(rest) if rest else "the end of the line or file",
                            expected=expected, remedy="the file must be JSON; // and # comments are allowed")

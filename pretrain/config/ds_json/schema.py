@@ -16,7 +16,7 @@ PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "u
 class Key:
     """Legal values of one key of the JSON, and whether the key has an effect in this program."""
 
-    kind: str = "any"  # bool, int, number, str, list (of strings), pair (two numbers), interval
+    kind: str = "any"  # bool, int, number, str, list (of strings), pair (two numbers), interval (number or inf)
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()  # legal strings
