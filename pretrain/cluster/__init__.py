@@ -1,4 +1,5 @@
-"""Launching on one or several hosts: preflight checks, SLURM jobs, the supervisor, and the cluster health check.
+"""Launchers for one or several hosts: preflight checks, SLURM jobs, the supervisor, and the cluster health check.
 
-Imports checkpoint, config, distributed, engine, monitor, cli and errors; never bench/ or trainer.
+This folder imports checkpoint, config, distributed, engine, monitor, cli and errors. It never imports bench/ or
+trainer.
 """

@@ -3,8 +3,9 @@
     ds-pretrain --num_gpus 2 --config run.yaml
     ds-pretrain --hostfile hosts pretrain/train.py --config run.yaml
 
-Takes the flags of the `deepspeed` command (cluster/launcher_flags.py), then those of pretrain/train.py. Errors are
-reported before torch or DeepSpeed is imported; `deepspeed` itself imports both twice before a rank reads its flags.
+The command accepts most flags of `deepspeed` (cluster/launcher_flags.py) and all flags of pretrain/train.py. It reports
+errors before it imports torch or DeepSpeed. The `deepspeed` command and its launcher process both import torch and
+DeepSpeed before a rank reads its flags.
 """
 
 import argparse
@@ -27,15 +28,15 @@ _MULTIHOST_FLAGS = ("master_addr", "launcher", "launcher_args", "ssh_port", "no_
 
 
 def program() -> None:
-    """Entry point of the console script."""
+    """Run the console script `ds-pretrain`; pyproject.toml names this function."""
     run_main(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch the run and return its exit code. Raises ConfigError."""
-    words, train = split_command_line(sys.argv[1:] if argv is None else argv)
+    launcher_words, train = split_command_line(sys.argv[1:] if argv is None else argv)
     parser = launcher_parser("ds-pretrain")
-    flags = parser.parse_args(words)
+    flags = parser.parse_args(launcher_words)
     if not train:
         raise ConfigError("command line", problem="the flags of pretrain/train.py are missing",
                           remedy="write for example `ds-pretrain --num_gpus RANKS --config run.yaml`; --help lists the "
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                           remedy="let that launcher start `python pretrain/train.py` instead")
     if flags.hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
         flags.hostfile = DEFAULT_HOSTFILE
-    if flags.hostfile is not None and (flags.force_multi or flags.no_ssh or not _is_this_host(hosts_from_flags(flags))):
+    forces_multihost = flags.force_multi or flags.no_ssh
+    if flags.hostfile is not None and (forces_multihost or not _only_this_host(hosts_from_flags(flags))):
         return launch_on_hosts(flags, train)
     for name in _MULTIHOST_FLAGS:
         if getattr(flags, name) != parser.get_default(name):
@@ -56,11 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launch_locally(flags, train)
 
 
-def _is_this_host(slots: dict[str, list[int]]) -> bool:
+def _only_this_host(slots: dict[str, list[int]]) -> bool:
+    """Return whether the run uses a single host, and this host is the one."""
     return len(slots) == 1 and next(iter(slots)) in (LOCAL, "127.0.0.1", socket.gethostname())
 
 
 def _single_host_reason(flags: argparse.Namespace) -> str:
+    """Return why the run uses this host alone, as the end of an error message."""
     return "there is no --hostfile" if flags.hostfile is None else f"{flags.hostfile} names only this host"
 
 

@@ -1,4 +1,6 @@
-"""Flags of `ds-pretrain` and launch/cluster.sh: most flags of `deepspeed`, and a few more.
+"""Flags of `ds-pretrain` and launch/cluster.sh: most flags of `deepspeed`, and --check_only, --meet and --grace.
+
+A command line has this form:
 
     [flags of the launcher] [pretrain/train.py | --] FLAGS OF pretrain/train.py
 """
@@ -10,13 +12,13 @@ from pretrain.cli import LONGEST_SECONDS, Parser, number, whole_number
 
 _PORT, _COUNT = whole_number(1, 65535), whole_number(1, 100_000)
 _SECONDS = number(0, LONGEST_SECONDS)
-# --launcher choice -> the program whose presence DeepSpeed checks
+# Choice of --launcher -> the program that must be installed (DeepSpeed checks for the same one)
 LAUNCHER_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mpich": "mpirun", "slurm": "srun"}
-DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default: used if the file exists
+DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default; without --hostfile this file is used if it exists
 
 
 def launcher_parser(program: str) -> Parser:
-    """Return the parser of the launcher's flags."""
+    """Return the parser of the launcher's flags. `program`: name of the command in `--help` and in errors."""
     parser = Parser(prog=program, usage="%(prog)s [flags] [pretrain/train.py] FLAGS OF pretrain/train.py",
                     description="Validate a run, then train on this host or on the hosts of --hostfile. All hosts must "
                                 "share this checkout, the data and the run folder.",
@@ -28,22 +30,22 @@ def launcher_parser(program: str) -> Parser:
     add("--master_port", type=_PORT,
         help="free port on the first host (default on one host: MASTER_PORT or any free port; on several hosts: 29500)")
     add("--launcher", choices=sorted(LAUNCHER_PROGRAMS), default="pdsh",
-        help="program that starts ranks on other hosts (default: %(default)s)")
-    add("--launcher_args", default="", help="more flags for that program, as one quoted string")
+        help="program that starts the ranks on all hosts (default: %(default)s)")
+    add("--launcher_args", default="", help="more flags for the --launcher program, as one quoted string")
     add("--ssh_port", type=_PORT, help="ssh port of every host")
     add("--force_multi", action="store_true", help="use --launcher even if the hostfile has a single host")
     add("--no_ssh", action="store_true",
-        help="run this command on every host, each with its own --node_rank; the launchers connect to each other at "
-             "--master_addr, port --master_port + 1")
+        help="use no ssh: you run this command on every host, each time with another --node_rank; the commands connect "
+             "to each other at --master_addr, port --master_port + 1")
     add("--node_rank", type=whole_number(), default=-1,
         help="with --no_ssh: index of this host in the hostfile, from 0")
     add("--meet", type=_SECONDS, default=60,
-        help="with --no_ssh: seconds to wait for the launchers of the other hosts (default: %(default)s)")
+        help="with --no_ssh: seconds to wait for this command on the other hosts (default: %(default)s)")
     add("--grace", type=_SECONDS, default=30,
-        help="seconds between the failure of one host and the forced end of the others (default: %(default)s)")
+        help="seconds from the failure of one host until the ranks on the other hosts are killed "
+             "(default: %(default)s)")
     add("--check_only", action="store_true", help="validate the run and its hosts, but do not start it")
-    passed = parser.add_argument_group("passed on to `deepspeed`")
-    add = passed.add_argument
+    add = parser.add_argument_group("passed on to `deepspeed`").add_argument
     add("--venv_script", help="script that activates the Python environment on each host")
     add("--enable_each_rank_log", help="folder for one log file per rank")
     add("--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own")
@@ -58,24 +60,26 @@ def _add_host_flags(parser: Parser) -> None:
     hosts = parser.add_argument_group("which hosts, and how many ranks")
     hosts.add_argument("--hostfile", "-H", help="file with a line `NAME slots=RANKS` for each host; rank 0 runs on the "
                                                 "first host")
-    hosts.add_argument("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: use only these of the hostfile")
-    hosts.add_argument("--exclude", "-e", default="", help="HOST[:SLOT,SLOT][@HOST...]: use all but these")
+    hosts.add_argument("--include", "-i", default="", help="HOST[:SLOT,SLOT][@HOST...]: use only these hosts or slots")
+    hosts.add_argument("--exclude", "-e", default="",
+                       help="HOST[:SLOT,SLOT][@HOST...]: use all hosts and slots but these")
     hosts.add_argument("--num_nodes", type=_COUNT, default=-1, help="use only the first N hosts")
     hosts.add_argument("--num_gpus", "--num_accelerators", type=_COUNT, default=-1,
-                       help="ranks on each host, one per GPU (default: all slots; without a hostfile, one on each GPU, "
-                            "or on each NUMA node if there is no GPU)")
+                       help="ranks on each host, one per GPU (default: one per slot; without a hostfile one per GPU, "
+                            "or one per NUMA node if there is no GPU)")
 
 
 def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into (launcher's flags, train.py's flags).
 
-    `--` or train.py separates the two. Without a separator, the launcher's flags are recognized by name.
+    `--`, `train.py` or `-- train.py` separates the two parts. Without a separator, the launcher's flags are recognized
+    by name.
     """
     parser, rest = launcher_parser(""), list(words)
-    end = _find_separator(words, parser)
-    if end is not None:
-        rest = rest[end + 1:]
-        return list(words[:end]), rest[1:] if rest and Path(rest[0]).name == "train.py" else rest
+    separator = _find_separator(words, parser)
+    if separator is not None:
+        rest = rest[separator + 1:]
+        return list(words[:separator]), rest[1:] if rest and Path(rest[0]).name == "train.py" else rest
     launcher: list[str] = []
     train: list[str] = []
     while rest:
@@ -89,10 +93,11 @@ def split_command_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _find_separator(words: Sequence[str], parser: Parser) -> int | None:
     """Return the index of the first `--` or train.py that is not the value of a flag, or None."""
-    at = 0
-    while at < len(words):
-        may_be_value = at > 0 and words[at - 1].startswith("-") and parser.takes_value(words[at - 1]) is not False
-        if words[at] == "--" or (Path(words[at]).name == "train.py" and not may_be_value):
-            return at
-        at += 2 if parser.takes_value(words[at]) else 1
+    index = 0
+    while index < len(words):
+        previous = words[index - 1] if index > 0 else ""
+        may_be_value = previous.startswith("-") and parser.takes_value(previous) is not False
+        if words[index] == "--" or (Path(words[index]).name == "train.py" and not may_be_value):
+            return index
+        index += 2 if parser.takes_value(words[index]) else 1
     return None

@@ -1,4 +1,4 @@
-"""Launch a run on this host: choose devices and a port, start DeepSpeed's launcher, and handle signals."""
+"""Launch a run on this host: choose devices and a port, start DeepSpeed's launcher, and pass signals to the ranks."""
 
 import argparse
 import base64
@@ -25,8 +25,9 @@ from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import ConfigError
 
 LOCAL = "localhost"
-_POLL_S, _TERM_S = 0.5, 5.0
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl(2)
+_POLL_S = 0.5
+_SIGTERM_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1  # option of prctl(2)
 
 
 def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
@@ -45,7 +46,7 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
 
 
 def local_slots(flags: argparse.Namespace, device: Device) -> list[int | str]:
-    """Return the devices of the ranks, in the notation of CUDA_VISIBLE_DEVICES. On CPUs: numbers from 0.
+    """Return the device of each rank: an index or a UUID, as in CUDA_VISIBLE_DEVICES; on CPUs, numbers from 0.
 
     Raises ConfigError.
     """
@@ -76,7 +77,7 @@ def _num_gpus() -> int:
 
 
 def _num_numa_nodes() -> int:
-    """Return the number of NUMA nodes with cores. Without a flag, DeepSpeed starts one rank on each."""
+    """Return the number of NUMA nodes with cores. By default DeepSpeed starts one rank on each of these nodes."""
     files = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
     return max(1, sum(bool(file.read_text().strip()) for file in files))
 
@@ -97,7 +98,10 @@ def _master_port(flag: int | None) -> int:
 
 def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], port: int,
                       train: Sequence[str]) -> list[str]:
-    """Return the command of DeepSpeed's launcher for one host. `deepspeed` would import torch first, then start it."""
+    """Return the command of DeepSpeed's launcher for one host. This saves the start of the `deepspeed` command.
+
+    `deepspeed` would import torch and DeepSpeed, then start the same launcher.
+    """
     world = base64.urlsafe_b64encode(json.dumps({LOCAL: slots}).encode()).decode()
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}",
                "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level or 'critical'}"]
@@ -108,11 +112,11 @@ def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], por
 
 
 def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run DeepSpeed's launcher and wait for its end. Returns the exit code of the run.
+    """Run DeepSpeed's launcher and wait until it has ended. Returns the exit code of the run.
 
-    On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 all ranks save and stop. Before training begins, or on another
-    Ctrl-C, all ranks end at once. The launcher gets a session of its own, so that Ctrl-C does not end it before its
-    ranks have saved.
+    On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 all ranks save and stop. If training has not begun, all ranks end at
+    once. A SIGINT after the first signal also ends all ranks at once. The launcher runs in a session of its own:
+    otherwise Ctrl-C would end the launcher before its ranks have saved.
     """
     asked_to_save = False
     with _recorded_signals() as signals:
@@ -128,27 +132,33 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
             if asked_to_save or not ask_to_save(descendants()):
                 say(f"{signal.Signals(number).name}: stopped "
                     + ("without saving" if asked_to_save else "before training began"))
-                end_descendants(grace_s=_TERM_S)
+                end_descendants(grace_s=_SIGTERM_GRACE_S)
                 return 128 + number
             asked_to_save = True
 
 
 def _shell_exit_code(code: int) -> int:
-    """Convert the launcher's exit code to the shell's convention, and report a signal that ended the run."""
-    number = -code if code < 0 else 256 - code if 224 < code < 255 else 0  # the launcher exits -9 for a killed rank
+    """Convert the launcher's exit code to the shell's convention, and report a signal that ended the run.
+
+    If signal N ends a rank, the launcher calls exit(-N), which its parent sees as 256 - N.
+    """
+    number = -code if code < 0 else 256 - code if 224 < code < 255 else 0
     if number in set(signal.Signals):
         say(f"{signal.Signals(number).name} ended {'the launcher' if code < 0 else 'a rank'}")
     return code if code >= 0 else 128 - code
 
 
 def _end_with_parent() -> None:
-    """Send the launcher SIGTERM when this process is killed. It then ends its ranks, which would otherwise continue."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    """In the launcher's process: ask the kernel for a SIGTERM when `ds-pretrain` is killed.
+
+    The launcher then ends its ranks. Otherwise they would continue.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextlib.contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """Yield a list to which signals are appended as they arrive. Signals ignored at the start (nohup) stay ignored."""
+    """Yield a list to which each received signal is appended. Signals that are already ignored (nohup) stay ignored."""
     received: list[int] = []
 
     def record(number: int, frame: FrameType | None) -> None:

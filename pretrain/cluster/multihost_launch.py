@@ -1,6 +1,7 @@
 """Launch a run on the hosts of a hostfile (launch/cluster.sh, `ds-pretrain --hostfile`).
 
-Checks the hosts and the run, writes RUN/.deepspeed_env, runs `deepspeed`, and ends all hosts when one fails.
+This module checks the hosts and the run, writes RUN/.deepspeed_env and runs `deepspeed`. When a host fails, it ends the
+ranks on all hosts.
 """
 
 import argparse
@@ -39,12 +40,12 @@ _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch the run and return its exit code. Raises ConfigError."""
-    words, train = split_command_line(sys.argv[1:] if argv is None else argv)
-    flags = launcher_parser("launch/cluster.sh").parse_args(words)
+    launcher_words, train = split_command_line(sys.argv[1:] if argv is None else argv)
+    flags = launcher_parser("launch/cluster.sh").parse_args(launcher_words)
     if not flags.hostfile:
         raise ConfigError("command line", problem="--hostfile is missing",
                           remedy="give --hostfile HOSTS, a file with a line `NAME slots=RANKS` for each host; "
-                                 "ds-pretrain starts a run on this host alone")
+                                 "to run on this host alone, use ds-pretrain")
     return launch_on_hosts(flags, train)
 
 
@@ -71,12 +72,15 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
 
 
 def _validate_run(args: RunArguments, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> None:
-    """Raise ConfigError for a run that the ranks would reject only after DeepSpeed's launcher has started them."""
+    """Validate the run here, before the ranks start and validate it again. Raises ConfigError."""
     choose_resume(check_run(args, world_size=sum(ranks.values()), device=_device_of(facts)))
 
 
 def _device_of(facts: Mapping[str, HostFacts]) -> Device:
-    """Return the device of the hosts. If they have GPUs and this host has none, assume that fp16 and bf16 work."""
+    """Return the device of the hosts: this host's GPU, a CPU if no host has GPUs, or an assumed GPU.
+
+    If only other hosts have GPUs, assume that these support fp16 and bf16.
+    """
     if not any(found.gpus for found in facts.values()):
         return cpu_device()
     here = detect_device()
@@ -96,8 +100,9 @@ def _check_launcher(flags: argparse.Namespace, slots: Mapping[str, list[int]]) -
                           problem=f"the program {LAUNCHER_PROGRAMS[launcher]} is not installed on this host",
                           remedy=f"sudo apt-get install {_DEBIAN_PACKAGES[launcher]}")
     if launcher != "pdsh" and any(numbers != list(range(len(numbers))) for numbers in slots.values()):
-        raise ConfigError(f"--launcher {launcher}", problem="this launcher cannot use selected slots of a host",
-                          remedy="use --launcher pdsh, or all slots of each host")
+        raise ConfigError(f"--launcher {launcher}",
+                          problem="this launcher can use only the first slots of a host, without a gap",
+                          remedy="use --launcher pdsh, or choose slots 0 to N-1 of each host")
 
 
 def _host_table(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> list[str]:
@@ -110,7 +115,7 @@ def _host_table(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> lis
 
 def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: Mapping[str, HostFacts],
                         user: Mapping[str, str], job: MultihostJob, run: Path) -> int:
-    """Run `deepspeed` on this host; it starts the ranks of all hosts. Returns the exit code of the run."""
+    """Run `deepspeed` on this host, which starts the ranks on all hosts. Returns the exit code of the run."""
     first = next(iter(job.ranks))
     interface = facts[first].interface
     address = flags.master_addr or (interface[1] if interface else first)
@@ -120,7 +125,8 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
     environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
     hostfile = Path(flags.hostfile).absolute()
     if flags.launcher != "pdsh":
-        hostfile = run.absolute() / ".hostfile"  # the other launchers ignore --include and --exclude
+        # The other launchers ignore --include and --exclude: give them a file with the chosen hosts only.
+        hostfile = run.absolute() / ".hostfile"
         hostfile.write_text("".join(f"{host} slots={number}\n" for host, number in job.ranks.items()))
     environ["PDSH_SSH_ARGS_APPEND"] = " ".join([environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options()]).strip()
     command = deepspeed_command(flags, train, hostfile=hostfile, master_addr=address,
@@ -130,7 +136,7 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
 
 def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Mapping[str, int],
                      user: Mapping[str, str], request: PreflightRequest, args: RunArguments) -> int:
-    """--no_ssh: run the ranks of this host; the launchers of the other hosts run theirs. Returns the exit code."""
+    """Run the ranks of this host (--no_ssh); this command runs on every host. Returns the exit code."""
     hosts = tuple(ranks)
     rendezvous = join_rendezvous(hosts, flags.node_rank, flags.master_addr, flags.master_port + PORT_OFFSET, flags.meet)
     facts, job_name = rendezvous.check_hosts(ranks, request)
@@ -154,7 +160,7 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
 
 def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfile: Path, master_addr: str,
                       interface: str) -> list[str]:
-    """Return the command line of plain `deepspeed` for checked hosts."""
+    """Return the command line of plain `deepspeed`. The hosts have been checked, so it gets --no_ssh_check."""
     command = [str(Path(sys.executable).with_name("deepspeed")), "--hostfile", str(hostfile), "--no_ssh_check",
                "--master_addr", master_addr, "--master_port", str(flags.master_port),
                "--launcher", flags.launcher, "--log_level", flags.log_level or "warning"]
@@ -167,7 +173,7 @@ def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfi
     elif flags.launcher == "slurm":
         launcher_args = f"--kill-on-bad-exit=1 {launcher_args}"
     elif flags.launcher == "openmpi" and "btl_tcp_if_include" not in launcher_args and interface:
-        launcher_args = f"--mca btl_tcp_if_include {interface} {launcher_args}"  # DeepSpeed's default is eth0
+        launcher_args = f"--mca btl_tcp_if_include {interface} {launcher_args}"  # instead of DeepSpeed's eth0
     command += [f"--launcher_args={launcher_args}"] if launcher_args else []
     for name in ("venv_script", "enable_each_rank_log", "bind_core_list"):
         command += [f"--{name}", getattr(flags, name)] if getattr(flags, name) else []
@@ -178,12 +184,12 @@ def deepspeed_command(flags: argparse.Namespace, train: Sequence[str], *, hostfi
 
 
 def quote_for_pdsh(word: str) -> str:
-    """Quote a word so that it survives DeepSpeed's own quoting (of words with a space), pdsh and the host's shell.
+    """Quote a word, so that DeepSpeed's own quoting, pdsh and the host's shell leave it unchanged.
 
-    pdsh replaces %h, %n and %u, and turns %% into %.
+    pdsh replaces %h, %n and %u, and turns %% into %. DeepSpeed quotes only words with a space.
     """
     word = word.replace("%", "%%")
-    if " " in word:  # DeepSpeed puts the word between double quotes, and a backslash before each " in it
+    if " " in word:  # DeepSpeed puts the word in double quotes, and a backslash before each " of the word
         return re.sub(r"([\\$`])", r"\\\1", word)
     return word if _NEEDS_NO_QUOTES.fullmatch(word) else shlex.quote(word)
 

@@ -1,7 +1,7 @@
-"""Checks of a SLURM job before and after its ranks run: time limit, failed nodes, and whether to requeue.
+"""Checks of a SLURM job before and after its ranks run: time limit, failed nodes, and whether to requeue the job.
 
-launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before` on every node, and `after` on the first
-node if the run failed.
+launch/slurm/pretrain.sbatch calls `python -m pretrain.cluster.slurm_job before` on every node. If the run's exit code
+is not 0, the script calls `python -m pretrain.cluster.slurm_job after` on the first node, unless the job was cancelled.
 """
 
 import json
@@ -37,30 +37,30 @@ class JobStart:
 
     job: str  # SLURM job id
     nodes: list[str]
-    step: int  # step that the start resumed from
+    step: int  # step from which this start resumed
     time: float  # when the start began, in seconds since 1970
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code.
+    """Run the checks of `before` or `after`, and return the exit code. Raises ConfigError.
 
-    `before`: 0, or 2 after one line from each node that cannot run this. `after`: 0 if the job should be requeued,
-    otherwise 1. Raises ConfigError.
+    `before`: 0 if this node accepts the run, otherwise 2 after one line that names the node. `after`: 0 if the job
+    should be requeued, otherwise 1.
     """
     parser = Parser(prog="python -m pretrain.cluster.slurm_job")
     parser.add_argument("when", choices=("before", "after"))
-    parser.add_argument("--world_size", type=int, default=1, help="ranks of the run")
+    parser.add_argument("--world_size", type=int, default=1, help="number of ranks of the run")
     parser.add_argument("--signal_seconds", type=int, default=0, help="SECONDS of #SBATCH --signal=B:USR1@SECONDS")
     parser.add_argument("--exit_code", type=int, default=1, help="exit code of the run")
-    known, train_flags = parser.parse_known_args(argv)
-    if known.when == "after":
-        return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=known.exit_code)
+    own, train_flags = parser.parse_known_args(argv)
+    if own.when == "after":
+        return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=own.exit_code)
     node = int(os.environ.get("SLURM_NODEID", "0"))
     try:
-        plan = check_run(parse_arguments(train_flags), world_size=known.world_size, device=detect_device())
+        plan = check_run(parse_arguments(train_flags), world_size=own.world_size, device=detect_device())
         choose_resume(plan)
         if node == 0:
-            before(plan, os.environ, signal_s=known.signal_seconds)
+            before(plan, os.environ, signal_s=own.signal_seconds)
     except ConfigError as error:
         print_error(World(rank=node, size=node + 1, local_rank=0, local_size=1, launcher="slurm"), error)
         return REJECTED
@@ -88,7 +88,7 @@ def before(plan: Plan, environ: Mapping[str, str], *, signal_s: int) -> None:
 
 
 def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
-    """Return 0 if the job should go back into the queue, otherwise 1. Reports the reason."""
+    """Return 0 if the job should be requeued, otherwise 1. Prints the decision, and the nodes that do not answer."""
     starts = read_record(run, environ["SLURM_JOB_ID"])
     step = newest_step(run / "checkpoints")
     if exit_code != STOPPED:
@@ -104,13 +104,13 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
 
 
 def check_time_limit(*, limit_s: float, signal_s: float, save_s: float, step_s: float) -> None:
-    """Raise ConfigError if the signal or the time limit leaves too little time for a step and a save.
+    """Raise ConfigError if there is too little time for a step and a save, before or after the signal.
 
     Args:
-        limit_s: time until the job's limit.
-        signal_s: time between the signal and the limit.
-        save_s: duration of a save.
-        step_s: duration of a step.
+        limit_s: seconds until the job's time limit.
+        signal_s: seconds between the signal and the time limit.
+        save_s: seconds that a save takes.
+        step_s: seconds that a step takes.
     """
     need_s = step_s + save_s
     if need_s > signal_s:
@@ -125,7 +125,10 @@ def check_time_limit(*, limit_s: float, signal_s: float, save_s: float, step_s: 
 
 
 def save_seconds(plan: Plan, run: Path) -> float:
-    """Return the longest of the last 10 saves, or an estimate from the checkpoint's size and the disk's speed."""
+    """Return the seconds of the longest of the last 10 saves.
+
+    Before the first save, estimate them from the checkpoint's size and the disk's speed.
+    """
     took = [float(row["seconds"]) for row in read_rows(run / "events.jsonl")
             if row.get("event") == "save" and "seconds" in row]
     if took:
@@ -135,13 +138,13 @@ def save_seconds(plan: Plan, run: Path) -> float:
 
 
 def slowest_step_seconds(run: Path) -> float:
-    """Return the longest step time among the last 10 logged rows, or 0 if there are none."""
+    """Return the longest step time in the last 10 rows of metrics.jsonl, or 0 if there are none."""
     took = [float(row["step_time_ms"]) / 1000 for row in read_metrics(run)[-10:] if row.get("step_time_ms")]
     return max(took, default=0.0)
 
 
 def _bytes_per_second(folder: Path) -> float:
-    """Measure how fast one process writes to this disk."""
+    """Measure the speed at which one process writes to the folder's disk."""
     path = folder / f".tmp-speed-{os.getpid()}"
     start = time.perf_counter()
     try:
@@ -155,7 +158,7 @@ def _bytes_per_second(folder: Path) -> float:
 
 
 def read_record(run: Path, job: str) -> list[JobStart]:
-    """Return the starts of the SLURM job, the newest last."""
+    """Return the starts of this SLURM job from RUN/slurm.jsonl, oldest first."""
     return [JobStart(**row) for row in read_rows(run / RECORD) if row["job"] == job]
 
 
@@ -186,7 +189,7 @@ def failed_nodes(nodes: Sequence[str], *, since: float) -> list[str]:
 
 
 def unresponsive_nodes(nodes: Sequence[str]) -> list[str]:
-    """Return the nodes on which `true` cannot be run within 20 s."""
+    """Return the nodes on which srun cannot run the command `true` within 20 s."""
     command = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--quiet")
     probes = [subprocess.Popen([*command, "--nodelist", node, "true"], stderr=subprocess.DEVNULL) for node in nodes]
     end = time.monotonic() + _NODE_TIMEOUT_S
@@ -194,6 +197,7 @@ def unresponsive_nodes(nodes: Sequence[str]) -> list[str]:
 
 
 def _succeeds(probe: "subprocess.Popen[Any]", end: float) -> bool:
+    """Return whether the process exits with 0 before `end` (time.monotonic()). Otherwise kill it."""
     try:
         return probe.wait(max(0.0, end - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
@@ -203,6 +207,7 @@ def _succeeds(probe: "subprocess.Popen[Any]", end: float) -> bool:
 
 
 def _output(*command: str) -> str:
+    """Return the stdout of a SLURM command. Raises ConfigError if the command fails."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""Stopping a run in an orderly way: signals that ask all ranks to save and end.
+"""Graceful stop of a run: a signal to any rank makes all ranks save a checkpoint and end.
 
-Imports no other folder of pretrain/.
+This folder imports no other folder of pretrain/.
 """

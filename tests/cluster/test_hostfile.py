@@ -34,7 +34,7 @@ def test_hosts_are_in_the_order_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "words"), [
     ("a slots=2\na slots=1\n", [":2", "host a", "already on line 1"]),
     ("a\n", [":1", "'a'", "NAME slots=N", "`a slots=1`"]),
-    ("a slots = 2\n", [":1", "'a slots = 2'", "no spaces around ="]),
+    ("a slots = 2\n", [":1", "'a slots = 2'", "without spaces around ="]),
     ("a slots=two\n", [":1", "'a slots=two'"]),
     ("a slots=2 max-slots=4\n", [":1", "max-slots"]),
     ("a slots=1\nb slots=0\n", [":2", "slots=0", "at least 1"]),

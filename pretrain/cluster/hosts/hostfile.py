@@ -1,4 +1,4 @@
-"""Hosts of a run: DeepSpeed's hostfile (a line `NAME slots=N` for each host), and filters such as --include."""
+"""Read DeepSpeed's hostfile (a line `NAME slots=N` for each host), and apply filters such as --include."""
 
 import argparse
 import re
@@ -7,15 +7,16 @@ from pathlib import Path
 from pretrain.errors import ConfigError
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(\s+#.*)?")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # without characters that a shell interprets
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # excludes characters that a shell interprets
 _FORMAT = "NAME slots=N"
 _MAX_SLOTS = 100_000
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Return host -> slots (ranks), in the file's order, which is the rank order.
+    """Return host -> number of slots (ranks). The order of the file is the order of the ranks.
 
-    Raises ConfigError with the line number: unreadable file, wrong format, a host twice, no slots, no hosts.
+    Raises ConfigError if the file is unreadable or has no hosts. Also raises it, with the line number, if a line has
+    the wrong format, names a host again or gives 0 slots.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -32,7 +33,7 @@ def read_hostfile(path: str) -> dict[str, int]:
         host, slots = _parse_line(f"{path}:{number}", text)
         if host in hosts:
             raise ConfigError(f"{path}:{number}", problem=f"host {host} is already on line {first_line[host]}",
-                              remedy="give that line all slots of the host, and delete this line")
+                              remedy=f"put all slots of {host} on line {first_line[host]}, and delete line {number}")
         hosts[host], first_line[host] = slots, number
     if not hosts:
         raise ConfigError(f"--hostfile {path}", problem="the file has no hosts",
@@ -41,14 +42,15 @@ def read_hostfile(path: str) -> dict[str, int]:
 
 
 def _parse_line(where: str, text: str) -> tuple[str, int]:
+    """Return (host, number of slots). `where`: file and line number, for errors. Raises ConfigError."""
     match = _LINE.fullmatch(text)
     if match is None:
         remedy = f"write `{text.split()[0]} slots=1` for one rank on this host" if len(text.split()) == 1 else \
-            "write no spaces around ="
+            "write it without spaces around ="
         raise ConfigError(where, found=repr(text), expected=f"`{_FORMAT}`, where N is the number of ranks on this host",
                           remedy=remedy)
     if not _NAME.fullmatch(match["host"]):
-        remedy = "put `User` into ~/.ssh/config" if "@" in match["host"] else ""
+        remedy = "write the user as `User` into ~/.ssh/config" if "@" in match["host"] else ""
         raise ConfigError(where, found=repr(match["host"]), expected="a host name or IPv4 address", remedy=remedy)
     if int(match["slots"]) == 0:
         raise ConfigError(where, found="slots=0", expected="at least 1",
@@ -60,19 +62,19 @@ def _parse_line(where: str, text: str) -> tuple[str, int]:
 
 def choose_hosts(hosts: dict[str, int], *, include: str = "", exclude: str = "", num_nodes: int = -1,
                  num_slots: int = -1) -> dict[str, list[int]]:
-    """Return host -> slot numbers of the run, as `deepspeed` resolves the same flags. Raises ConfigError.
+    """Return host -> slot numbers of the run. `deepspeed` chooses the same ones. Raises ConfigError.
 
     Args:
-        hosts: host -> slots, from `read_hostfile`.
-        include: use only these, `HOST[:SLOT,SLOT][@HOST...]`.
-        exclude: use all but these, in the same format.
+        hosts: host -> number of slots, from `read_hostfile`.
+        include: use only these hosts or slots, in the format `HOST[:SLOT,SLOT][@HOST...]`.
+        exclude: use all hosts and slots but these, in the same format.
         num_nodes: use only the first N hosts; -1: all.
         num_slots: use only the first N slots of each host; -1: all.
     """
     if (include and exclude) or ((include or exclude) and (num_nodes > 0 or num_slots > 0)):
         raise ConfigError("command line",
                           problem="--include, --exclude and --num_nodes/--num_gpus cannot be combined",
-                          remedy="choose the hosts in one of these ways")
+                          remedy="give only one of them")
     chosen = {host: list(range(slots)) for host, slots in hosts.items()}
     named = _parse_filter("--include" if include else "--exclude", include or exclude, chosen)
     if include:
@@ -100,13 +102,16 @@ def hosts_from_flags(flags: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def _parse_filter(flag: str, text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return host -> slot numbers that an --include or --exclude names. Raises ConfigError."""
+    """Return host -> slot numbers that the value of --include or --exclude names. Raises ConfigError.
+
+    `hosts`: host -> slot numbers in the hostfile.
+    """
     named: dict[str, list[int]] = {}
     for part in text.split("@") if text else []:
         host, colon, slots = part.partition(":")
         if host not in hosts:
             raise ConfigError(flag, found=repr(host), expected="a host of the hostfile",
-                              remedy=f"the hostfile has {', '.join(list(hosts)[:8])}", word=host, known=hosts)
+                              remedy=f"its hosts are {', '.join(list(hosts)[:8])}", word=host, known=hosts)
         words = slots.split(",") if colon else [str(slot) for slot in hosts[host]]
         wrong = [word for word in words if not word.isdecimal() or int(word) not in hosts[host]]
         if wrong:

@@ -1,4 +1,4 @@
-"""Run DeepSpeed's launcher for several hosts: pass signals on to all ranks, and end all hosts when one fails."""
+"""Run DeepSpeed's launcher for several hosts: pass signals to all ranks, and end all ranks when a host fails."""
 
 import contextlib
 import os
@@ -17,16 +17,20 @@ from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_al
 from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
 
 LOST = 255  # ssh's exit code when the connection breaks
-_CAUSES = (REJECTED, GUARD, HANG)  # when one rank ends with these, the other ranks crash as a consequence
+# A rank that exits with one of these codes makes the other ranks crash. Their codes say nothing about the cause.
+_ROOT_CAUSE_CODES = (REJECTED, GUARD, HANG)
 _PDSH_FAILURE = re.compile(r"pdsh@[^:]*: (?P<host>\S+): ssh exited with exit code (?P<code>\d+)")
 _POLL_S = 0.2
-_LAUNCHER_EXIT_S = 5.0  # time for the launcher to exit after the last process on the hosts
+_LAUNCHER_EXIT_S = 5.0  # time that the launcher gets to exit after all ranks have ended
 
 
 def combine_exit_codes(codes: Iterable[int]) -> int:
-    """Combine the hosts' exit codes into one: the cause rather than its consequences; 75 only if all hosts saved."""
+    """Combine the exit codes of the hosts into one.
+
+    A code of `_ROOT_CAUSE_CODES` has priority. Otherwise the largest code wins, but 75 (saved) only if no host crashed.
+    """
     failed = [code for code in codes if code != 0]
-    for code in _CAUSES:
+    for code in _ROOT_CAUSE_CODES:
         if code in failed:
             return code
     return max((code for code in failed if code != STOPPED), default=STOPPED if failed else FINISHED)
@@ -34,16 +38,16 @@ def combine_exit_codes(codes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class MultihostJob:
-    """One start of a run on several hosts. `name` marks its processes (see probe.JOB_VARIABLE)."""
+    """One start of a run on several hosts."""
 
-    name: str
+    name: str  # value of probe.JOB_VARIABLE in the environment of each process of this start
     ranks: Mapping[str, int]  # host -> number of ranks, for all hosts in rank order
     hosts: Sequence[str]  # hosts that this process controls; other hosts run their own launcher
     transport: Transport
-    grace_s: float  # seconds between the first failure and the forced end of the other hosts
+    grace_s: float  # seconds from the failure of one host until the ranks on the other hosts are killed
 
     def describe_first_failure(self, codes: Mapping[str, int]) -> str:
-        """Name the first host that failed, its ranks and its exit code."""
+        """Describe the first host in `codes` (host -> exit code) that failed: its name, ranks and exit code."""
         host, code = next(item for item in codes.items() if item[1] != 0)
         names = list(self.ranks)
         first = sum(self.ranks[other] for other in names[:names.index(host)])
@@ -59,7 +63,7 @@ class MultihostJob:
                 say(f"{host}: could not send {signal.Signals(number).name} to its ranks: {answer}")
 
     def end(self, patience_s: float = 0) -> None:
-        """End every process of the job on every host. Processes may end by themselves within `patience_s`."""
+        """Wait up to `patience_s` until all processes of the job have ended, then kill the remaining ones."""
         answers = self._call("end_job", patience_s, timeout_s=patience_s + 20)
         for host, ended in answers.items():
             if isinstance(ended, HostError):
@@ -68,17 +72,18 @@ class MultihostJob:
                 say(f"{host}: ended {len(ended)} remaining process{'es' * (len(ended) > 1)}")
 
     def _call(self, function: str, *args: Any, timeout_s: float = 15) -> dict[str, Any]:
+        """Call a function of probe.py, with the job's name, on all controlled hosts. Returns host -> result."""
         return call_probe_on_all(self.transport, dict.fromkeys(self.hosts, (function, self.name, *args)),
                                  timeout_s=timeout_s)
 
 
 @dataclass
 class JobState:
-    """State of a running job. Several threads write to it."""
+    """State of a running job. The signal handler and several threads write to this object."""
 
     codes: dict[str, int] = field(default_factory=dict)  # host -> exit code, for hosts that have ended
-    first_failure: float | None = None  # time.monotonic()
-    signals: list[int] = field(default_factory=list)  # signals that the launcher got but has not handled yet
+    first_failure: float | None = None  # time of the first failure, by time.monotonic()
+    signals: list[int] = field(default_factory=list)  # signals that this process got but has not handled yet
 
     def read_stderr(self, stream: IO[str]) -> None:
         """Copy the launcher's stderr to ours, and record the hosts that pdsh reports as failed."""
@@ -103,10 +108,16 @@ class JobState:
 
 def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJob,
             listen: Callable[[JobState], None] | None = None) -> int:
-    """Run `deepspeed` until all hosts have ended. Returns the exit code of the run.
+    """Run `deepspeed` until the ranks on all hosts have ended. Returns the exit code of the run.
 
-    `listen` runs in a thread of its own and records failures that the launcher does not report.
-    SIGUSR1 and the first SIGTERM: all ranks save and exit with 75. SIGINT and a second SIGTERM: all ranks end at once.
+    On SIGUSR1 or a first SIGTERM, all ranks save and exit with 75. On SIGINT or a SIGTERM after another signal, all
+    ranks end at once.
+
+    Args:
+        command: command line of `deepspeed`.
+        environ: environment variables of `deepspeed`.
+        job: the hosts and ranks.
+        listen: runs in a thread, and records exits of hosts that `deepspeed` does not report.
     """
     state = JobState()
     with _record_signals(state), subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, text=True,
@@ -117,7 +128,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
         if listen is not None:
             threading.Thread(target=listen, args=[state], daemon=True).start()
         interrupted = _wait(process, job, state)
-        codes = list(state.codes.values())  # exit codes before this function ends any host
+        codes = list(state.codes.values())  # copied before job.end() kills ranks, which adds codes
         ended_by_us = interrupted is not None or process.poll() is None
         if ended_by_us:
             job.end()
@@ -136,7 +147,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
 
 
 def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState) -> int | None:
-    """Wait until the launcher has ended or the hosts must be ended. Returns the signal that interrupted it, or None."""
+    """Wait until the launcher has ended or all ranks must be killed. Returns the signal that demands this, or None."""
     asked_to_save = False
     while process.poll() is None:
         if state.signals:
@@ -157,6 +168,7 @@ def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState) 
 
 @contextlib.contextmanager
 def _record_signals(state: JobState) -> Iterator[None]:
+    """Append each received signal to `state.signals`, instead of its default action, while the context is open."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, lambda received, _: state.signals.append(received)) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""Preflight check of the hosts: collect facts on each host, and reject hosts that differ from the launching host."""
+"""Preflight check: collect facts on each host, and reject hosts that differ from the host that launches the run."""
 
 import functools
 import re
@@ -16,36 +16,41 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-_MAX_PROBLEMS = 6  # problems shown in one line; the others are counted
-_REMEDY = "make the hosts equal, or leave a host out with --exclude"
+_MAX_PROBLEMS = 6  # problems shown in one line; the line ends with the number of further problems
+_REMEDY = "install the same versions, code and files on all hosts, or leave a host out with --exclude"
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Result of `probe.host_facts` on one host; its keys are these fields."""
+    """Result of `probe.host_facts` on one host. The keys of that dictionary are the names of these fields."""
 
     python: str
     packages: dict[str, str]  # name -> version
-    has_folder: bool  # the folder in which the launcher runs exists
-    code_digest: str | None  # hash of the package's files; None: no checkout
-    commit: str | None
+    has_folder: bool  # whether the launcher's working folder exists on this host
+    code_digest: str | None  # hash of the package's Python files; None: no checkout
+    commit: str | None  # None: unknown
     files: dict[str, list[Any] | None]  # path -> [size in bytes, hash of both ends]; None: no such file
     run_problem: str  # what is wrong with the run folder; "": nothing
-    interface: list[str] | None  # [name, address] of the interface that reaches the other hosts
+    interface: list[str] | None  # [name, address] of the network interface to the other hosts
     cores: int
-    gpus: int
+    gpus: int  # number of NVIDIA GPUs
 
 
 @dataclass(frozen=True)
 class PreflightRequest:
-    """What every host must have. Paths are absolute."""
+    """Files and folders that every host must have. Paths are absolute."""
 
     run: Path  # run folder
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # files (or a tokenizer's folder) that each rank reads
     folder: Path  # working folder of the launcher and of the ranks
 
     def to_json(self, token: str, peer: str) -> dict[str, Any]:
-        """Argument of `probe.host_facts`. `token`: file in the run folder; `peer`: another host of the run."""
+        """Return the argument of `probe.host_facts`.
+
+        Args:
+            token: name of the file that `token_file` created in the run folder.
+            peer: another host of the run; "": none.
+        """
         return {"root": str(ROOT), "packages": list(required_packages()), "files": list(self.files),
                 "run": str(self.run), "folder": str(self.folder), "token": token, "peer": peer}
 
@@ -61,7 +66,7 @@ def required_packages() -> tuple[str, ...]:
 
 
 def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Path) -> PreflightRequest:
-    """List the files that each rank of this run opens. Raises ConfigError if no run folder is given."""
+    """List the files that each rank of this run opens. Raises ConfigError if there is no --save."""
     if not args.save:
         raise ConfigError("--save", problem="a run on several hosts needs a run folder",
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
@@ -77,9 +82,10 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
 
 @contextmanager
 def token_file(run: Path) -> Iterator[str]:
-    """Create a file with a unique name in the run folder, so that each host can prove that it shares the folder.
+    """Create a file with a unique name in the run folder: a host that sees the file shares the folder.
 
-    Yields the file's name. Afterwards the file is removed, and so are folders that this function created, if empty.
+    Yields the file's name. Afterwards this function removes the file, and the folders that it created if they are
+    empty.
     """
     created = [path for path in (run, *run.parents) if not path.exists()]
     token = f".cluster-{secrets.token_hex(8)}"
@@ -98,9 +104,9 @@ def token_file(run: Path) -> Iterator[str]:
 
 
 def check_hosts(transport: Transport, ranks: dict[str, int], request: PreflightRequest) -> dict[str, HostFacts]:
-    """Collect the facts of all hosts and compare them with this host's. Returns host -> facts.
+    """Collect the facts of all hosts and compare them with the facts of this host. Returns host -> facts.
 
-    Raises ConfigError: one line with every host that is unreachable or different, and why.
+    Raises ConfigError, in one line with all unreachable hosts, or with all differences of the hosts.
 
     Args:
         transport: runs a command on a host.
@@ -131,7 +137,14 @@ def check_local_files(facts: HostFacts) -> None:
 
 
 def check_equal(reference: str, expected: HostFacts, facts: dict[str, HostFacts], ranks: dict[str, int]) -> None:
-    """Raise ConfigError, one line with every difference of a host from the host `reference`."""
+    """Raise ConfigError if a host differs. Its line has all differences.
+
+    Args:
+        reference: name of the host to compare with.
+        expected: facts of that host.
+        facts: host -> facts.
+        ranks: host -> number of ranks.
+    """
     problems = []
     for host, found in facts.items():
         of_host = [*_differences(reference, expected, found), *_device_problems(found, facts, ranks[host])]
@@ -156,7 +169,7 @@ def _differences(reference: str, expected: HostFacts, found: HostFacts) -> Itera
     elif found.code_digest != expected.code_digest:
         yield f"the code at {ROOT} differs from {reference}: {_commit_difference(expected, found)}"
     if not found.has_folder:
-        yield "the folder in which this command runs does not exist there"
+        yield "the working folder of this command does not exist on that host"
     for path, fingerprint in expected.files.items():
         if found.files[path] is None:
             yield f"no {path}"

@@ -1,5 +1,5 @@
-"""Supervisor (launch/supervise.py): restarts a run after a crash, a hang or a signal, and logs every start.
+"""Supervisor (launch/supervise.py): it restarts a run that crashed or was stopped, and logs every start.
 
-Imports cluster/hosts, cluster/launcher_flags, checkpoint, config, distributed, monitor and errors; never health/ or the
-launch modules.
+This folder imports cluster/hosts, cluster/launcher_flags, checkpoint, config, distributed, monitor and errors. It never
+imports health/ or the modules that launch a run (ds_pretrain, local_launch, multihost_launch, slurm_job).
 """
