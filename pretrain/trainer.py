@@ -103,7 +103,7 @@ class StepLoop:
 
 
 def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
-    """Mean loss of the first `eval_steps` global batches of the loader's split: a scalar on the device."""
+    """Return the mean loss of the first `eval_steps` global batches of the loader: a scalar on the device."""
     losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
     return torch.stack(losses).mean()
 

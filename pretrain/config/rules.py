@@ -46,7 +46,7 @@ def libaio(run: ResolvedConfig) -> None:
 
 
 def nvme_buffer_size(run: ResolvedConfig) -> None:
-    """Each rank's part of a parameter must fit in one buffer; otherwise an assertion fails in the first step."""
+    """Reject a buffer smaller than a rank's part of the largest matrix: an assertion would fail in the first step."""
     model, key = run.model, f"{_ZERO}.offload_param.buffer_size"
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
     largest = max(model.vocab_size, model.max_positions, model.intermediate_size, qkv) * model.hidden_size

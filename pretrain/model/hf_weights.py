@@ -1,4 +1,4 @@
-"""Convert weights to and from transformers' GPT2LMHeadModel, GPTNeoXForCausalLM and LlamaForCausalLM, exactly."""
+"""Convert weights exactly to and from transformers' GPT2LMHeadModel, GPTNeoXForCausalLM and LlamaForCausalLM."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Rule:
-    """One of our tensors and the transformers tensors that hold the same numbers."""
+    """One tensor of this model, the transformers tensors with the same numbers, and the conversion functions."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -100,7 +100,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 
 
 def _rules(config: ModelConfig) -> list[_Rule]:
-    """Return one rule for each of our tensors, in the order of build_specs."""
+    """Return one rule for each tensor of this model, in the order of build_specs."""
     kind = config.architecture
     first = "tied_modules.embed.embedding" if config.tie_word_embeddings else "0.embedding"
     rules = [_same(first, _EMBEDDING[kind])]

@@ -48,7 +48,7 @@ class Rope:
         return cos[:length], sin[:length]
 
     def rotate(self, x_BHTE: torch.Tensor) -> torch.Tensor:
-        """Rotate the first `rotary_size` elements of each head by their position; element i pairs with i + half."""
+        """Rotate the first `rotary_size` elements of each head by position. Pairs are i and i + rotary_size / 2."""
         cos, sin = self.tables(x_BHTE.shape[2], x_BHTE)
         size = self._config.rotary_size
         first, second = x_BHTE[..., :size].chunk(2, dim=-1)

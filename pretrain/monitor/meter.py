@@ -107,7 +107,7 @@ class Meter:
         self._show_progress(step)
 
     def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> float:
-        """Report an evaluation on the split `name` ("valid", "test"). Return its loss as a number."""
+        """Report an evaluation on the split `name` ("valid", "test"). Return the loss as a number."""
         value = float(loss)
         perplexity = float(torch.tensor(value, dtype=torch.float64).exp())
         self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": value,

@@ -162,7 +162,7 @@ def _expect(file: DsFile, dotted: str, value: Any, kind: type, expected: str) ->
 
 
 def suggest_key(name: str, tree: Tree) -> str:
-    """Suggest the block that an unknown key belongs to, or a similar key of the same block, or of another block."""
+    """Suggest the block that an unknown key belongs to; else a similar key of this block; else one of another block."""
     if _OTHER_NAMES.get(name) in tree:
         return f'Did you mean "{_OTHER_NAMES[name]}"?'
     all_keys = list(_walk(TREE, ""))

@@ -165,7 +165,7 @@ _TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (st
 
 
 def _parser() -> Any:
-    """HfArgumentParser whose errors are ConfigErrors. Imported here, because the import takes half a second."""
+    """Return an HfArgumentParser that raises ConfigErrors. The import is in here, because it takes half a second."""
     from transformers.hf_argparser import HfArgumentParser
 
     class FlagParser(HfArgumentParser):
