@@ -1,4 +1,4 @@
-"""Limits of generation. The commands of the README test generation from a checkpoint of a real run."""
+"""Limits of text generation. tests/test_quickstart.py tests generation from a checkpoint of a real run."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def trained() -> TrainedModel:
-    """A model with 8 positions and random weights, and a tokenizer whose tokens are single digits."""
+    """Return a model with 8 positions and random weights. The tokens of its tokenizer are single digits."""
     config = AutoConfig.for_model("gpt2", vocab_size=10, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     tokenizer = Tokenizer(Path("digits"), 10, None, "", encode=lambda text: [int(digit) for digit in text],
                           decode=lambda tokens: "".join(map(str, tokens)))
@@ -20,8 +20,8 @@ def trained() -> TrainedModel:
 
 
 @pytest.mark.parametrize(("requested", "generated"), [(3, 3), (5, 5), (50, 5)])
-def test_a_text_that_ends_at_the_last_position_is_reported(trained: TrainedModel, capsys: pytest.CaptureFixture[str],
-                                                       requested: int, generated: int) -> None:
+def test_fewer_tokens_than_requested_are_reported(trained: TrainedModel, capsys: pytest.CaptureFixture[str],
+                                                  requested: int, generated: int) -> None:
     assert len(generate(trained, "123", Sampling(max_new_tokens=requested))) == 3 + generated
     note = ("ds-pretrain: note: --max_new_tokens 50 is reduced to 5: the model has 8 positions, and the prompt "
             "takes 3\n")

@@ -1,4 +1,4 @@
-"""Loss curve of tools/summarize.py --plot: one SVG for the same metrics, and errors in one line."""
+"""Loss curve of tools/summarize.py --plot: the same metrics give the same SVG, and errors are one line."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder of three logged steps and one evaluation."""
+    """Write a run folder with three logged steps and one evaluation."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps([{"flags": {}, "train_steps": 3}]))
@@ -44,6 +44,6 @@ def test_each_loss_is_drawn(run: Path) -> None:
     ("loss.png", "ends with .svg"),
     ("missing/loss.svg", "cannot be written"),
 ])
-def test_a_file_that_cannot_be_written_is_one_line(run: Path, target: str, words: str) -> None:
+def test_a_file_that_cannot_be_written_is_rejected(run: Path, target: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         save_loss_plot(run, run / target)

@@ -16,7 +16,7 @@ def test_summary(tmp_path: Path) -> None:
         "flags": {"valid_data": str(tmp_path / "valid"), "train_data": "x"}, "train_steps": 9}]))
     (tmp_path / "valid.meta.json").write_text(json.dumps({"entropy_nats": 5.0}))
     rows = [{"step": 4, "loss": 4.5, "tokens_per_second": 10.0}, {"step": 4, "split": "valid", "eval_loss": 4.75}]
-    # the last line is incomplete, as a killed run leaves it
+    # a killed run leaves an incomplete last line
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 5, "lo')
     summary = summarize(tmp_path)
     assert (summary.step, summary.train_steps, summary.valid_loss, summary.unigram_entropy) == (4, 9, 4.75, 5.0)
@@ -24,7 +24,7 @@ def test_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("valid_loss", "below"), [(4.75, True), (5.0, False), (5.25, False), (None, False)])
-def test_a_loss_is_below_the_unigram_entropy(tmp_path: Path, valid_loss: float | None, below: bool) -> None:
+def test_only_a_lower_loss_is_below_the_unigram_entropy(tmp_path: Path, valid_loss: float | None, below: bool) -> None:
     (tmp_path / "run.json").write_text(json.dumps([{"flags": {"valid_data": str(tmp_path / "valid")}}]))
     (tmp_path / "valid.meta.json").write_text(json.dumps({"entropy_nats": 5.0}))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, "split": "valid", "eval_loss": valid_loss}))

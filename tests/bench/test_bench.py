@@ -1,4 +1,6 @@
-"""tools/bench.py in real processes, on a model of a few thousand parameters: what it compares, never how fast it is."""
+"""tools/bench.py in real processes with a model of a few thousand parameters. The tests check what is compared, but no
+speeds.
+"""
 
 import json
 import os
@@ -57,7 +59,7 @@ def test_baselines_do_the_same_work() -> None:
     for name, values in step["contenders"].items():
         first, second = values["losses"][:2]
         assert first == pytest.approx(ours["losses"][0], rel=1e-3), name
-        assert second == pytest.approx(ours["losses"][1], rel=2e-3), name  # after an update: the same optimizer
+        assert second == pytest.approx(ours["losses"][1], rel=2e-3), name  # after one update with the same optimizer
         assert second < first
         assert len(values["losses"]) == 2 + 2 * 2  # warm-up, repetitions x steps
         assert values["parameters"] == ours["parameters"]
@@ -66,7 +68,7 @@ def test_baselines_do_the_same_work() -> None:
 
 
 def test_figures_of_a_training_step(context: BenchContext) -> None:
-    """2 steps of 4 samples of 64 tokens: 512 tokens."""
+    """One repetition has 2 steps of 4 samples of 64 tokens: 512 tokens."""
     answers = {PRODUCTS: [{"seconds": 1.0, "losses": [], "tflops": tflops} for tflops in (0.2, 0.5, 0.4)]}
     for name, seconds, memory in ((PROJECT, (2.0, 8.0, 1.0), 300), ("plain PyTorch", (4.0, 4.0, 16.0), 600)):
         answers[name] = [{"seconds": value, "losses": [6.0], "peak_memory_bytes": memory - value} for value in seconds]
@@ -80,8 +82,8 @@ def test_figures_of_a_training_step(context: BenchContext) -> None:
     assert (ours["peak_memory_bytes"], theirs["peak_memory_bytes"]) == (299.0, 596.0)  # the highest
     assert theirs["memory_ratio"] == pytest.approx(299 / 596)
     assert ours["losses"] == [6.25, 6.0, 6.0, 6.0]
-    # 2 layers of 12 x 64^2 weights, norms and biases not counted, and the head of 512 x 64: 6 FLOPs per weight;
-    # attention scores: 12 x layers x width x positions
+    # 6 FLOPs for each weight of 2 layers (12 x 64^2 each, without norms and biases) and of the head (512 x 64);
+    # 12 x layers x width x positions for the attention scores
     flops = 6 * (2 * 12 * 64**2 + 512 * 64) + 12 * 2 * 64 * 64
     assert ours["mfu"] == pytest.approx(256 * flops / 0.5e12, rel=0.03)
     assert section.failures == []
@@ -90,7 +92,8 @@ def test_figures_of_a_training_step(context: BenchContext) -> None:
 @pytest.mark.parametrize(("first_loss", "parameters", "problem"), [
     (6.0, 8, "it has 8 parameters, this project 7"), (6.1, 7, "its first loss is 6.1"),
     (float("nan"), 7, "its first loss is nan")])
-def test_other_work_is_a_failure(context: BenchContext, first_loss: float, parameters: int, problem: str) -> None:
+def test_a_baseline_with_other_parameters_or_losses_is_a_failure(context: BenchContext, first_loss: float,
+                                                                 parameters: int, problem: str) -> None:
     answers = {name: [{"seconds": 1.0, "losses": [], "peak_memory_bytes": 1}] for name in (PROJECT, "plain PyTorch")}
     results = InterleavedResults(
         facts={PROJECT: {"parameters": 7}, "plain PyTorch": {"parameters": parameters}},
@@ -101,8 +104,8 @@ def test_other_work_is_a_failure(context: BenchContext, first_loss: float, param
     assert not section.data["same_work"]
 
 
-def test_overhead_is_the_median_of_the_repetitions_own_ratios() -> None:
-    """The machine may change its speed between repetitions: 10 %, 20 % and 90 % of overhead."""
+def test_overhead_is_the_median_of_the_ratios_of_each_repetition() -> None:
+    """The speed of the machine may change between repetitions. The overheads here are 10 %, 20 % and 90 %."""
     seconds = {LOOP: (1.1, 2.4, 5.7), BARE: (1.0, 2.0, 3.0)}
     answers = {name: [{"seconds": value} for value in values] for name, values in seconds.items()}
     section = overhead_section(InterleavedResults(answers=answers), steps=10)
@@ -158,7 +161,8 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 
 
 def test_highest_speedup_of_1f1b() -> None:
-    """With equal stages (p - 1) / (m + p - 1) of the time is lost; with unequal ones more."""
+    """With p equal stages and m micro-batches, the bubble is (p - 1) / (m + p - 1). Unequal stages have a larger one.
+    """
     assert highest_speedup([1.0, 1.0], 8) == pytest.approx(2 * (1 - 1 / 9))
     assert highest_speedup([1.0] * 4, 16) == pytest.approx(4 * (1 - 3 / 19))
     assert highest_speedup([1.0, 2.0], 8) == pytest.approx(8 * 3 / (3 + 7 * 2))
@@ -171,7 +175,8 @@ def test_explain_profiles_a_step() -> None:
     times = {row["name"]: row["time_ms_per_step"] for row in operators}
     assert times["aten::mm"] > 0
     assert list(times.values()) == sorted(times.values(), reverse=True)
-    assert "aten::linear" not in times or times["aten::linear"] < times["aten::mm"]  # without the operators it calls
+    # the time of an operator excludes the operators that it calls
+    assert "aten::linear" not in times or times["aten::linear"] < times["aten::mm"]
 
 
 @pytest.mark.slow
@@ -185,7 +190,8 @@ def test_every_other_section(context: BenchContext, tmp_path: Path) -> None:
     assert {name: len(times) for name, times in found["overhead"]["step_time_ms"].items()} == {LOOP: 2, BARE: 2}
     assert found["pipeline"]["bound"] == pytest.approx(16 / 9)
     assert sum(found["pipeline"]["stage_flops"]) == pytest.approx(flops_per_token(context.model, 64))
-    parameters = context.model.num_parameters()  # in 16 bits; master weights and two optimizer states in 32 bits
+    # 16-bit weights (2 bytes); master weights and two optimizer states in 32 bits (12 bytes)
+    parameters = context.model.num_parameters()
     assert 14 * parameters < found["checkpoint"]["checkpoint_bytes"] < 17 * parameters + 10**5
     assert len(found["startup"]["seconds"]) == 2
     assert all(len(times) == 2 for times in found["startup"]["seconds"].values())

@@ -68,7 +68,7 @@ def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_port_in_use_and_other_launchers_are_rejected(corpus: str, tmp_path: Path,
+def test_a_port_in_use_and_another_launcher_are_rejected(corpus: str, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2)
@@ -83,7 +83,7 @@ def test_port_in_use_and_other_launchers_are_rejected(corpus: str, tmp_path: Pat
             main(flags)
     monkeypatch.delenv("MASTER_PORT")
     assert main(["--check_only", *flags]) == 0
-    for name in ("RANK", "WORLD_SIZE"):  # these take precedence over SLURM's variables
+    for name in ("RANK", "WORLD_SIZE"):  # RANK and WORLD_SIZE take precedence over SLURM's variables
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_NTASKS", "2")
@@ -137,7 +137,7 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
     assert lines[1:] == ["loading torch and DeepSpeed", "connecting 2 ranks", "building the engine"]
 
 
-# ---- signals, with a small program instead of DeepSpeed's launcher
+# ---- signals: the tests start a small program instead of DeepSpeed's launcher
 
 _STARTER = "import os, sys\nfrom pretrain.cluster.local_launch import run_launcher\n" \
            "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ)))"

@@ -1,7 +1,7 @@
-"""tools/check_cluster.py: its evaluation of measurements, and runs on hosts with real faults.
+"""tools/check_cluster.py: the evaluation of measurements, and runs of the tool on hosts with real faults.
 
-The hosts are network namespaces with their own host names, links and mounts, connected by a switch in another
-namespace. The faults are a token bucket on a link, a tiny tmpfs, and a blackhole route.
+The hosts are network namespaces with their own host names, links and mounts. A switch in another namespace connects
+the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a blackhole route.
 """
 
 import json
@@ -37,7 +37,7 @@ SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
-def test_round_robin_has_every_pair_once_and_no_host_twice_in_a_round(count: int) -> None:
+def test_round_robin_has_each_pair_once_and_each_host_at_most_once_per_round(count: int) -> None:
     rounds = round_robin(count)
     assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
     assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in rounds)
@@ -51,7 +51,7 @@ def test_partners_have_the_same_index_on_their_hosts() -> None:
     assert [partner_of(rank, [(0, 2)], hosts) for rank in range(5)] == [4, None, None, None, 0]
 
 
-def test_outliers_are_compared_with_the_higher_median() -> None:
+def test_outliers_are_values_far_below_the_upper_median() -> None:
     assert slow([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
     assert slow([1.0, 0.5], 0.8) == [1]
     assert slow([1.0, 0.85, 0.9], 0.8) == []
@@ -70,7 +70,7 @@ def test_slow_hosts_are_distinguished_from_their_partners(hosts: str, bad: str) 
     assert {finding.where for finding in report.findings} == set(bad)
 
 
-def test_two_hosts_are_compared_only_with_the_required_minimum() -> None:
+def test_two_hosts_are_compared_with_the_required_minimum_only() -> None:
     report = ClusterReport(ranks=2, hosts={"a": {}, "b": {}})
     report_links(report, _links("ab", "b"), None, 0.0)
     assert report.findings == []
@@ -110,7 +110,7 @@ def test_a_wrong_clock_is_measured_and_reported() -> None:
         result = measure_connection(("127.0.0.1", server.port))
     finally:
         server.close()
-    assert result.clock_offset_s == pytest.approx(5.0, abs=2.0)  # a busy machine delays the reading of a clock
+    assert result.clock_offset_s == pytest.approx(5.0, abs=2.0)  # on a busy machine, a clock may be read late
     ahead = replace(result, clock_offset_s=5.0)
     equal = ConnectionResult(1e-4, 0.0)
     report = ClusterReport(ranks=3)  # the clock of rank 0's host is wrong
@@ -119,7 +119,7 @@ def test_a_wrong_clock_is_measured_and_reported() -> None:
     (finding,) = report.findings
     assert finding.where == "a"
     assert "5 s ahead" in finding.text
-    assert measure_connection(("127.0.0.1", server.port)).error  # the server is closed
+    assert measure_connection(("127.0.0.1", server.port)).error  # the server has been closed above
 
 
 def test_hosts_with_equal_names_stay_separate() -> None:
@@ -131,12 +131,15 @@ def test_hosts_with_equal_names_stay_separate() -> None:
 
 
 class Switch:
-    """Hosts h0 to h3 with the addresses 10.0.0.1 to .4. Each is a network namespace, named after this process."""
+    """Hosts h0 to h3 with the addresses 10.0.0.1 to 10.0.0.4. Each host is a network namespace.
+
+    The names of the namespaces contain the id of this process.
+    """
 
     def __init__(self) -> None:
         self.prefix = f"hc{os.getpid()}"
         self.namespaces: list[str] = []
-        self.port = free_port()  # unique per test: DeepSpeed names files in the shared /dev/shm after it
+        self.port = free_port()  # unique per test, because DeepSpeed uses the port in names of files in /dev/shm
 
     def build(self) -> None:
         self._namespace("switch")
@@ -159,7 +162,8 @@ class Switch:
 
     def check(self, folder: Path, flags: list[str], setups: list[str], *, per_host: int = 1,
               environ: dict[str, str] | None = None) -> list[subprocess.CompletedProcess[str]]:
-        """Start the tool on every rank, as a launcher would. `setups`: one shell command per host, run first."""
+        """Start the tool on every rank, as a launcher would. `setups` has one shell command per host, which runs first.
+        """
         host = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "eth0",
                 "LOCAL_SIZE": str(per_host), "LOCAL_WORLD_SIZE": str(per_host)}
         hosts = [{"namespace": f"{self.prefix}h{number}", "name": f"h{number}", "setup": setup,

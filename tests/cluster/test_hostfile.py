@@ -1,4 +1,4 @@
-"""Hostfile, host filters, command lines and the ranks' environment: everything that needs no other host."""
+"""Hostfile, host filters, command lines and the environment of the ranks. These tests need no other host."""
 
 import subprocess
 from pathlib import Path
@@ -101,19 +101,20 @@ def test_environment_of_the_ranks(tmp_path: Path) -> None:
         "HF_HOME=/data/hf", "MY_FLAG=a b", "DS_PRETRAIN_JOB=j"]
     assert path.stat().st_mode & 0o077 == 0
     different = {"a": _facts(interface="eth0"), "b": _facts(interface="ens3")}
-    assert interface_variables(different) == {"NCCL_SOCKET_IFNAME": "eth0,ens3"}  # gloo: each rank chooses its own
+    # no variable for gloo: each rank chooses its own interface
+    assert interface_variables(different) == {"NCCL_SOCKET_IFNAME": "eth0,ens3"}
     (tmp_path / ".deepspeed_env").write_text("not a variable\n")
     with pytest.raises(ConfigError, match=r"deepspeed_env:1: found 'not a variable'"):
         user_variables({}, [tmp_path])
 
 
-def test_quoted_words_survive_deepspeed_pdsh_and_the_shell(tmp_path: Path) -> None:
+def test_quoted_words_are_unchanged_by_deepspeed_pdsh_and_the_shell(tmp_path: Path) -> None:
     from deepspeed.launcher.multinode_runner import PDSHRunner
     from deepspeed.launcher.runner import parse_args
 
     words = ["--a", "two words", 'quote " and $HOME `x` \\', "$HOME;ls", "it's", "100%n", "x=%h,y", "(a|b)*", "a b %n"]
     args = parse_args(["train.py", *map(quote_for_pdsh, words)])
-    line = " ".join(PDSHRunner(args, "").user_arguments).replace("%%", "%")  # as pdsh does
+    line = " ".join(PDSHRunner(args, "").user_arguments).replace("%%", "%")  # pdsh replaces %% by %
     shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == words
 
@@ -134,6 +135,6 @@ def test_deepspeed_command_for_each_launcher() -> None:
 def test_exit_codes_of_hosts_are_combined() -> None:
     assert combine_exit_codes([0, 0]) == 0
     assert combine_exit_codes([75, 75]) == 75
-    assert combine_exit_codes([75, 247]) == 247  # not all have saved
+    assert combine_exit_codes([75, 247]) == 247  # not all hosts have saved
     assert combine_exit_codes([247, 77]) == 77
     assert combine_exit_codes([1, 2]) == 2

@@ -1,4 +1,4 @@
-"""Validate the manifests of launch/k8s with the schemas of Kubernetes and of Kubeflow's operator, without a cluster."""
+"""Validate the manifests of launch/k8s without a cluster, with the schemas of Kubernetes and of Kubeflow's operator."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""launch/mpi.sh with Open MPI and MPICH; ranks and addresses that come from MPI."""
+"""launch/mpi.sh with Open MPI and MPICH, and ranks and addresses that the program gets from MPI."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ import os, sys
 from pretrain.distributed.world import running_environment
 world = running_environment()
 words = world.rank, world.size, world.local_rank, world.local_size, world.launcher, os.environ["MASTER_ADDR"]
-sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write: mpirun mixes the ranks' output
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # a single write, because mpirun mixes the output of the ranks
 """
 
 
@@ -44,7 +44,7 @@ def test_a_run_stopped_by_a_signal_under_open_mpi_resumes_under_mpich(
     try:
         while not (run / "metrics.jsonl").exists() and first.poll() is None:
             time.sleep(0.1)
-        first.send_signal(signal.SIGUSR1)  # mpirun passes it on to the ranks
+        first.send_signal(signal.SIGUSR1)  # mpirun forwards the signal to the ranks
         output, _ = first.communicate(timeout=LIMIT_S)
     finally:
         first.kill()
@@ -63,9 +63,9 @@ def test_a_run_stopped_by_a_signal_under_open_mpi_resumes_under_mpich(
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [
-    # as with a launcher that sets only the variables of PMIx
+    # a launcher that sets only the variables of PMIx
     (["OMPI_COMM_WORLD_RANK"], ["0 2 0 2 mpi 127.0.0.1", "1 2 1 2 mpi 127.0.0.1"]),
-    # as on two hosts with one rank each
+    # two hosts with one rank each
     (["OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"],
      ["0 2 0 1 openmpi ADDRESS", "1 2 0 1 openmpi ADDRESS"]),
 ])

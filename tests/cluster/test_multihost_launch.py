@@ -36,7 +36,7 @@ def _command(hosts: Hosts, folder: Path, *words: str) -> list[str]:
 
 @contextlib.contextmanager
 def _launched(hosts: Hosts, folder: Path, flags: list[str], *words: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run launch/cluster.sh as a process. Afterwards, even if the test fails, kill all processes on its hosts."""
+    """Run launch/cluster.sh as a process. At the end, kill all processes on its hosts, even if the test fails."""
     command = [*_command(hosts, folder, *words), "--", *flags]
     process = subprocess.Popen(command, env=hosts.environ, cwd=folder, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)
@@ -64,8 +64,8 @@ def _rank(host: Host) -> int:
 
 @pytest.mark.slow
 def test_two_hosts_have_the_losses_of_one_host(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """ZeRO-2 by launch/cluster.sh, a pipeline by plain `deepspeed`. No flag or variable names a network interface."""
-    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # two threads round differently
+    """ZeRO-2 runs with launch/cluster.sh, a pipeline with plain `deepspeed`. No setting names a network interface."""
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # more threads would change the rounding
     commands = {ZERO2: [*_command(hosts, tmp_path), "--"],
                 PIPELINE: ["deepspeed", "--hostfile", str(hosts.hostfile(tmp_path / "hosts")),
                            "--master_port", str(free_port()), TRAIN]}
@@ -82,7 +82,7 @@ def test_two_hosts_have_the_losses_of_one_host(hosts: Hosts, corpus: str, tmp_pa
 
 @pytest.mark.slow
 def test_mpi_launchers(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
-    """`--launcher openmpi` and `mpich`: DeepSpeed calls their `mpirun`, which reaches the hosts by ssh."""
+    """With `--launcher openmpi` or `mpich`, DeepSpeed calls `mpirun` of this MPI, which reaches the hosts by ssh."""
     found = {}
     for launcher in ("openmpi", "mpich"):
         folder, run = tmp_path / launcher, tmp_path / f"run-{launcher}"
@@ -91,7 +91,7 @@ def test_mpi_launchers(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> 
         (folder / "mpirun").chmod(0o755)
         environ = {**hosts.environ, "PATH": os.pathsep.join([str(folder), hosts.environ["PATH"]]),
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # MPICH's mpirun makes the hosts connect back to this machine by its name, which they cannot resolve
+        # With MPICH, the hosts connect back to this machine. They cannot resolve its name, but need its address.
         network = hosts.a.address.rpartition(".")[0]
         own_address = [f"--launcher_args=-localhost {network}.254"] if launcher == "mpich" else []
         command = [*_command(hosts, tmp_path, "--launcher", launcher, *own_address), "--"]
@@ -156,7 +156,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
     assert found is not None
     with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
         _wait_for_rows(run, len(rows(run)) + 2, process)
-        os.kill(_rank(hosts.a), signal.SIGSTOP)  # so that it cannot notice the failure by itself
+        os.kill(_rank(hosts.a), signal.SIGSTOP)  # a stopped rank cannot notice the failure of the other rank
         os.kill(_rank(hosts.b), signal.SIGKILL)
         output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 256 - signal.SIGKILL, output
@@ -167,7 +167,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
 
 def _start_without_ssh(hosts: Hosts, folder: Path, flags: list[str],
                        *words: str) -> list["subprocess.Popen[str]"]:
-    """Start the same command with its --node_rank on both hosts, as a scheduler would."""
+    """Start the same command on both hosts, as a scheduler would. Each host gets its own --node_rank."""
     port, hostfile = free_port(), hosts.hostfile(folder / "hosts")
     command = [str(ROOT / "launch" / "cluster.sh"), "--hostfile", str(hostfile), "--no_ssh", "--master_addr",
                hosts.a.address, "--master_port", str(port), *words]
@@ -202,7 +202,7 @@ def test_without_ssh_a_failed_host_ends_the_other(hosts: Hosts, corpus: str, tmp
 
 @pytest.mark.slow
 def test_a_cut_network_ends_all_ranks(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
-    """gloo waits for the process group's time-out on both hosts; then each host ends by itself."""
+    """On both hosts, gloo waits until the time-out of the process group. Then the ranks of each host exit."""
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=ZERO2)
     with _launched(replace(hosts, environ={**hosts.environ, "DEEPSPEED_TIMEOUT": "1"}), tmp_path,

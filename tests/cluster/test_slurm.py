@@ -1,4 +1,5 @@
-"""launch/slurm/pretrain.sbatch on a SLURM cluster of two nodes on this machine; the checks before and after a job."""
+"""launch/slurm/pretrain.sbatch on a SLURM cluster of two nodes on this machine, and the checks before and after a job.
+"""
 
 import json
 import math
@@ -20,7 +21,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def config(corpus: str, slurm: SlurmCluster) -> str:
-    """run.yaml of all jobs here. Each job gets its own --save."""
+    """Write the run.yaml of all jobs in this file, and return its path. Each job gets its own --save."""
     values: dict[str, Any] = {
         "deepspeed_config": str(ROOT / "ds_configs" / "zero2_bf16.json"), "model": "tiny",
         "model_overrides": "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "train_data": corpus,
@@ -38,7 +39,7 @@ def submit(slurm: SlurmCluster, config: str, run: Path, *flags: str, minutes: in
 
 
 def losses(run: Path) -> dict[int, tuple[float, float]]:
-    """Return step -> (loss, grad_norm), from the last time that the step was done."""
+    """Return {step: (loss, grad_norm)}. If a step was repeated, its last row counts."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row}
 
 
@@ -49,7 +50,8 @@ def saves(run: Path) -> list[int]:
 
 def wait_for_step(slurm: SlurmCluster, job: str, run: Path, step: int) -> None:
     def reached() -> bool:
-        assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)  # COMPLETING: being requeued
+        # a job that is being requeued is COMPLETING
+        assert slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"), slurm.log(job)
         return (run / "metrics.jsonl").exists() and step <= max(losses(run), default=0)
 
     wait_until(reached, lambda: slurm.log(job))
@@ -57,7 +59,7 @@ def wait_for_step(slurm: SlurmCluster, job: str, run: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(slurm: SlurmCluster, config: str) -> Path:
-    """An uninterrupted run, with one DeepSpeed launcher per node."""
+    """Train without interruption with one DeepSpeed launcher per node, and return the run folder."""
     run = slurm.folder / "uninterrupted"
     job = submit(slurm, config, run, LAUNCHER="deepspeed")
     slurm.wait_for(job, "COMPLETED")
@@ -74,7 +76,7 @@ def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
     run = slurm.folder / "interrupted"
     first = submit(slurm, config, run, "--save_interval", "0")
     wait_for_step(slurm, first, run, 2)
-    slurm.run("scancel", "--signal=USR1", "--batch", first)  # as SLURM does before the time limit
+    slurm.run("scancel", "--signal=USR1", "--batch", first)  # SLURM sends the same signal before the time limit
     wait_until(lambda: "goes back to the queue" in slurm.log(first), lambda: slurm.log(first))
     (signalled_at,) = saves(run)
 
@@ -104,7 +106,7 @@ def test_a_run_survives_a_signal_a_cancelled_job_and_the_loss_of_a_node(
 @pytest.mark.slow
 @pytest.mark.root
 def test_the_time_limit_sends_the_signal(slurm: SlurmCluster, config: str) -> None:
-    """SLURM sends the signal 30 s before a time limit of two minutes, in a copy of the script that asks for that."""
+    """A copy of the script makes SLURM send the signal 30 s before a time limit of two minutes."""
     run, script = slurm.folder / "timed", slurm.folder / "timed.sbatch"
     script.write_text(SBATCH.read_text().replace("USR1@120", "USR1@30"))
     job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--time=2", str(script), config, "--save", str(run),
@@ -142,7 +144,7 @@ def test_other_ways_to_start_ranks_in_a_job(slurm: SlurmCluster, config: str, la
 
 
 @pytest.mark.root
-def test_a_time_limit_shorter_than_a_save_is_rejected(slurm: SlurmCluster, config: str) -> None:
+def test_a_time_limit_shorter_than_the_signals_lead_time_is_rejected(slurm: SlurmCluster, config: str) -> None:
     job = submit(slurm, config, slurm.folder / "short", minutes=1)
     slurm.wait_for(job, "FAILED")
     assert slurm.exit_code(job) == 2

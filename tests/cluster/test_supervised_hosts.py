@@ -1,4 +1,4 @@
-"""launch/supervise.py with two hosts: finding ranks over ssh, and losing a host in the middle of a run."""
+"""launch/supervise.py with two hosts: the supervisor finds ranks over ssh, and a host is lost during a run."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def flags(corpus: str, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts for this file only, because its last test loses one of them."""
+    """Start two hosts for this file only, because its last test kills one of the hosts."""
     with two_hosts(tmp_path_factory.mktemp("supervised_hosts")) as hosts:
         yield hosts
 
@@ -79,7 +79,7 @@ def test_ranks_on_another_host_are_listed_signalled_and_ended(pair: Hosts, tmp_p
 
 
 def start_supervised(words: list[str], corpus: str, folder: Path, pair: Hosts) -> subprocess.Popen[str]:
-    """Start a supervised run on both hosts. Its output goes to FOLDER/log."""
+    """Start a supervised run on both hosts, with its output in FOLDER/log."""
     (folder / "zero2.json").write_text(json.dumps(JSON))
     hostfile = pair.hostfile(folder / "hosts")
     with open(folder / "log", "w", encoding="utf-8") as log:
@@ -90,7 +90,7 @@ def start_supervised(words: list[str], corpus: str, folder: Path, pair: Hosts) -
 
 
 def check_losses(corpus: str, folder: Path) -> None:
-    """Compare the losses of the run with those of an undisturbed run with two ranks on one host."""
+    """Compare the losses of the run with the losses of an undisturbed run with two ranks on one host."""
     (folder / "alone").mkdir()
     words = [*flags(corpus, folder)[:-1], str(folder / "alone" / "run")]
     case = {"name": "reference", "kind": "run", "run": words[-1],
@@ -126,7 +126,7 @@ def test_the_supervisor_waits_for_a_host_without_network(corpus: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_with_min_hosts_a_lost_host_is_left_out(corpus: str, tmp_path: Path, pair: Hosts) -> None:
+def test_with_min_hosts_the_run_continues_without_a_lost_host(corpus: str, tmp_path: Path, pair: Hosts) -> None:
     supervisor = start_supervised(["--min_hosts", "1", "--max_restarts", "2"], corpus, tmp_path, pair)
     try:
         wait_for_rows(supervisor, tmp_path / "run", 3)

@@ -1,4 +1,6 @@
-"""A training run under launch/supervise.py: random ranks are killed, a signal stops the run, and it finishes."""
+"""A training run under launch/supervise.py: random ranks are killed, a signal stops the run, and a second start
+finishes the run.
+"""
 
 import random
 import signal
@@ -49,12 +51,13 @@ def ranks(supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
         except psutil.Error:  # the process has ended in the meantime
             continue
     pids = {process.pid for process in found}
-    return [process for process in found if process.ppid() not in pids]  # children of a rank have the same command line
+    # child processes of a rank have the same command line and are left out
+    return [process for process in found if process.ppid() not in pids]
 
 
 @pytest.fixture(scope="module")
 def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run with KILLS kills of a random rank, then stopped by SIGUSR1 to its supervisor, restarted, and finished."""
+    """Kill a random rank KILLS times, stop the run with SIGUSR1 to its supervisor, and finish it with another one."""
     folder, chance, codes, walls = tmp_path_factory.mktemp("supervised"), random.Random(3), [], []
     run, victims = folder / "run", []
     for kills in (KILLS, 0):
@@ -108,7 +111,7 @@ def test_the_restart_log_records_every_start(killed: dict[str, Any]) -> None:
     for before, after in pairwise(starts):
         assert after["first_step"] == before["kept_step"] <= before["last_step"]
     assert starts[-1]["kept_step"] == STEPS
-    # a repeated step has several rows: its last time counts
+    # a repeated step has several rows; its last step time counts
     times = {row["step"]: row["step_time_ms"] / 1e3 for row in rows(killed["run"])}
     split = starts[-1]["first_step"]
     halves = (starts[:-1], range(1, split + 1)), (starts[-1:], range(split + 1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""When launch/supervise.py restarts a command (with small shell scripts), and how it reads commands and progress."""
+"""launch/supervise.py: restarts of small shell scripts, and the reading of launch commands and of progress."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def supervised(run: Path, script: str, *flags: str, **settings: Any) -> tuple[in
     return done
 
 
-def test_the_supervisor_gives_up_without_progress_after_growing_pauses(tmp_path: Path) -> None:
+def test_without_progress_the_pauses_grow_and_the_supervisor_gives_up(tmp_path: Path) -> None:
     code, stderr = supervised(tmp_path, "exit 9", "--max_restarts", "2")
     assert code == 9
     assert "gave up after 2 restarts without a step beyond 0" in stderr
@@ -55,7 +55,7 @@ def test_the_supervisor_gives_up_without_progress_after_growing_pauses(tmp_path:
 
 
 def test_progress_resets_the_count_of_restarts(tmp_path: Path) -> None:
-    """Four crashes, each one step later. Without progress, --max_restarts 1 would allow only two starts."""
+    """The script crashes four times, each time one step later. Without progress, --max_restarts 1 allows two starts."""
     script = f"""echo '{BEGAN}' >> events.jsonl; echo >> starts; n=$(wc -l < starts)
         [ $n -lt 5 ] || {{ echo '{FINISHED}' >> events.jsonl; exit 0; }}
         echo "{{\\"step\\": $n, \\"loss\\": 1, \\"step_time_ms\\": 5}}" >> metrics.jsonl; kill -9 $$"""
@@ -69,7 +69,7 @@ def test_progress_resets_the_count_of_restarts(tmp_path: Path) -> None:
     ("exit 76", 76, 1),
     ("exit 77", 77, 2),
     ("exit 75", 75, 2),
-    ("true", 1, 2),  # the launcher's child was killed
+    ("true", 1, 2),  # the launcher exits with 0, but the run has not finished
 ])
 def test_exit_codes_that_lead_to_a_restart(tmp_path: Path, script: str, code: int, starts: int) -> None:
     assert supervised(tmp_path, script, "--max_restarts", "1")[0] == code
@@ -81,24 +81,24 @@ STOPPED = {"event": "stop", "step": 5, "reason": "SIGTERM"}
 
 @pytest.mark.parametrize(("code", "events", "kept", "expected"), [
     (0, [{"event": "stop", "step": 9, "reason": "finished"}], 9, (0, "finished")),
-    (1, [STOPPED], 5, (75, "saved on SIGTERM")),  # DeepSpeed's launcher was asked to end
+    (1, [STOPPED], 5, (75, "saved on SIGTERM")),  # DeepSpeed's launcher got SIGTERM
     (241, [STOPPED], 5, (75, "saved on SIGTERM")),
     (75, [STOPPED], 9, (0, "finished")),  # stopped by a signal after the last step
-    (0, [], 9, (0, "finished")),  # started again although complete
+    (0, [], 9, (0, "finished")),  # a complete run was started again
     (0, [], 5, (1, "crash: the launcher exited with 0, but the run has not finished")),
-    (247, [], 5, (247, "crash: SIGKILL (exit code 247)")),  # of a rank, as DeepSpeed's launcher reports it
-    (137, [], 5, (137, "crash: SIGKILL (exit code 137)")),  # of a rank, as srun reports it
-    (-9, [], 5, (-9, "crash: SIGKILL (exit code -9)")),  # of the launcher itself
+    (247, [], 5, (247, "crash: SIGKILL (exit code 247)")),  # DeepSpeed's launcher reports a killed rank
+    (137, [], 5, (137, "crash: SIGKILL (exit code 137)")),  # srun reports a killed rank
+    (-9, [], 5, (-9, "crash: SIGKILL (exit code -9)")),  # the launcher itself was killed
     (255, [], 5, (255, "crash: exit code 255, which ssh uses for a lost connection")),
     (2, [], 5, (2, "rejected")),
     (77, [STOPPED], 5, (77, "hang")),
 ])
-def test_files_of_the_run_take_precedence_over_the_exit_code(code: int, events: list[dict[str, Any]], kept: int,
-                                                expected: tuple[int, str]) -> None:
+def test_the_files_of_the_run_take_precedence_over_the_exit_code(code: int, events: list[dict[str, Any]], kept: int,
+                                                                 expected: tuple[int, str]) -> None:
     assert classify_exit(code, RunProgress(events, [], 0, kept), last_step=9) == expected
 
 
-# A rank that saves on SIGUSR1. Its launcher, a shell, would be killed by SIGUSR1.
+# A rank that saves on SIGUSR1. Its launcher is a shell, which SIGUSR1 would kill.
 RANK = f"""import signal, time
 def save(*_):
     open('events.jsonl', 'a').write('{json.dumps({**STOPPED, "reason": "SIGUSR1"})}' + chr(10)); raise SystemExit(75)
@@ -108,7 +108,7 @@ time.sleep(3600)"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signals_are_passed_on_and_no_process_remains(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_are_forwarded_and_no_process_remains(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     script = f"cd {tmp_path}; (setsid sleep 3600 & echo $! > orphan); {sys.executable} rank.py; exit $?"
     process = supervise(["--save", str(tmp_path), "--", "bash", "-c", script], stderr=subprocess.PIPE)
@@ -139,7 +139,7 @@ def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Pat
     assert f"this run is already running on localhost (process {alone.pid})" in stderr
     first = supervise(["--", *command], stderr=subprocess.PIPE)
     try:
-        wait_until(rank.with_suffix(".began").exists)  # signals are passed on from then on
+        wait_until(rank.with_suffix(".began").exists)  # from now on, the supervisor forwards signals
         code, stderr = wait_for_end(supervise(["--", *command], stderr=subprocess.PIPE))
         assert code == 2
         assert "another supervisor is already running" in stderr
@@ -168,7 +168,7 @@ def fewer_hosts(folder: Path, *, batch: int) -> tuple[int, str]:
                             str(folder / "run")], stderr=subprocess.PIPE))
 
 
-def test_an_unhealthy_host_is_left_out_at_the_same_global_batch(tmp_path: Path) -> None:
+def test_without_an_unhealthy_host_the_global_batch_stays_the_same(tmp_path: Path) -> None:
     code, stderr = fewer_hosts(tmp_path, batch=8)
     assert code == 0, stderr
     assert "host host.invalid is unhealthy" in stderr
@@ -233,6 +233,6 @@ def test_reading_and_rewriting_launch_commands(tmp_path: Path) -> None:
 def test_only_steps_up_to_the_last_checkpoint_are_productive() -> None:
     steps = [{"step": 1, "step_time_ms": 9000}, {"step": 10, "step_time_ms": 1000}, {"step": 20, "step_time_ms": 2000}]
     assert sum(kept_step_seconds(RunProgress([], steps, 0, 15)).values()) == 9 + 9 * 1 + 5 * 2
-    # steps 21 and 22 were saved after the last row
+    # the last checkpoint (step 22) is newer than the last row (step 20)
     assert sum(kept_step_seconds(RunProgress([], steps, 0, 22)).values()) == 9 + 9 + 12 * 2
     assert kept_step_seconds(RunProgress([], [], 5, 5)) == {}

@@ -1,4 +1,4 @@
-"""The corpus of Python sources."""
+"""Corpus of Python sources: split, reproducibility, and skipped files."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_unusable_files_are_skipped(tmp_path: Path, sources: Path) -> None:
     assert names <= {path.relative_to(sources).as_posix() for path in sources.glob("package*/*")} | {"copy.py"}
 
 
-def test_limit(tmp_path: Path, sources: Path) -> None:
+def test_megabytes_limits_the_corpus(tmp_path: Path, sources: Path) -> None:
     made = python_corpus(tmp_path / "out", source=sources, megabytes=0.1)
     assert 0.08e6 < made.num_bytes <= 0.1e6
 
@@ -77,7 +77,7 @@ def test_bad_arguments_are_rejected(tmp_path: Path, sources: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_tool(tmp_path: Path) -> None:
+def test_the_tool_writes_both_splits(tmp_path: Path) -> None:
     words = [sys.executable, str(TOOL), str(tmp_path / "out"), "--megabytes", "2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 
 def write_counting(prefix: Path, lengths: list[int], first: int = 0) -> str:
-    """Write documents whose tokens count up, so that each token equals its position."""
+    """Write documents with consecutive numbers as tokens. With `first` 0, each token equals its position."""
     with IndexedWriter(prefix, "int32") as writer:
         for length in lengths:
             writer.add_document(np.arange(first, first + length))
@@ -32,7 +32,7 @@ def test_permutation_is_a_bijection(size: int) -> None:
 
 
 def test_permutation_looks_random() -> None:
-    """Over the keys each index is mapped to each position about equally often; neighbours show no pattern."""
+    """Over many keys, each index gets each position about equally often. Positions of neighbours are uncorrelated."""
     size, keys = 5, 4000
     for index in range(size):
         counts = Counter(permute(index, size, key * 7919) for key in range(keys))
@@ -59,7 +59,7 @@ def test_each_epoch_visits_each_window_once(counting: IndexedDataset, seq_length
         assert 999 - (starts[-1] - starts[0] + seq_length) < 2 * seq_length, "too many tokens are unused"
 
 
-def test_sample_is_the_window(counting: IndexedDataset) -> None:
+def test_a_sample_has_the_tokens_of_its_window(counting: IndexedDataset) -> None:
     data = SampleDataset(counting, seq_length=8, seed=1)
     start = data.sample_start(5)
     assert data.sample(5).tolist() == list(range(start, start + 9))
@@ -89,7 +89,7 @@ def test_windows_stay_in_their_range(counting: IndexedDataset) -> None:
     assert (tokens.min(), tokens.max()) == (300, 349)
 
 
-def test_smallest_dataset(counting: IndexedDataset) -> None:
+def test_the_smallest_dataset_has_one_sample(counting: IndexedDataset) -> None:
     data = SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=14)
     assert data.samples_per_epoch == 1
     assert data.sample(0).tolist() == data.sample(77).tolist() == list(range(5, 14))
@@ -97,7 +97,7 @@ def test_smallest_dataset(counting: IndexedDataset) -> None:
         SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=13)
 
 
-def test_fingerprint(tmp_path: Path, counting: IndexedDataset) -> None:
+def test_the_fingerprint_depends_on_tokens_length_and_range(tmp_path: Path, counting: IndexedDataset) -> None:
     def of(data: IndexedDataset, **changes: int) -> str:
         return SampleDataset(data, **{"seq_length": 8, "seed": 1, **changes}).fingerprint
 
@@ -108,7 +108,7 @@ def test_fingerprint(tmp_path: Path, counting: IndexedDataset) -> None:
     assert len(set(different)) == 4
 
 
-def test_splits_are_those_of_megatron() -> None:
+def test_splits_equal_those_of_megatron() -> None:
     assert split_documents(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
     assert split_documents(10, parse_split("1,1,1")) == [(0, 4), (4, 7), (7, 10)]
     assert split_documents(1, parse_split("969,30,1")) == [(0, 1), (1, 1), (1, 1)]
@@ -117,7 +117,7 @@ def test_splits_are_those_of_megatron() -> None:
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,1,1", "-1,2,0", "1,2,3,4", "nan,1,1", "inf,1,1", "969 30 1"])
-def test_bad_splits(split: str) -> None:
+def test_bad_splits_are_rejected(split: str) -> None:
     with pytest.raises(ConfigError, match="--split"):
         parse_split(split)
 
@@ -134,7 +134,7 @@ def test_open_datasets_splits_by_documents(tmp_path: Path) -> None:
     assert ranges(prefix, split="1") == {"train": (0, 1000)}
 
 
-def test_own_pairs_leave_all_documents_to_training(tmp_path: Path) -> None:
+def test_separate_validation_data_leaves_all_documents_to_training(tmp_path: Path) -> None:
     prefix, valid = write_counting(tmp_path / "data", [100] * 10), write_counting(tmp_path / "valid", [50])
     own = ranges(prefix, valid_data=valid, split="9,5,1")
     assert own == {"train": (0, 900), "valid": (0, 50), "test": (900, 1000)}
@@ -143,7 +143,7 @@ def test_own_pairs_leave_all_documents_to_training(tmp_path: Path) -> None:
     assert both == {"train": (0, 1000), "valid": (0, 50), "test": (0, 50)}
 
 
-def test_open_datasets_rejects(tmp_path: Path) -> None:
+def test_missing_and_short_datasets_are_rejected(tmp_path: Path) -> None:
     short = write_counting(tmp_path / "short", [100, 100, 5])
     with pytest.raises(ConfigError, match=r"short \(valid\): found 5 tokens; expected at least 9 .*--split"):
         ranges(short, split="2,1")

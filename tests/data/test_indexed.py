@@ -1,4 +1,4 @@
-"""The .bin/.idx format, compared with bytes that these tests write and read themselves."""
+"""The .bin/.idx format. The tests compare the files with bytes that the tests pack and unpack themselves."""
 
 import json
 import struct
@@ -66,12 +66,12 @@ def test_reads_the_bytes_of_the_format(tmp_path: Path, code: int, letter: str) -
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """Megatron may divide a document into sentences; then the document index skips sequences."""
+    """Megatron may split a document into sentences. A document then has several sequences."""
     data = IndexedDataset(write_pair(tmp_path / "a", idx_bytes(documents=[0, 2, 3]), struct.pack("<8H", *TOKENS)))
     assert data.document_offsets.tolist() == [0, 4, 8]
 
 
-def test_documents_given_in_parts(tmp_path: Path) -> None:
+def test_documents_can_be_added_in_parts(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "b", "uint16") as writer:
         writer.add_documents(TOKENS[:2], [])
         writer.add_documents(TOKENS[2:6], [1, 2])
@@ -82,7 +82,7 @@ def test_documents_given_in_parts(tmp_path: Path) -> None:
         assert (tmp_path / f"b.{ending}").read_bytes() == (tmp_path / f"a.{ending}").read_bytes()
 
 
-def test_empty_pair_opens(tmp_path: Path) -> None:
+def test_an_empty_pair_can_be_opened(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", "int32") as writer:
         writer.finalize()
     data = IndexedDataset(tmp_path / "a")
@@ -128,7 +128,7 @@ def test_half_a_pair_is_rejected(tmp_path: Path, left: str, missing: str) -> Non
         IndexedDataset(tmp_path / "a")
 
 
-def test_failed_writing_leaves_the_old_pair(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_pair(tmp_path: Path) -> None:
     write_documents(tmp_path / "a")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(KeyError), IndexedWriter(tmp_path / "a", "uint16") as writer:  # noqa: PT012
@@ -149,19 +149,19 @@ def test_writer_rejects_an_unusable_folder(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "file" / "a", "uint16")
 
 
-def test_dtype_is_that_of_megatron_and_gpt_neox() -> None:
+def test_dtype_equals_that_of_megatron_and_gpt_neox() -> None:
     assert dtype_for_vocab(65_499) == np.uint16
     assert dtype_for_vocab(65_500) == np.int32
 
 
-def test_fingerprint_follows_content(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content(tmp_path: Path) -> None:
     first = IndexedDataset(write_documents(tmp_path / "a")).fingerprint
     assert IndexedDataset(write_documents(tmp_path / "b")).fingerprint == first
     changed = write_pair(tmp_path / "c", idx_bytes(), GOOD_BIN[:-2] + b"\x09\0")
     assert IndexedDataset(changed).fingerprint != first
 
 
-def test_meta(tmp_path: Path) -> None:
+def test_meta_json_is_read_and_validated(tmp_path: Path) -> None:
     assert read_meta(write_documents(tmp_path / "a")) is None
     with IndexedWriter(tmp_path / "a", "uint16") as writer:
         writer.add_document([1])

@@ -1,4 +1,4 @@
-"""Batches: equal samples in every layout, weights that normalize the loss per token, and reading ahead."""
+"""Batches: equal samples in every layout, weights that normalize the loss per token, and prefetching."""
 
 import itertools
 import threading
@@ -46,7 +46,7 @@ def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: li
 
 @pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 1, 8), (1, 8, 1), (2, 4, 1), (2, 1, 4), (4, 2, 1), (8, 1, 1)])
 def test_every_layout_reads_the_same_global_batches(dataset: SampleDataset, dp: int, mbs: int, gas: int) -> None:
-    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # forward, back, across the end of the epoch (98 samples), unaligned
+    starts = [0, 8, 16, 24, 8, 96, 104, 3]  # forward, back, across the end of an epoch (98 samples), not aligned
     expected = [[int(dataset.sample(start + i)[0]) for i in range(8)] for start in starts]
     assert global_steps(dataset, dp, mbs, gas, starts) == expected
 
@@ -114,8 +114,8 @@ def test_a_completely_masked_global_batch_has_weight_zero(tmp_path: Path) -> Non
     loader.close()
 
 
-def test_eod_counts_as_a_label(tmp_path: Path) -> None:
-    """Only the prediction after EOD is masked."""
+def test_only_the_prediction_after_eod_is_masked(tmp_path: Path) -> None:
+    """EOD itself is a label with a weight."""
     loader = Loader(dataset_of(tmp_path, np.array([7, EOD, 8, 9, 7]), 4), micro_batch_size=1,
                     gradient_accumulation_steps=1, eod_token=EOD)
     ((_, (labels_BT, weights_BT)),) = loader.step(0)
@@ -125,7 +125,7 @@ def test_eod_counts_as_a_label(tmp_path: Path) -> None:
 
 
 class Recorder(SampleDataset):
-    """A dataset that records which samples are read, and fails at one of them."""
+    """A dataset that records the samples that are read, and fails at sample `fails_at`."""
 
     fails_at = -1
 
@@ -152,9 +152,9 @@ def test_reads_one_step_ahead_and_each_sample_once(dataset: SampleDataset) -> No
     assert len(data.read) in (6, 8)
 
 
-def test_errors_of_the_reading_thread_surface_in_step(dataset: SampleDataset) -> None:
+def test_errors_of_the_reading_thread_are_raised_by_step(dataset: SampleDataset) -> None:
     loader = Loader(recorder(dataset, fails_at=3), micro_batch_size=2, gradient_accumulation_steps=1)
-    loader.step(0)  # the reading thread reads samples 2 and 3 ahead and fails
+    loader.step(0)  # the reading thread prefetches samples 2 and 3, and fails
     with pytest.raises(OSError, match="the disk is gone"):
         loader.step(2)
     assert first_tokens(loader.step(4)) == [[int(dataset.sample(i)[0]) for i in (4, 5)]]
@@ -170,7 +170,7 @@ def test_close_ends_the_thread_and_may_be_called_twice(dataset: SampleDataset) -
     assert threading.active_count() == before
 
 
-def test_evaluation_is_the_same_each_time(dataset: SampleDataset) -> None:
+def test_every_evaluation_reads_the_same_batches(dataset: SampleDataset) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=2)
     runs = [[first_tokens(step) for step in evaluation_batches(loader, 3)] for _ in range(2)]
     loader.close()

@@ -1,4 +1,4 @@
-"""Tokenizing files: the output does not depend on the number of workers; errors name file and line."""
+"""Tokenizing files: the output does not depend on the number of workers, and errors name file and line."""
 
 import gzip
 import itertools
@@ -48,7 +48,7 @@ def documents(prefix: Path, tokenizer: Tokenizer, *, eod: bool = True) -> list[s
     return texts
 
 
-def test_all_file_types(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_all_file_types_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
     plain = tmp_path / "a.txt"
     plain.write_bytes(b"first\r\nfile ")
     with gzip.open(tmp_path / "b.txt.gz", "wt", encoding="utf-8", newline="") as file:
@@ -64,15 +64,15 @@ def test_all_file_types(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert done.num_documents == len(expected)
 
 
-def test_meta(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     done = prepare([source], tokenizer=str(tokenizer.path.parent), out=str(tmp_path / "out"))
     tokens = IndexedDataset(tmp_path / "out").tokens(0, done.num_tokens)
-    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    fractions = np.unique(tokens, return_counts=True)[1] / len(tokens)
     expected = {
         "vocab_size": 600, "tokenizer": str(tokenizer.path), "tokenizer_sha256": tokenizer.fingerprint, "eod_token": 1,
         "num_tokens": sum(len(tokenizer.encode(text)) + 1 for text in TEXTS), "num_documents": len(TEXTS),
-        "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(shares * np.log(shares)).sum()))}
+        "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum()))}
     assert read_meta(tmp_path / "out") == vars(done) == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.meta.json"]
 
@@ -82,7 +82,7 @@ def test_entropy() -> None:
     assert entropy_nats(np.array([0, 7])) == 0
 
 
-def test_without_eod(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
     done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), jsonl_key="body",
                    append_eod=False)
@@ -91,9 +91,9 @@ def test_without_eod(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 5000])
-def test_chunk_size_does_not_matter(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
-                            chunk_bytes: int) -> None:
-    """Long lines, multi-byte characters and line ends may cross the boundaries of chunks."""
+def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: Tokenizer,
+                                                   monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    """Chunks may end inside long lines, multi-byte characters and line ends."""
     monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", chunk_bytes)
     texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
     inputs = [jsonl(tmp_path / "a.jsonl", texts)]
@@ -161,7 +161,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_lines(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+def test_bad_lines_are_rejected(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     line, message = BAD_LINES[name]
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
     with pytest.raises(ConfigError) as error:
@@ -175,7 +175,7 @@ def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
 
 
-def test_tool(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
     out = tmp_path / "new" / "out"
     done = run_tool(source, "--tokenizer", str(tokenizer.path), "--out", str(out), "--jsonl-key=body",
@@ -238,7 +238,7 @@ def children(pid: int) -> list[int]:
 
 
 def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start the tool on much text; return it and its worker processes."""
+    """Start the tool with much text. Return its process and the ids of its worker processes."""
     source = jsonl(tmp_path / "a.jsonl", TEXTS * 2000)
     words = [source, "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen([sys.executable, str(TOOL), *words], stderr=subprocess.PIPE, text=True)
@@ -253,7 +253,7 @@ def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Pop
 
 
 def is_running(pid: int) -> bool:
-    """Orphans remain zombies in containers whose first process does not reap them."""
+    """Return whether a process runs. Zombies do not count: in some containers, no process reaps orphans."""
     try:
         return Process(pid).status() != STATUS_ZOMBIE
     except NoSuchProcess:
@@ -272,8 +272,8 @@ def wait_gone(pids: list[int]) -> None:
     ("parent", signal.SIGINT, 130, "ds-pretrain: interrupted"),
     ("parent", signal.SIGKILL, -signal.SIGKILL, ""),
 ])  # fmt: skip
-def test_no_process_survives_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
-                                          code: int, message: str) -> None:
+def test_no_process_remains_after_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
+                                         code: int, message: str) -> None:
     process, workers = start_long_job(tmp_path, tokenizer)
     os.kill(workers[0] if whom == "worker" else process.pid, which)
     error = process.communicate(timeout=900)[1]
@@ -287,8 +287,8 @@ def test_no_process_survives_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: 
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_log_gets_a_line_at_intervals(capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     from pretrain.terminal import progress
 
     now = [0.0]

@@ -1,4 +1,4 @@
-"""Any text is decoded exactly; text is never encoded as special tokens."""
+"""Encoding and decoding give back every text exactly. Text is never encoded as special tokens."""
 
 import json
 import random
@@ -88,7 +88,7 @@ def test_lone_surrogates_are_rejected(kind: str, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "huggingface"])
-def test_end_of_document(kind: str, request: pytest.FixtureRequest) -> None:
+def test_the_end_of_document_token_decodes_to_no_text(kind: str, request: pytest.FixtureRequest) -> None:
     loaded: Tokenizer = request.getfixturevalue(kind)
     assert loaded.eod_token is not None
     assert loaded.decode([*loaded.encode("a"), loaded.eod_token, *loaded.encode("b")]) == "ab"
@@ -103,7 +103,7 @@ def test_encoding_by_lines_equals_sentencepiece(tokenizer: Tokenizer) -> None:
             assert tokenizer.encode(text) == library.encode(text)
 
 
-def test_pieces(tokenizer: Tokenizer) -> None:
+def test_trained_pieces_of_digits_and_spaces(tokenizer: Tokenizer) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod_token) == (600, 1)
     assert len(tokenizer.encode("\n\t")) == 2
     assert len(tokenizer.encode("1234")) == 4, "one piece per digit"
@@ -119,7 +119,7 @@ def test_training_is_reproducible_and_the_fingerprint_hashes_the_file(tokenizer:
 
 
 def test_training_uses_long_lines_and_lines_with_reserved_characters(tmp_path: Path) -> None:
-    """SentencePiece silently drops long lines and lines with U+2585."""
+    """SentencePiece itself silently drops long lines and lines with U+2585."""
     (tmp_path / "a.txt").write_text("walrus \u2585 walrus\0 hippopotamus zebrafish " * 4000, encoding="utf-8")
     loaded = train_sentencepiece([str(tmp_path / "a.txt")], tmp_path, vocab_size=300)
     assert len(loaded.encode(" walrus")) <= 2
@@ -134,8 +134,8 @@ def test_max_megabytes_samples_all_files(tmp_path: Path) -> None:
     assert len(loaded.encode("the giraffe")) <= 3
 
 
-def test_other_models_are_encoded_by_their_own_rules(tmp_path: Path) -> None:
-    """A model with dummy prefix and normalization and without newline piece is encoded as by SentencePiece."""
+def test_other_models_are_encoded_as_by_sentencepiece(tmp_path: Path) -> None:
+    """This model has a dummy prefix and normalization, and no piece for newlines."""
     text = "The quick brown fox\njumps over ﬁve dogs."
     SentencePieceTrainer.train(sentence_iterator=iter([text] * 20), model_prefix=str(tmp_path / "m"), vocab_size=40,
                                hard_vocab_limit=False, minloglevel=3)
@@ -146,7 +146,7 @@ def test_other_models_are_encoded_by_their_own_rules(tmp_path: Path) -> None:
     assert loaded.eod_token == 2  # </s>
 
 
-def test_eos_of_tokenizer_config(huggingface: Tokenizer, tmp_path: Path) -> None:
+def test_eos_is_read_from_tokenizer_config_json(huggingface: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(huggingface.path.read_bytes())
     for eos in ("a", {"content": "a"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
@@ -164,7 +164,7 @@ def test_eos_of_tokenizer_config(huggingface: Tokenizer, tmp_path: Path) -> None
     ("a.json", b"\xff", "it is not a tokenizer.json"),
     (".", None, "the folder contains neither tokenizer.model nor tokenizer.json"),
 ])  # fmt: skip
-def test_bad_tokenizers(tmp_path: Path, name: str, content: bytes | None, message: str,
+def test_bad_tokenizers_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str,
                         capfd: pytest.CaptureFixture[str]) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -177,7 +177,7 @@ def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
 
 
-def test_tool_trains_quietly(tmp_path: Path) -> None:
+def test_the_tool_trains_without_warnings(tmp_path: Path) -> None:
     done = run_tool(*SOURCES, "--out", str(tmp_path / "new" / "tok"), "--vocab-size", "400", "--threads", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert load_tokenizer(tmp_path / "new" / "tok").vocab_size == 400

@@ -1,4 +1,4 @@
-"""A run that compiles nothing does not import torch's compiler."""
+"""A run without --compile_blocks does not import torch's compiler."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Operators are compiled once for all environments with the same versions, also after a killed compilation."""
+"""All environments with the same versions share one compilation of an operator, even after a killed compilation."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from pretrain.engine import operator_cache
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
-# not .cpp, so that it is compiled unchanged: without torch's headers, in a fraction of a second
+# In toy.cc, not toy.cpp: only .cpp sources get torch's headers. Without them, it compiles in a fraction of a second.
 TOY = """
 #include <Python.h>
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "toy", nullptr, -1, nullptr};
@@ -44,7 +44,7 @@ def _source(folder: Path, text: str = TOY) -> str:
 
 
 def _compiler(folder: Path, first: str = "") -> str:
-    """Return a compiler that counts compilations of toy.cc in FOLDER/count and runs `first` before."""
+    """Return a compiler that counts the compilations of toy.cc in FOLDER/count, runs `first`, and then compiles."""
     script = folder / "c++"
     script.write_text(textwrap.dedent(f"""\
         #!/bin/bash
@@ -60,7 +60,7 @@ def _start(source: str, **environ: str) -> "subprocess.Popen[str]":
                             text=True, env={**os.environ, **environ})
 
 
-def test_killed_builds_and_simultaneous_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_simultaneous_compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed compilation does not block later ones. Of two simultaneous processes only one compiles.
 
     A later process with the same sources in another folder, as in another environment, loads the same library.
@@ -69,7 +69,7 @@ def test_killed_builds_and_simultaneous_ones(tmp_path: Path, monkeypatch: pytest
     killer = _compiler(tmp_path, "kill -9 $BUILDER; exit 1")
     assert _start(here, CXX=killer).wait(timeout=300) == -9
     cache = tmp_path / "cache"
-    assert list(cache.glob("deepspeed_toy_*/lock")), "torch's lock remains, as it always does"
+    assert list(cache.glob("deepspeed_toy_*/lock")), "a killed compilation must leave torch's lock file"
 
     counting = _compiler(tmp_path)
     (tmp_path / "count").unlink()
@@ -111,7 +111,7 @@ def test_a_failed_compilation_is_reported_in_one_line(tmp_path: Path, monkeypatc
 
 
 def test_plain_torch_waits_forever_for_a_killed_build(tmp_path: Path) -> None:
-    """This test fails once torch has fixed the defect: then `process_lock` is not needed."""
+    """This test fails once torch has fixed the defect. Then `process_lock` is no longer needed."""
     code = ("import sys; from torch.utils.file_baton import FileBaton as B; b = B(sys.argv[1])\n"
             "b.try_acquire() and sys.exit(0)\nprint('waits', flush=True); b.wait()")
     lock = str(tmp_path / "lock")
@@ -126,8 +126,10 @@ def test_plain_torch_waits_forever_for_a_killed_build(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_operators_compile_as_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the set-up has built, in the tests' own cache. A log is there where one had to be built in DeepSpeed's
-    way: then torch's headers or DeepSpeed's sources have changed."""
+    """The set-up has compiled each operator as one file. Otherwise one_file.log has the errors of this attempt.
+
+    Such an operator was compiled in DeepSpeed's way, because torch's headers or DeepSpeed's sources have changed.
+    """
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     code = """
         from pretrain.distributed.device import detect_device

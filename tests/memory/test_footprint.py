@@ -1,4 +1,4 @@
-"""Footprint: sums, and the way through JSON."""
+"""Footprint: sums, and conversion to JSON and back."""
 
 import json
 
@@ -13,7 +13,7 @@ def test_footprints_add() -> None:
     assert footprint.states("host") == 7
 
 
-def test_json_keeps_a_footprint() -> None:
+def test_conversion_to_json_and_back_keeps_a_footprint() -> None:
     footprint = Footprint({("parameters", "device"): 5, ("gradients", "host"): 7})
     assert Footprint.of_json(json.loads(json.dumps(footprint.to_json()))) == footprint
 

@@ -16,7 +16,8 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def both_models(name, tmp_path):
-    """Return our module and transformers', with equal weights, so widely distributed that no term is negligible."""
+    """Return our module and that of transformers, with equal weights. The weights are large, so that every term counts.
+    """
     path = write_config(tmp_path, SHAPES[name])
     config = load_model_config(path)
     theirs = transformers.AutoModelForCausalLM.from_config(
@@ -75,8 +76,8 @@ def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
 
 
-def test_files_of_the_hub_load(tmp_path):
-    """The published GPT-2 has no prefix and no head, but causal masks as buffers."""
+def test_published_gpt2_weights_can_be_loaded(tmp_path):
+    """The published file has no prefix in its names and no head, but it has causal masks."""
     config, ours, theirs = both_models("gpt2", tmp_path)
     hub = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()
            if key != "lm_head.weight"}
@@ -97,7 +98,7 @@ def test_wrong_weights_are_rejected(tmp_path):
 
 
 def test_a_config_saved_by_transformers_gives_the_same_model(tmp_path):
-    """transformers 5 writes rope_parameters and all defaults; the file must give the same ModelConfig."""
+    """transformers 5 writes rope_parameters and all defaults. This file must give the same ModelConfig."""
     for name, values in SHAPES.items():
         config = load_model_config(write_config(tmp_path / name, values))
         transformers.AutoConfig.from_pretrained(tmp_path / name).save_pretrained(tmp_path / name / "saved")

@@ -19,7 +19,7 @@ DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of two ranks, from one launch for all tests of this file."""
+    """Return the results of two ranks. One launch runs all cases of this file."""
     folder = tmp_path_factory.mktemp("layouts")
     for name in LAID_OUT:
         write_config(folder / "shapes" / name, SHAPES[name])
@@ -36,7 +36,7 @@ def plain_state(name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_one_stage_has_names_and_weights_of_the_plain_module(ranks, name, tmp_path):
+def test_one_stage_has_the_names_and_weights_of_the_plain_module(ranks, name, tmp_path):
     expected = plain_state(name, tmp_path)
     for seen in ranks:
         assert list(seen[f"{name}/one_stage"]) == list(expected)
@@ -44,7 +44,7 @@ def test_one_stage_has_names_and_weights_of_the_plain_module(ranks, name, tmp_pa
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_two_stages_have_together_all_weights_of_the_plain_module(ranks, name, tmp_path):
+def test_two_stages_together_have_all_weights_of_the_plain_module(ranks, name, tmp_path):
     expected = plain_state(name, tmp_path)
     stages = [seen[f"{name}/pipeline/0"]["initial"] for seen in ranks]
     assert set(stages[0]) | set(stages[1]) == set(expected)
@@ -56,7 +56,7 @@ def test_two_stages_have_together_all_weights_of_the_plain_module(ranks, name, t
 
 @pytest.mark.parametrize("interval", [0, 2])
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_two_stages_take_the_step_of_the_plain_module(ranks, name, interval):
+def test_two_stages_take_the_same_step_as_the_plain_module(ranks, name, interval):
     for seen in ranks:
         result = seen[f"{name}/pipeline/{interval}"]
         assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
@@ -65,7 +65,7 @@ def test_two_stages_take_the_step_of_the_plain_module(ranks, name, interval):
 
 @pytest.mark.parametrize("interval", [0, 2])
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_zero3_has_weights_loss_and_gradients_of_the_plain_module(ranks, name, interval):
+def test_zero3_has_the_weights_loss_and_gradients_of_the_plain_module(ranks, name, interval):
     for seen in ranks:
         result = seen[f"{name}/zero3/{interval}"]
         assert result["names"]
@@ -75,14 +75,14 @@ def test_zero3_has_weights_loss_and_gradients_of_the_plain_module(ranks, name, i
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
-def test_recomputation_draws_the_same_dropout(ranks, name):
+def test_recomputation_uses_the_same_dropout_masks(ranks, name):
     for seen in ranks:
         kept, recomputed = seen[f"{name}/dropout"]
         assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_activation_checkpointing_changes_no_gradient_with_dropout(interval, tmp_path):
+def test_activation_checkpointing_with_dropout_keeps_the_gradients(interval, tmp_path):
     config = load_model_config(write_config(tmp_path, {**SHAPES["gpt2"], **DROPOUT}))
     tokens = torch.randint(0, config.vocab_size, (2, 17))
     gradients = []

@@ -23,7 +23,7 @@ def build(name: str, tmp_path, seed: int = 1, **changes: object) -> tuple[ModelC
 
 
 @pytest.mark.parametrize("name", INITIAL_SHAPES)
-def test_initial_loss_is_that_of_uniform_probabilities(name, tmp_path):
+def test_initial_loss_is_the_loss_of_uniform_probabilities(name, tmp_path):
     config, module = build(name, tmp_path, vocab_size=4000)
     tokens = torch.randint(0, config.vocab_size, (8, 65), generator=torch.Generator().manual_seed(1))
     loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((8, 64), 1 / 512))
@@ -31,7 +31,7 @@ def test_initial_loss_is_that_of_uniform_probabilities(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", INITIAL_SHAPES)
-def test_one_batch_overfits(name, tmp_path):
+def test_the_model_overfits_one_batch(name, tmp_path):
     config, module = build(name, tmp_path)
     tokens = torch.randint(0, config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
@@ -85,7 +85,7 @@ def test_a_completely_masked_micro_batch_gives_zero_instead_of_nan(tmp_path):
     assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in module.parameters())
 
 
-def test_initial_weights_are_a_function_of_seed_and_name(tmp_path):
+def test_initial_weights_depend_only_on_seed_and_name(tmp_path):
     _, module = build("gpt2", tmp_path)
     _, again = build("gpt2", tmp_path)
     _, other = build("gpt2", tmp_path, seed=2)
@@ -109,7 +109,7 @@ def test_initial_weights_have_the_configured_standard_deviation(tmp_path):
     assert down.std().item() == pytest.approx(0.02, rel=0.04)
 
 
-def test_initial_weights_in_bf16_are_the_fp32_ones_rounded(tmp_path):
+def test_initial_weights_in_bf16_are_the_rounded_fp32_weights(tmp_path):
     config, module = build("llama", tmp_path)
     low = as_module(config).bfloat16()
     initialize_parameters(low, config, seed=1)
@@ -117,14 +117,15 @@ def test_initial_weights_in_bf16_are_the_fp32_ones_rounded(tmp_path):
 
 
 def test_rope_keeps_its_precision_when_the_module_is_cast(tmp_path):
-    """The engine casts parameters and buffers to bf16, but angles must be computed in fp32."""
+    """The engine casts parameters and buffers to bf16. The rotation angles must still be computed in fp32."""
     config, module = build("llama", tmp_path, max_position_embeddings=4096)
     module.bfloat16()
     assert list(module.buffers()) == []
     rope = module.get_submodule("1.attention").rope
     cos, _ = rope.tables(4096, torch.zeros(1, dtype=torch.bfloat16))
     exact = (torch.arange(4096, dtype=torch.float64)[:, None] * inverse_frequencies(config).double()).cos()
-    assert (cos.double() - exact).abs().max() < 0.005  # half a unit of bf16 at 1, plus fp32's error of the angle
+    # half a unit in the last place of bf16 at 1, plus the fp32 rounding error of the angle
+    assert (cos.double() - exact).abs().max() < 0.005
 
 
 def test_rope_tables_grow_and_are_shared_by_the_layers(tmp_path):

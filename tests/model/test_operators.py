@@ -19,7 +19,7 @@ from tests.support.reference_loss import token_weighted_cross_entropy
 
 
 def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return q, k and v in the memory order of the projection, and a gradient of the output."""
+    """Return q, k and v with the memory layout of the projection's output, and a gradient of the attention's output."""
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, kv_heads, kv_heads, heads)
     q, k, v, grad = (torch.randn(batch, length, n, size, generator=generator).to(dtype).transpose(1, 2) for n in sizes)
@@ -35,7 +35,7 @@ def relative_error(mine: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_gradients_of_attention_are_its_derivatives(kv_heads, monkeypatch):
+def test_gradients_of_attention_equal_numerical_derivatives(kv_heads, monkeypatch):
     monkeypatch.setattr(cpu_attention, "_ROWS", 3)  # 7 positions: blocks of 3, 3 and 1
     monkeypatch.setattr(cpu_attention, "_SCORES_PER_THREAD", 1)  # one sample at a time
     q, k, v, _ = heads(2, 4, kv_heads, 7, 4, torch.float64)
@@ -94,13 +94,13 @@ def loss_inputs(dtype: torch.dtype, vocab: int = 37) -> tuple[torch.Tensor, torc
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Split 18 tokens into chunks of 5, 5, 5 and 3, and these into rows of 2."""
+    """Split 18 tokens into chunks of 5, 5, 5 and 3, and each chunk into groups of 2 rows."""
     monkeypatch.setattr(fused_loss, "_TOKENS", 5)
     monkeypatch.setattr(fused_loss, "_CPU_ELEMENTS", 37 * 2 // torch.get_num_threads())
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_gradients_of_the_fused_loss_are_its_derivatives():
+def test_gradients_of_the_fused_loss_equal_numerical_derivatives():
     x, weight, labels, weights = loss_inputs(torch.float64)
     loss = linear_cross_entropy(x, weight, (labels, weights))
     torch.testing.assert_close(loss, (F.cross_entropy(
@@ -108,7 +108,7 @@ def test_gradients_of_the_fused_loss_are_its_derivatives():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, (labels, weights.double())), (x, weight))
 
 
-def test_the_gradient_of_a_carried_weight_comes_after_that_of_the_output():
+def test_the_gradient_of_a_carried_weight_is_computed_after_the_gradient_of_the_output():
     x, weight, labels, weights = loss_inputs(torch.float32)
     wanted = torch.autograd.grad(linear_cross_entropy(x, weight, (labels, weights)), (x, weight))
     order = []
@@ -125,19 +125,19 @@ def test_the_gradient_of_a_carried_weight_comes_after_that_of_the_output():
 @pytest.mark.parametrize(("dtype", "scale", "tolerance"), [
     (torch.float32, 1.0, 1e-6), (torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 3e-3)])
 def test_fused_loss_equals_the_loss_of_the_logits(dtype, scale, tolerance):
-    """Also with fp16's loss scale, without which gradients of this size would be 0."""
+    """fp16 uses a loss scale, because gradients of this size would otherwise be 0."""
     x, weight, labels, weights = loss_inputs(dtype)
     mine = linear_cross_entropy(x, weight, (labels, weights / 1000))
-    whole = token_weighted_cross_entropy(F.linear(x.float(), weight.float()), (labels, weights / 1000))
+    plain = token_weighted_cross_entropy(F.linear(x.float(), weight.float()), (labels, weights / 1000))
     assert mine.dtype == torch.float32
-    assert mine.item() == pytest.approx(whole.item(), rel=max(tolerance / 4, 1e-6))
+    assert mine.item() == pytest.approx(plain.item(), rel=max(tolerance / 4, 1e-6))
     for mine_grad, grad in zip(torch.autograd.grad(mine * scale, (x, weight)),
-                               torch.autograd.grad(whole * scale, (x, weight)), strict=True):
+                               torch.autograd.grad(plain * scale, (x, weight)), strict=True):
         assert mine_grad.dtype == dtype
         assert relative_error(mine_grad, grad) < tolerance
 
 
-def test_fused_loss_holds_for_large_logits_and_masked_tokens():
+def test_fused_loss_is_correct_for_large_logits_and_masked_tokens():
     x, weight, labels, _ = loss_inputs(torch.float32)
     large = linear_cross_entropy(x * 1000, weight, (labels, torch.ones(2, 9)))
     torch.testing.assert_close(large, token_weighted_cross_entropy(F.linear(x * 1000, weight),
@@ -164,7 +164,7 @@ def plain_mlp(name: str, up: torch.Tensor, gate: torch.Tensor | None, weight: to
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
-def test_gradients_behind_an_activation_are_its_derivatives(name, gated):
+def test_gradients_of_an_activated_linear_equal_numerical_derivatives(name, gated):
     generator = torch.Generator().manual_seed(0)
     up, gate, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
                               for shape in ((2, 3, 6), (2, 3, 6), (4, 6), (4,)))
@@ -216,7 +216,7 @@ def test_gelu_in_bf16_is_the_rounded_exact_value():
     assert activate_backward("gelu_tanh", special[:1], torch.ones(1).bfloat16()).isnan().all()
 
 
-def test_tensors_without_memory_are_not_passed_to_c():
+def test_fake_tensors_are_not_passed_to_c_code():
     with FakeTensorMode():
         up, weight = torch.randn(2, 3, 6, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 6).bfloat16()
         assert not cpu_kernels.has_kernels(up)
@@ -232,8 +232,8 @@ def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
 
 @pytest.mark.parametrize("interval", [0, 1])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_compiled_blocks_share_a_graph_and_change_nothing(name, interval, tmp_path):
-    """With a backend that traces without compiling; forward and backward, with and without recomputation."""
+def test_compiled_blocks_share_one_graph_and_keep_the_gradients(name, interval, tmp_path):
+    """The backend "aot_eager" traces without compiling. Forward and backward pass, with and without recomputation."""
     config = load_model_config(write_config(tmp_path, SHAPES[name]))
     tokens = torch.randint(0, config.vocab_size, (2, 17))
     torch._dynamo.reset()

@@ -18,7 +18,8 @@ PUBLISHED = {
     "llama3-1b": 1_235_814_400, "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
 }
-# The GPT-3 paper rounds its sizes. The presets have its layers and widths; 13B has 5,120, a multiple of its 40 heads.
+# The GPT-3 paper rounds the sizes. The presets have the paper's layers and widths, except that 13B has width 5,120, a
+# multiple of its 40 heads.
 GPT3_BILLIONS = {"125m": 0.125, "350m": 0.35, "760m": 0.76, "1.3b": 1.3, "2.7b": 2.7, "6.7b": 6.7, "13b": 13,
                  "175b": 175}
 

@@ -1,4 +1,4 @@
-"""The files of a run folder: what is written can be read again; and durations as text."""
+"""The files of a run folder can be written and read again. Durations are printed as hours, minutes and seconds."""
 
 import json
 import math

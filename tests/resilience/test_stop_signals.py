@@ -1,6 +1,6 @@
-"""SIGTERM ends a rank at once if another rank has crashed; otherwise it is a request to save and stop.
+"""SIGTERM ends a rank at once if another rank has crashed. Otherwise SIGTERM makes the run save and stop.
 
-Signals to a real run are tested in test_saver.py.
+tests/distributed/checkpoint/test_saver.py tests signals to a real run.
 """
 
 import os
@@ -10,8 +10,8 @@ import sys
 
 from tests.support.launch import ROOT
 
-# Starts two ranks and sends SIGTERM to one while the other is alive, then after the other was killed, as DeepSpeed's
-# launcher does after a crash.
+# Starts two ranks and sends SIGTERM to the second rank twice: while the first rank is alive, and after the first rank
+# was killed. After a crash, DeepSpeed's launcher also sends SIGTERM to the other ranks.
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 RANK = '''
@@ -27,7 +27,7 @@ while time.monotonic() < deadline:
 ranks = [subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True) for _ in range(2)]
 try:
     ready = [rank.stdout.readline().strip() for rank in ranks]
-    # The first rank may have been ready before the second one started, and then it does not watch: test the second.
+    # The test uses the second rank: if the first rank was ready before the second one started, it watches no rank.
     last = ranks[1]
     last.send_signal(signal.SIGTERM)
     request = last.stdout.readline().strip()

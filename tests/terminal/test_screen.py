@@ -1,4 +1,4 @@
-"""Output of a run in a real terminal; files, pipes and terminals of launchers get no control characters."""
+"""Output of a run in a real terminal. Files, pipes and terminals of launchers must get no control characters."""
 
 import fcntl
 import os
@@ -41,9 +41,9 @@ def environment() -> dict[str, str]:
 
 def in_terminal(command: list[str], see: Callable[[int, str], None] = lambda terminal, written: None, *,
                 columns: int = 80, cwd: Path = ROOT) -> tuple[int, str]:
-    """Run a command in the foreground of a new terminal; return exit code and output.
+    """Run a command in the foreground of a new terminal, and return the exit code and the output.
 
-    `see` is called with the terminal and the output so far whenever there is more output.
+    Whenever there is new output, `see` is called with the terminal and all output so far.
     """
     pid, terminal = pty.fork()
     if pid == 0:
@@ -71,7 +71,7 @@ def _read(terminal: int) -> bytes:
 
 
 def shown(written: str) -> list[str]:
-    """Return the lines that a terminal finally shows, for the control characters used here."""
+    r"""Return the lines that a terminal shows at the end. Supports only \r and the control sequence ESC [K."""
     lines = []
     for line in written.split("\n"):
         cells = ""
@@ -84,7 +84,7 @@ def shown(written: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", ["", "setsid --wait"])
 def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
-    """Ranks of ds-pretrain and launch/supervise.py run in a new session, as with setsid."""
+    """ds-pretrain and launch/supervise.py start ranks in a new session, as setsid does."""
     code, written = in_terminal([*launcher.split(), sys.executable, "-c", PROGRAM])
     assert code == 0, written
     assert shown(written) == SHOWN
@@ -95,7 +95,7 @@ def test_a_terminal_keeps_rows_above_one_status_line(launcher: str) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "a launcher's terminal", "a dumb terminal", "in the background"])
 def test_no_control_characters_without_a_watched_terminal(kind: str) -> None:
-    """Open MPI gives each rank a terminal other than that of its session; see test_mpi.py."""
+    """Open MPI gives each rank a terminal that is not the terminal of the rank's session; see test_mpi.py."""
     if kind in ("a dumb terminal", "in the background"):
         command = ["env", "TERM=dumb", sys.executable, "-c", PROGRAM] if kind == "a dumb terminal" else \
             ["bash", "-c", 'exec 2>/dev/null; set -m; "$0" -c "$1" & wait', sys.executable, PROGRAM]
@@ -116,7 +116,7 @@ def test_no_control_characters_without_a_watched_terminal(kind: str) -> None:
 
 
 def test_a_closed_pipe_does_not_end_the_run() -> None:
-    """Ctrl-C in `... | tee log` ends tee."""
+    """In `ds-pretrain ... | tee log`, Ctrl-C ends tee, and the pipe is closed."""
     ours, theirs = os.pipe()
     os.close(ours)
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=theirs, stderr=subprocess.PIPE, env=environment(),

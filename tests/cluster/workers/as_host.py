@@ -1,7 +1,7 @@
 """Run `PROGRAM ARGUMENTS` as rank RANK on a simulated host. HOSTS is a JSON list with the host of each rank.
 
-Keys of a host: "namespace" (network namespace), "name", "setup" (shell command to run in the host's network and mount
-namespaces first), "environ".
+Keys of a host: "namespace" (network namespace), "name", "setup" (shell command that runs first, in the network and
+mount namespaces of the host), "environ".
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """A SLURM cluster of two nodes on this machine: munged, slurmctld and a slurmd for each node.
 
-Each slurmd is the first process of a PID namespace: when it is killed, all processes of its node end with it, as in a
+Each slurmd is the first process of a PID namespace. When a slurmd is killed, all processes of its node end, as in a
 power failure. Each node has one core. Limits are not enforced. Both nodes share the file system.
 """
 
@@ -25,7 +25,7 @@ SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("n1", "n2")
 _PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge"}
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-# cred_expire: delay before a requeued job starts. SlurmdTimeout: seconds until a node without an answer is down.
+# cred_expire: seconds before a requeued job starts. SlurmdTimeout: seconds before a node that does not answer is down.
 _CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -97,7 +97,7 @@ class SlurmCluster:
         wait_until(lambda: self.state(job) in states, lambda: f"{self.state(job)}\n{self.log(job)}")
 
     def start_node(self, name: str) -> None:
-        # --mount-proc also gives the node its own mount namespace, for /etc/hosts
+        # --mount-proc also gives the node its own mount namespace, which is needed for /etc/hosts
         command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c",
                    f"mount --bind '{self.folder}/hosts' /etc/hosts; exec slurmd -D -N {name} -f \"$SLURM_CONF\""]
         self.slurmds[name] = _daemon(command, self.folder, self.environ, self.stack)
@@ -157,7 +157,7 @@ def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitS
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
-    """Start a cluster with two idle nodes, and end it afterwards. Needs root. Skips if namespaces are not available."""
+    """Start a cluster with two idle nodes, and stop it at the end. Needs root. Skips if there are no namespaces."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine cannot create PID namespaces")
     _need_packages()
@@ -192,6 +192,6 @@ def _idle(cluster: SlurmCluster) -> int:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A cluster with the nodes n1 and n2."""
+    """Start a cluster with the nodes n1 and n2."""
     with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster

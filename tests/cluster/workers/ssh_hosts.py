@@ -54,7 +54,7 @@ class Host:
     name: str
     address: str  # for hostfiles and ssh
     namespace: str  # network namespace, as `ip netns` names it
-    link: str  # the bridge's end of the host's network cable
+    link: str  # veth interface of the host on the bridge
     sshd: subprocess.Popen[bytes]  # `unshare`, the parent process of sshd
 
     def processes(self) -> dict[int, str]:
@@ -92,7 +92,7 @@ class Host:
 
 @dataclass
 class Hosts:
-    """Hosts `a` and `b`, and the environment for `ssh` and `pdsh` to reach them."""
+    """Hosts `a` and `b`, and the environment with which `ssh` and `pdsh` reach the hosts."""
 
     a: Host
     b: Host
@@ -149,7 +149,7 @@ def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.Ex
         _run("ip", "-n", namespace, *command.split())
     config = folder / f"sshd_{name}"
     config.write_text(_SSHD.format(folder=folder, name=name))
-    # Its own mount and PID namespaces, too: all processes of the host end with sshd, and sshd ends with `unshare`.
+    # The host also has its own mount and PID namespaces: its processes end with sshd, and sshd ends with `unshare`.
     command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
                shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)]
     with (folder / f"sshd_{name}.log").open("wb") as log:
@@ -186,7 +186,7 @@ def _network(pair: int) -> str:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Start two hosts that accept ssh, and remove them at the end. Needs root. Skips without namespaces."""
+    """Start two hosts that accept ssh, and remove the hosts at the end. Needs root. Skips without namespaces."""
     _need_packages()
     pair = _free_pair()
     with contextlib.ExitStack() as stack:
@@ -217,6 +217,6 @@ def _wait_for_ssh(host: Host, environ: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Hosts a and b, for all tests of the session."""
+    """Start hosts a and b for all tests of the session."""
     with two_hosts(tmp_path_factory.mktemp("ssh_hosts")) as both:
         yield both

@@ -1,4 +1,4 @@
-"""Bytes of saved and temporary activations, against torch's autograd on a CPU and against Megatron's formula."""
+"""Bytes of saved and temporary activations, compared with torch's autograd on a CPU and with Megatron's formula."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Run torch in one thread, as the estimate assumes and as most ranks on CPUs do."""
+    """Run torch in one thread. The estimate assumes one thread, and most ranks on CPUs have one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,14 +35,14 @@ def one_thread() -> Iterator[None]:
 
 
 def saved_bytes(function: Any, excluded: list[torch.Tensor], *inputs: Any) -> int:
-    """Bytes that autograd saves while `function` runs, each storage once, without the storages of `excluded`."""
+    """Return the bytes that autograd saves while `function` runs. Each storage counts once; `excluded` do not count."""
     excluded_storages = {tensor.untyped_storage()._cdata for tensor in excluded}
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in excluded_storages:
-            found[storage._cdata] = storage  # referenced, so that no other storage gets its address
+            found[storage._cdata] = storage  # this reference prevents another storage from getting the same address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -88,7 +88,7 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
     assert tracker.peak_bytes - before == pytest.approx(backward, rel=0.01)
 
 
-def test_chunk_sizes_are_those_of_the_kernels() -> None:
+def test_chunk_sizes_equal_those_of_the_kernels() -> None:
     assert CHUNK_TOKENS == fused_loss._TOKENS
     assert CPU_LOGITS == fused_loss._CPU_ELEMENTS
     assert ATTENTION_ROWS == cpu_attention._ROWS
@@ -146,10 +146,10 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_megatrons_formula(ranks: int) -> None:
-    """arXiv 2205.05198, table 2 without sequence parallelism: s b h (10 + 24 / t) bytes a layer.
+    """arXiv 2205.05198, table 2 without sequence parallelism: s b h (10 + 24 / t) bytes per layer.
 
-    Flash attention replaces its term 5 a s / h. 8 / t is subtracted for the output of GELU, which this project
-    recomputes. The tolerance covers the norms' statistics and the fp32 softmax sums.
+    The term 5 a s / h is omitted because of flash attention. 8 / t is subtracted for the output of GELU, which this
+    project recomputes. The tolerance covers the statistics of the norms and the fp32 softmax sums.
     """
     config = model_config_from({"model_type": "gpt2", "n_layer": 2, "n_embd": 4096, "n_head": 32}, "test")
     shape = replace(shape_of(config), attention_dropout=0.0)

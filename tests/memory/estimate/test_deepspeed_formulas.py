@@ -1,4 +1,4 @@
-"""The repeated formulas of DeepSpeed's estimators, against DeepSpeed's own functions."""
+"""Our copies of the formulas of DeepSpeed's estimators, compared with DeepSpeed's own functions."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ from pretrain.model.architectures import model_config_from
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES
 
-PARAMETERS = (10**9, 1_234_567_891)  # the second divides by nothing below, so that rounding is compared
+PARAMETERS = (10**9, 1_234_567_891)  # no number of GPUs below divides the second one, so that rounding is tested
 
 
 @pytest.mark.parametrize("offload_optimizer", ["none", "cpu"])
@@ -42,7 +42,7 @@ def test_zero_stage_3(offload_optimizer: str, offload_param: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_largest_layer_is_deepspeeds(name: str) -> None:
+def test_the_largest_layer_equals_that_of_deepspeed(name: str) -> None:
     config = model_config_from(SHAPES[name], "test")
     assert largest_layer_parameters(shape_of(config)) == model_to_params(as_module(config))[1]
 

@@ -1,4 +1,4 @@
-"""Shapes of models: parameter counts of presets and, for other architectures, those of transformers' models."""
+"""Shapes of models: parameter counts equal those of the presets, or those of transformers for other architectures."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.support.model_shapes import SHAPES, write_config
 
 SMALL = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 24, "intermediate_size": 96}
-NO_HEAD_DIM = {"head_dim": None}  # removed: Falcon computes it from the other sizes
+NO_HEAD_DIM = {"head_dim": None}  # removes the key, because Falcon computes head_dim from the other sizes
 # model_type -> changes to SMALL, one model each
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{"num_local_experts": 4}], "qwen3_moe": [{"mlp_only_layers": [1], "num_experts": 4}],

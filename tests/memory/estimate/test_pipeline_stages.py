@@ -1,4 +1,4 @@
-"""Division of layers into pipeline stages, against DeepSpeed's own functions and the model's FLOPs."""
+"""Division of layers into pipeline stages, compared with DeepSpeed's own functions and the model's FLOPs."""
 
 import torch
 from deepspeed.runtime import utils as ds_utils
@@ -16,12 +16,12 @@ from pretrain.model.flops import flops_per_token
 
 
 def blocks_of_stages(shape: ModelShape, layout: Layout) -> list[int]:
-    """Number of transformer blocks on each pipeline stage."""
+    """Return the number of transformer blocks on each pipeline stage."""
     return [sum(layer.kind == "block" for layer in pipeline_stage_layers(shape, layout, stage))
             for stage in range(layout.pipeline_stages)]
 
 
-def test_partitions_equal_deepspeeds() -> None:
+def test_partitions_equal_those_of_deepspeed() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         items, parts = (int(torch.randint(1, 20, (), generator=generator)) for _ in range(2))
@@ -38,8 +38,8 @@ def test_work_of_layers_sums_to_the_models_flops() -> None:
         assert 6 * sum(layer_work(shape, layer, 1024) for layer in shape.layers()) == flops_per_token(config, 1024)
 
 
-def test_default_method_divides_by_work() -> None:
-    """The head does the work of 2.3 blocks, so of 8 blocks the first pipeline stage gets 5."""
+def test_the_default_method_divides_by_flops() -> None:
+    """The head needs as many FLOPs as 2.3 blocks. So the first pipeline stage gets 5 of the 8 blocks."""
     config = load_model_config("gpt2", "n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions=512")
     assert blocks_of_stages(shape_of(config), Layout(pipeline_stages=2, world_size=2, seq_length=512)) == [5, 3]
 

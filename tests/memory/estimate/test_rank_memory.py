@@ -1,6 +1,6 @@
-"""Memory of a rank in closed form: against the ZeRO paper, and properties that hold for every model.
+"""The estimated memory of a rank, compared with the ZeRO paper, and properties of the estimate for every model.
 
-tests/distributed/memory/test_measure.py compares it with real engines of every layout.
+tests/distributed/memory/test_measure.py compares the estimate with real engines of every layout.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.support.effort import CountCalls
 from tests.support.model_shapes import write_config
 
 # ZeRO (arXiv 1910.02054), table 1: data-parallel ranks -> GB of a device at ZeRO stages 1, 2 and 3, for 7.5e9, 128e9
-# and 1e12 parameters. As printed: the paper truncates whole numbers and rounds the others.
+# and 1e12 parameters. Digits as printed: the paper truncates numbers without decimals and rounds the others.
 PAPER = {
     1: ("120 120 120", "2048 2048 2048", "16000 16000 16000"),
     4: ("52.5 41.3 30", "896 704 512", "7000 5500 4000"),
@@ -38,7 +38,7 @@ def in_papers_format(gigabytes: float, printed: str) -> str:
 
 
 @pytest.mark.parametrize("ranks", PAPER)
-def test_the_zero_papers_table(ranks: int) -> None:
+def test_estimates_equal_the_table_of_the_zero_paper(ranks: int) -> None:
     for parameters, row in zip((7.5e9, 128e9, 1e12), PAPER[ranks], strict=True):
         for zero_stage, printed in zip((1, 2, 3), row.split(), strict=True):
             found = estimate_memory(None, Layout(world_size=ranks, zero_stage=zero_stage), num_parameters=parameters)
@@ -58,13 +58,13 @@ def test_offloaded_states_change_their_location() -> None:
 
 
 def test_pinned_memory_has_a_margin() -> None:
-    """torch rounds each pinned tensor up to a power of two, so it never doubles a tensor."""
+    """torch rounds each pinned tensor up to a power of two. So the margin is smaller than the tensors."""
     layout = Layout(world_size=4, zero_stage=3, offload_optimizer="cpu")
     pinned = estimate_memory(read_shape("gpt2"), layout).peak
     assert 0 < pinned.total("margin", "pinned") < pinned.total(location="pinned") / 2
 
 
-def test_the_estimate_is_that_of_the_rank_that_needs_most() -> None:
+def test_the_estimate_is_for_the_rank_that_needs_most_memory() -> None:
     shape = read_shape("gpt2")
     layout = Layout(world_size=8, zero_stage=1, pipeline_stages=4, gradient_accumulation_steps=8, seq_length=256)
     stages = [estimate_rank(Rank(shape, layout, stage)) for stage in range(4)]
@@ -75,7 +75,7 @@ def test_the_estimate_is_that_of_the_rank_that_needs_most() -> None:
     assert estimate_memory(shape, zero2).steady.total() == max(ranks)
 
 
-def test_more_ranks_need_less_memory_each() -> None:
+def test_with_more_ranks_each_rank_needs_less_memory() -> None:
     shape = read_shape("gpt3-1.3b")
     for zero_stage in (1, 2, 3):
         sizes = [estimate_memory(shape, Layout(world_size=ranks, zero_stage=zero_stage)).steady.states()
@@ -113,7 +113,7 @@ def test_an_estimate_needs_a_model_or_its_size() -> None:
         estimate_memory(None, Layout())
 
 
-def test_an_estimate_takes_few_calls() -> None:
+def test_an_estimate_makes_few_function_calls() -> None:
     shape = read_shape("gpt3-175b")
     for zero_stage in range(4):
         for micro_batch_size in (1, 25):
@@ -122,4 +122,4 @@ def test_an_estimate_takes_few_calls() -> None:
                             seq_length=2048)
             with CountCalls() as work:
                 estimate_memory(shape, layout)
-            assert work.calls < 40_000, layout  # 14,000 at most when this was written: a few milliseconds
+            assert work.calls < 40_000, layout  # measured: at most 14,000 calls, a few milliseconds

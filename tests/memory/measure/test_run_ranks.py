@@ -1,4 +1,7 @@
-"""Error of `compare_zero.py measure` for a failed rank: how the process ended, and its last lines. Real processes."""
+"""The error of `compare_zero.py measure` for a failed rank names the exit code or signal and the last lines.
+
+The ranks are real processes.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +16,7 @@ SMALLER = "fewer layers or a smaller micro-batch"
 
 
 def failed(folder: Path, monkeypatch: pytest.MonkeyPatch, *how: str, timeout_s: float = 60) -> list[FailedRank]:
-    """Run one rank for each behaviour in `how` (workers/failing_rank.py); return the failed ranks, worst first."""
+    """Run one rank for each behaviour in `how` (see workers/failing_rank.py). Return the failed ranks, worst first."""
     monkeypatch.setattr(run_ranks, "RANK_MODULE", "tests.distributed.workers.failing_rank")
     (folder / "request.json").write_text(json.dumps({"do": how}))
     return sorted(run_ranks.run_ranks(folder, len(how), timeout_s), key=FailedRank.severity)

@@ -1,4 +1,4 @@
-"""tools/compare_zero.py: its output and files, rejected flags, and a real run of the recommended JSON."""
+"""tools/compare_zero.py: output, files, rejected flags, and a real run of the recommended JSON."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(run(capsys, *arguments, "--json"))
 
 
-def test_the_zero_papers_sizes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sizes_of_the_zero_paper_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """ZeRO (arXiv 1910.02054), figure 1: 7.5e9 parameters on 64 GPUs."""
     text = run(capsys, "--num_parameters", "7.5e9", "--world_size", "64")
     assert "120 / 31.4 / 16.6 / 1.9 GB" in text
@@ -43,13 +43,13 @@ def test_the_zero_papers_sizes_are_printed(capsys: pytest.CaptureFixture[str]) -
     assert [sizes[f"zero{stage}"] for stage in range(4)] == ["120.0", "31.4", "16.6", "1.9"]
 
 
-def test_a_hundred_layouts_take_few_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_layouts_need_few_function_calls(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "gpt3-175b", "--world_size", "1024", "--pipeline_stages", "1", "8", "16", "32",
              "--micro_batch_size", "1", "2", "4", "--all_micro_batches"]
     with CountCalls() as work:
         rows = as_json(capsys, *arguments)["rows"]
     assert len(rows) >= 100
-    assert work.calls < 50_000 * len(rows)  # 22,000 when this was written: a second for all rows
+    assert work.calls < 50_000 * len(rows)  # measured: 22,000 calls per row, a second for all rows
 
 
 def test_the_table_does_not_import_torch() -> None:
@@ -223,7 +223,7 @@ def test_wrong_flags_exit_with_code_2() -> None:
 @pytest.mark.parametrize(("gib", "all_fit"), [("1", True), ("0.03", False)])
 def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_path: Path,
                                    capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks train two steps, once for a GPU that every layout fits, once for a GPU that needs a small layout."""
+    """Two ranks train two steps, once for a GPU on which every layout fits, and once for a smaller GPU."""
     path = str(tmp_path / "best.json")
     model = ["--model", "tiny", "--model_overrides", "vocab_size=256,n_layer=4,n_embd=256"]
     flags = [*model, "--world_size", "2", "--gpu", gib, "--seq_length", "64", "--offload", "none", "optimizer_cpu"]
@@ -242,7 +242,7 @@ def test_the_recommended_json_runs(gib: str, all_fit: bool, corpus: str, tmp_pat
 
 
 def test_simulate_and_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both compared with the estimate, from the command line."""
+    """The results of `simulate` and `measure` on the command line are close to the estimate."""
     arguments = [*TINY, "--seq_length", "64", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2"]
     config = str(ROOT / "ds_configs/zero3_bf16.json")
     text = run(capsys, "simulate", *arguments, "--world_size", "16", "--configs", config)

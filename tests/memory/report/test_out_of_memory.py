@@ -1,4 +1,4 @@
-"""Advice after an out-of-memory error, from a run that really fails; the advised change makes the run succeed."""
+"""Advice after an out-of-memory error. A real run fails, and the advised change makes the run succeed."""
 
 import re
 import resource
@@ -33,7 +33,7 @@ def train(corpus: str, run: Path, micro_batch_size: int, accumulation: int) -> s
              "learning_rate": "1e-3", "log_interval": 1, "train_steps": 2, "save": run,
              "micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
     command = [sys.executable, str(ROOT / "pretrain/train.py"), *(f"--{key}={value}" for key, value in flags.items())]
-    # The limit counts mapped addresses. A heap that never shrinks (distributed/allocator.py) maps more than it uses.
+    # The limit counts mapped addresses. With distributed/allocator.py the heap never shrinks, and maps unused memory.
     environ = {**_environment(), "MALLOC_TRIM_THRESHOLD_": "131072"}
     return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=900,
                           check=False)
@@ -76,10 +76,10 @@ def test_alternatives_have_the_same_global_batch_and_ranks() -> None:
     (MemoryError(), True), (OSError(12, "Cannot allocate memory"), True),
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (RuntimeError("std::bad_alloc"), True),
     (RuntimeError("shapes do not match"), False), (OSError(28, "No space left on device"), False)])
-def test_which_errors_are_out_of_memory(error: Exception, is_memory: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
 
 
-def test_every_line_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_of_advice_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     print_advice(["one", "two"], World(rank=3, size=4, local_rank=1, local_size=2, launcher="torch"))
     assert capsys.readouterr().err == "ds-pretrain: error: rank 3: one\nds-pretrain: rank 3: two\n"

@@ -1,4 +1,4 @@
-"""The largest model, sequence or micro-batch that fits."""
+"""Search for the largest model, sequence length or micro-batch that fits."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_the_result_fits_and_the_next_size_does_not(target: str) -> None:
     for largest in found:
         assert largest.value > 0
         assert not largest.reached_end
-        assert " of " in largest.detail  # the memory that the next size lacks
+        assert " of " in largest.detail  # names the memory that the next size exceeds
         if target == "max_micro_batch":
             for size, fits in ((largest.value, True), (largest.value + 1, False)):
                 layout = replace(largest.candidate.layout, micro_batch_size=size)
@@ -41,8 +41,8 @@ def test_bisect_finds_every_limit() -> None:
             assert bisect(lambda step, limit=limit: step <= limit, most) == limit  # type: ignore[misc]
 
 
-def test_models_keep_their_proportions() -> None:
+def test_scaled_models_keep_their_proportions() -> None:
     shape = read_shape("llama3-8b")
-    scaled = scaled_shape(shape, 16, Layout())  # 16 groups of four heads: twice llama3-8b's
+    scaled = scaled_shape(shape, 16, Layout())  # 16 groups of four heads; llama3-8b has 8
     assert (scaled.num_heads, scaled.num_kv_heads, scaled.hidden_size, scaled.num_layers) == (64, 16, 8192, 64)
     assert 7 < scaled.num_parameters() / shape.num_parameters() < 8.5

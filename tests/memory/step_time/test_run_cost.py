@@ -1,4 +1,4 @@
-"""Cost of a complete run."""
+"""Days, GPU-hours and FLOPs of a complete run."""
 
 import pytest
 
