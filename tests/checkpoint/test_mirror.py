@@ -139,13 +139,13 @@ def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path:
     _mirror(checkpoints / NEWEST, url)
     largest = max((checkpoints / NEWEST).iterdir(), key=lambda path: path.stat().st_size).name
     _change(url, largest, lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
-    with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+    with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*[Tt]he mirror's copy is damaged"):
         fetch(url, tmp_path / "fetched", NEWEST)
     assert list((tmp_path / "fetched").iterdir()) == []
     changes: list[Callable[[bytes], bytes]] = [lambda content: content[:-1], lambda content: b""]
     for change in changes:
         _change(url, largest, change)
-        with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*the mirror's copy is damaged"):
+        with pytest.raises(ConfigError, match=rf"{NEWEST}/{largest}: found .*[Tt]he mirror's copy is damaged"):
             fetch(url, tmp_path / "fetched", NEWEST)
     for change in changes:
         _change(url, MANIFEST, change)

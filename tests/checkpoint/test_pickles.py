@@ -94,7 +94,7 @@ def test_getattr_of_other_objects_is_rejected_and_not_run(value: Any, tmp_path: 
     monkeypatch.chdir(tmp_path)
     torch.save({"zero_stage": value, "canary": Poison("canary")}, "file.pt")
     assert not has_only_usual_globals(Path("file.pt"))
-    with pytest.raises(ConfigError, match="nothing in the file was run") as rejected:
+    with pytest.raises(ConfigError, match="Nothing in the file was run") as rejected:
         load_pickle(Path("file.pt"))
     assert "not written by this program" not in str(rejected.value)
     assert os.listdir() == ["file.pt"]

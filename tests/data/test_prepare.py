@@ -196,7 +196,7 @@ def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None
     (["IN/good.txt", "--workers", "0"], "--workers: found '0'; expected a whole number from 1"),
     (["IN/good.txt", "--tokenizer", "IN/none"], "none: there is no such file"),
     (["IN/good.txt", "--tokenizer", "IN"], "the folder contains neither"),
-    (["IN/good.txt", "--out", "IN/good.txt/out"], "Good.txt, A file; expected a folder"),
+    (["IN/good.txt", "--out", "IN/good.txt/out"], "good.txt is a file"),
     (["IN/good.txt", "--outt", "x"], 'Did you mean "--out"?'),
     ([], "INPUT: it is required"),
 ])  # fmt: skip

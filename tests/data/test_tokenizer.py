@@ -196,7 +196,7 @@ def test_the_tool_trains_without_warnings(tmp_path: Path) -> None:
     ([], "INPUT: it is required"),
     (["SRC", "--vocab-sise", "4"], 'Did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),
-    (["SRC", "--out", "FILE"], "A file; expected a folder"),
+    (["SRC", "--out", "FILE"], "empty.txt is a file"),
 ])  # fmt: skip
 def test_tool_rejects_in_one_line(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "empty.txt").write_text("")
