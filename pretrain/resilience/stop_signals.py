@@ -1,4 +1,4 @@
-"""Stop a run on a signal: all ranks save a checkpoint after the same step, then end."""
+"""Stop a run after a signal: all ranks save a checkpoint after the same step, then end."""
 
 import contextlib
 import os
@@ -17,10 +17,14 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Handles signals from now on: after a signal to any rank, `requested` is true on all ranks at the same step.
+    """Handler of the signals in SIGNALS. After a signal to any rank, `requested()` returns its name on all ranks.
 
-    Steps do not wait for communication. Each step starts an all-reduce of the signal that this rank has received, and
-    the next step reads the result. `report` gets one line as soon as this rank knows of the signal.
+    All ranks get the name at the same step. The step does not wait for communication: each call of `requested()` starts
+    an all-reduce of the received signal's number, and the next call reads the result.
+
+    Args:
+        device: device of the all-reduce.
+        report: called with one line when this rank first knows of a signal.
     """
 
     def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
@@ -35,9 +39,9 @@ class Stop:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number  # DeepSpeed's launcher sends SIGTERM after the terminal's SIGINT
+        self._received = self._received or number  # keep SIGINT: after Ctrl-C, DeepSpeed's launcher also sends SIGTERM
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
-        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `requested` reports it later
+        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `requested` will report it
             self._report_once(number)
 
     def _report_once(self, number: int) -> None:
@@ -55,9 +59,9 @@ class Stop:
             self._copied.record()
 
     def requested(self) -> str:
-        """Return the name of the signal that some rank had received at the previous call, or "". Equal on all ranks.
+        """Return the name of a signal that some rank had received by the previous call, or "".
 
-        Collective: call it once a step.
+        All ranks must call this once a step (a collective), and all get the same result.
         """
         number = self._read_result()
         self._start_all_reduce()
@@ -74,7 +78,7 @@ class Stop:
         return int(self._result)
 
     def close(self) -> None:
-        """Ignore further signals during shutdown, except a second Ctrl-C. Collective."""
+        """Ignore further signals during shutdown, except a second Ctrl-C. All ranks must call this (a collective)."""
         self._read_result()
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, _ignore)
@@ -82,15 +86,18 @@ class Stop:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, a handler shows launchers that this process handles the signal."""
+    """Do nothing. Unlike with SIG_IGN, /proc lists the signal as handled, and launchers still recognize a rank."""
 
 
 def _exit_on_sigterm_after_crash() -> socket.socket | None:
-    """Make SIGTERM end this process at once if another process of the same launcher has ended.
+    """Make SIGTERM end this process at once if another rank of the same launcher has ended.
 
-    DeepSpeed's launcher sends SIGTERM to the remaining ranks after a crash and waits 30 s for each (launcher/launch.py,
-    0.19.8). These ranks wait for the crashed one in a collective, where Python never calls its own signal handlers.
-    Returns a socket that must stay open, or None if the launcher has another process structure.
+    After a crash, DeepSpeed's launcher sends SIGTERM to the remaining ranks and waits 30 s for each of them
+    (launcher/launch.py, 0.19.8). The remaining ranks are blocked in a collective, where Python runs no signal handlers.
+    A thread, which Python's wakeup file descriptor wakes, therefore ends the process.
+
+    Returns a socket that must stay open. Returns None if the parent has fewer children than this host has ranks, as
+    under other launchers, or if there is only one rank.
     """
     size, parent = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.Process().parent()
     if size == 1 or parent is None or _num_children(parent) < size:

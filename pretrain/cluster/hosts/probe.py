@@ -1,7 +1,7 @@
-"""Code that runs on each host before and after a run.
+"""Functions that run on each host: collect facts before a run, signal its ranks, and end its processes.
 
-Only the standard library, psutil and distributed/host.py: `remote.py` sends the text of both files to each host's
-Python, so that a host without this checkout can still answer.
+`remote.py` sends the source of this file and of distributed/host.py to each host's Python. A host without this checkout
+can therefore answer, too. These two files may import only each other, psutil and the standard library.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from typing import Any
 
 from pretrain.distributed.host import RANK_VARIABLES, interface_towards
 
-JOB_VARIABLE = "DS_PRETRAIN_JOB"  # marks every process of one start: its value is the job's name
-_HASHED_BYTES = 2**20  # bytes hashed at each end of a file
+JOB_VARIABLE = "DS_PRETRAIN_JOB"  # environment variable of every process of one start; its value is the job's name
+_HASHED_BYTES = 2**20  # bytes at the beginning and at the end of a file that are hashed
 
 
 def host_facts(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what `preflight.HostFacts` holds. `request`: see `preflight.PreflightRequest.to_json`."""
+    """Return the fields of `preflight.HostFacts`. `request`: see `preflight.PreflightRequest.to_json`."""
     root = Path(request["root"])
     return {
         "python": platform.python_version(),
@@ -48,7 +48,10 @@ def _version(package: str) -> str:
 
 
 def _code_digest(root: Path) -> str | None:
-    """Hash every Python file of the package: checkouts of the same commit may have different uncommitted changes."""
+    """Return a hash of all Python files of the package, or None if there are none.
+
+    The commit is not enough: checkouts of the same commit may have different uncommitted changes.
+    """
     digest = hashlib.sha256()
     files = sorted((root / "pretrain").rglob("*.py"))
     for path in files:
@@ -57,6 +60,7 @@ def _code_digest(root: Path) -> str | None:
 
 
 def _commit(root: Path) -> str | None:
+    """Return the commit of the checkout, or None if git does not know it."""
     command = ["git", "-c", "safe.directory=*", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
@@ -65,7 +69,10 @@ def _commit(root: Path) -> str | None:
 
 
 def _fingerprint(path: Path) -> list[Any] | None:
-    """Return [size in bytes, hash of both ends] of a file, [0, hash of the file names] of a folder, or None."""
+    """Return [size in bytes, hash of both ends] of a file, or [0, hash of the file names] of a folder.
+
+    Returns None if `path` does not exist or cannot be read.
+    """
     try:
         if path.is_dir():
             return [0, hashlib.sha256("\0".join(sorted(os.listdir(path))).encode()).hexdigest()[:12]]
@@ -80,7 +87,10 @@ def _fingerprint(path: Path) -> list[Any] | None:
 
 
 def _run_folder_problem(run: Path, token: str) -> str:
-    """Return "" if `run` contains the launching host's file `token` and is writable, otherwise what is wrong."""
+    """Return why this host does not share the run folder or cannot write there, or "" if all is well.
+
+    `token`: name of a file that the launching host has created in the run folder.
+    """
     if not (run / token).is_file():
         return "is a different folder on this host" if run.is_dir() else "does not exist on this host"
     own_file = run / f"{token}-{os.getpid()}"
@@ -93,7 +103,7 @@ def _run_folder_problem(run: Path, token: str) -> str:
 
 
 def processes_of_job(job: str) -> dict[int, dict[str, str]]:
-    """Return process id -> environment of every process of `job` on this host, except this process."""
+    """Return process id -> environment variables, for all processes of `job` on this host except this process."""
     mark, found = f"{JOB_VARIABLE}={job}", {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -106,9 +116,9 @@ def processes_of_job(job: str) -> dict[int, dict[str, str]]:
 
 
 def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]:
-    """End all processes of `job` on this host: SIGTERM after `patience_s`, SIGKILL `kill_after_s` later.
+    """Wait up to `patience_s` until all processes of `job` on this host have ended, then end the remaining ones.
 
-    Returns the ids of the processes that had not ended within `patience_s`.
+    They get SIGTERM, and SIGKILL up to `kill_after_s` later. Returns their process ids.
     """
     _wait_until_job_ended(job, patience_s)
     remaining = sorted(processes_of_job(job))
@@ -121,8 +131,9 @@ def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]
 
 def signal_ranks(job: str, number: int) -> list[int]:
     """Send a signal to the ranks of `job` on this host, but not to their children. Returns the ranks' process ids."""
+    # Ranks, and their children: these inherit the variables.
     candidates = {process for process, environ in processes_of_job(job).items()
-                  if any(name in environ for name in RANK_VARIABLES)}  # ranks, and children that inherit the variables
+                  if any(name in environ for name in RANK_VARIABLES)}
     ranks = sorted(process for process in candidates if _parent(process) not in candidates)
     for process in ranks:
         _send_signal(process, number)
@@ -130,6 +141,7 @@ def signal_ranks(job: str, number: int) -> list[int]:
 
 
 def _parent(process: int) -> int:
+    """Return the process id of the parent, or 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
@@ -148,6 +160,6 @@ def _wait_until_job_ended(job: str, timeout_s: float) -> None:
 
 
 def call(function: str, *args: Any) -> None:
-    """Call the named function and print its result as one line of JSON, which `remote.call_probe` reads."""
+    """Call the function named `function`, and print its result as one line of JSON for `remote.call_probe`."""
     functions: dict[str, Any] = {"host_facts": host_facts, "end_job": end_job, "signal_ranks": signal_ranks}
     print(json.dumps(functions[function](*args)), flush=True)

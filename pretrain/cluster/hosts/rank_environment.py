@@ -1,4 +1,7 @@
-"""Environment variables of ranks on other hosts. `deepspeed` forwards few of them besides its `.deepspeed_env` file."""
+"""Environment variables of the ranks on other hosts.
+
+`deepspeed` forwards only a few variables of the shell, and all variables of its file `.deepspeed_env`.
+"""
 
 import os
 import re
@@ -14,14 +17,16 @@ FILE = ".deepspeed_env"
 _FORWARDED_PREFIXES = (
     "GLOO_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_",
     "MKL_", "KMP_", "DS_", "DEEPSPEED_", "CUDA_DEVICE_", "CUDA_LAUNCH_", "FI_", "UCX_", "LD_LIBRARY_PATH")
-_SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")  # not forwarded: command lines on the hosts would show them
-_SAFE_VALUE = re.compile(r"[\w@%+=:,./ -]*")  # survives the quoting of each of DeepSpeed's launchers
+# Names that are not forwarded: other users could read the values in the command lines on the hosts.
+_SECRETS = re.compile(r"TOKEN$|KEY$|SECRET|PASSWORD")
+_SAFE_VALUE = re.compile(r"[\w@%+=:,./ -]*")  # values that all launchers of DeepSpeed pass on unchanged
 
 
 def user_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str, str]:
-    """Return the user's variables: those of the shell that affect training, then `.deepspeed_env` of each folder.
+    """Return the variables that the user has set: in the shell, if they affect training, and in `.deepspeed_env`.
 
-    Raises ConfigError for a line that is not NAME=VALUE. Accepts blank lines and comments, on which DeepSpeed fails.
+    The file of a later folder overrides earlier folders and the shell. It may have blank lines and comments, on which
+    DeepSpeed fails. Raises ConfigError for a line that is not NAME=VALUE.
     """
     found = {name: value for name, value in environ.items() if name.startswith(_FORWARDED_PREFIXES)
              and not _SECRETS.search(name) and _SAFE_VALUE.fullmatch(value) and name != "DS_ENV_FILE"}
@@ -37,9 +42,10 @@ def user_variables(environ: Mapping[str, str], folders: list[Path]) -> dict[str,
 
 
 def interface_variables(facts: Mapping[str, HostFacts]) -> dict[str, str]:
-    """Return NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME for the interfaces that connect the hosts.
+    """Return NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: the network interfaces that connect the hosts.
 
-    gloo accepts a single name, which each host must have. If the names differ, each rank chooses its own at its start.
+    NCCL accepts several names, gloo only one. If the hosts' names differ, GLOO_SOCKET_IFNAME is not set here: each rank
+    sets it when it starts (distributed/process_group.py).
     """
     names = list(dict.fromkeys(found.interface[0] for found in facts.values() if found.interface))
     if not names:
@@ -48,19 +54,19 @@ def interface_variables(facts: Mapping[str, HostFacts]) -> dict[str, str]:
 
 
 def threads_per_rank(facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> int:
-    """Return OMP_NUM_THREADS: cores per rank, on the host that has the fewest."""
+    """Return OMP_NUM_THREADS: the number of cores per rank, on the host with the fewest cores per rank."""
     return max(1, min(found.cores // ranks[host] for host, found in facts.items()))
 
 
 def rank_variables(facts: Mapping[str, HostFacts], ranks: Mapping[str, int], user: Mapping[str, str],
                    job: str) -> dict[str, str]:
-    """Return all variables for the ranks. The user's variables override the computed ones."""
+    """Return the variables that all ranks get. The user's variables override the computed ones, except JOB_VARIABLE."""
     return {"OMP_NUM_THREADS": str(threads_per_rank(facts, ranks)), **interface_variables(facts), **user,
             JOB_VARIABLE: job}
 
 
 def launcher_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment plus `variables`, with the scripts of this Python environment first in PATH."""
+    """Return the environment of this process with `variables` added. PATH begins with this Python's folder."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     return {**os.environ, **variables, "PATH": path}
 

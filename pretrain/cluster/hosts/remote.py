@@ -1,6 +1,6 @@
 """Call a function of probe.py on every host at the same time.
 
-The text of probe.py is sent to each host's Python over ssh or srun, so the host does not need this checkout.
+The source of probe.py is sent to each host's Python over ssh or srun, so the host does not need this checkout.
 """
 
 import inspect
@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 8
 T = TypeVar("T")
 Transport = Callable[[str, str], list[str]]  # (host, shell command) -> local command that runs it on that host
 
-# Creates the modules from their texts, because the host may lack this checkout or have another version of it.
+# This program creates the modules from their sources: the host may have no checkout, or another version of it.
 _PROGRAM = """
 import json, sys, types
 for name, source in {sources!r}.items():
@@ -31,35 +31,38 @@ sys.modules[{probe!r}].call({function!r}, *json.loads({args!r}))
 
 
 class HostError(Exception):
-    """A host could not be reached, or a command failed there. The text is the short reason."""
+    """A host could not be reached, or a command failed on it. The error's text is the reason."""
 
 
 def ssh_options() -> list[str]:
-    """Return ssh options: no prompts; time-outs of 8 s for the connection and of 30 s for a host that disappears."""
+    """Return ssh options: no prompts, 8 s to connect, and an error after 30 s without an answer of the host."""
     return ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-o", "ServerAliveInterval=10",
             "-o", "ServerAliveCountMax=3"]
 
 
 def ssh_transport(port: int | str | None = None) -> Transport:
-    """Reach hosts by ssh with the options that DeepSpeed's pdsh gets from PDSH_SSH_ARGS_APPEND (key, user, port)."""
+    """Run commands by ssh, with the options of the variable PDSH_SSH_ARGS_APPEND (key, user, port), as pdsh does."""
     user_options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     options = [*ssh_options(), *user_options, *(["-p", str(port)] if port else [])]
     return lambda host, command: ["ssh", *options, host, command]
 
 
 def local_transport(host: str, command: str) -> list[str]:
-    """Run the command on this host, whatever `host` says."""
+    """Run the command on this host. `host` is ignored."""
     return ["sh", "-c", command]
 
 
 def srun_transport(host: str, command: str) -> list[str]:
-    """Reach hosts of the current SLURM job by srun, which needs no ssh."""
+    """Run the command by srun on a host of the current SLURM job, without ssh."""
     return ["srun", "--overlap", "-N1", "-n1", "-w", host, "sh", "-c", command]
 
 
 def run_on_host(transport: Transport, host: str, command: str, *, stdin: str = "",
                 timeout_s: float = 15) -> "subprocess.CompletedProcess[str]":
-    """Run a shell command on `host` and wait for its end. Raises HostError if it cannot run or takes too long."""
+    """Run a shell command on `host` and wait until it has ended.
+
+    Raises HostError if the command cannot be started or takes too long. A command that fails raises nothing.
+    """
     words = transport(host, command)
     try:
         return subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout_s,
@@ -76,7 +79,7 @@ def failure_reason(done: "subprocess.CompletedProcess[str]") -> str:
 
 
 def call_probe(transport: Transport, host: str, function: str, *args: Any, timeout_s: float = 15) -> Any:
-    """Return what probe.py's `function` returns on `host`. Raises HostError."""
+    """Call a function of probe.py, by its name, on `host`. Returns its result. Raises HostError."""
     sources = {module.__name__: inspect.getsource(module) for module in (host_facts, probe)}
     program = _PROGRAM.format(sources=sources, probe=probe.__name__, function=function, args=json.dumps(args))
     done = run_on_host(transport, host, f"{shlex.quote(sys.executable)} -", stdin=program, timeout_s=timeout_s)
@@ -90,7 +93,7 @@ def call_probe(transport: Transport, host: str, function: str, *args: Any, timeo
 
 
 def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str, T | HostError]:
-    """Call `function(host)` for all hosts in parallel. Return host -> its result, or the HostError that it raised."""
+    """Call `function(host)` for all hosts in parallel. Returns host -> result, or the HostError that was raised."""
     names = list(hosts)
 
     def call(host: str) -> T | HostError:
@@ -105,5 +108,8 @@ def call_on_all(hosts: Iterable[str], function: Callable[[str], T]) -> dict[str,
 
 def call_probe_on_all(transport: Transport, calls: Mapping[str, Sequence[Any]],
                       timeout_s: float = 15) -> dict[str, Any]:
-    """Run `call_probe` on all hosts in parallel. `calls`: host -> (function, args...). Returns host -> result."""
+    """Run `call_probe` for all hosts in parallel. `calls`: host -> (function, args...).
+
+    Returns host -> result, or the HostError that was raised.
+    """
     return call_on_all(calls, lambda host: call_probe(transport, host, *calls[host], timeout_s=timeout_s))

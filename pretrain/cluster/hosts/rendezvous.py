@@ -1,7 +1,7 @@
 """Rendezvous of launchers on hosts without ssh: one launcher per host, and a TCPStore on the first host.
 
-The launchers compare the facts of their hosts before the start. Later each launcher publishes its exit code; when the
-ranks of one host fail, the other launchers end theirs.
+Before the start, the launchers compare the facts of their hosts. When a host's ranks have ended, its launcher publishes
+their exit code. If the ranks of one host fail, the other launchers end their own ranks.
 """
 
 import json
@@ -21,7 +21,7 @@ from pretrain.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-PORT_OFFSET = 1  # added to --master_port, which the ranks use
+PORT_OFFSET = 1  # the store's port is --master_port + 1, because the ranks use --master_port
 _POLL_S = 0.5
 
 
@@ -39,14 +39,15 @@ class Rendezvous:
         return [host for index, host in enumerate(self.hosts) if self.store.check([f"{key}/{index}"])]
 
     def _wait_for_all(self, key: str) -> None:
+        """Wait until all hosts have set `key/INDEX`, at most `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline and len(self._hosts_with(key)) < len(self.hosts):
             time.sleep(_POLL_S)
 
     def check_hosts(self, ranks: Mapping[str, int], request: PreflightRequest) -> tuple[dict[str, HostFacts], str]:
-        """Compare the facts of all hosts. Returns (host -> facts, name for the job).
+        """Compare the facts of all hosts. Returns (host -> facts, name of the job).
 
-        Raises ConfigError on every host, for the same reasons.
+        Raises ConfigError. If a launcher is missing or hosts differ, every host raises the error.
         """
         with _shared_token(self, request) as token:
             peer = self.hosts[0] if self.index else "".join(self.hosts[1:2])
@@ -67,7 +68,7 @@ class Rendezvous:
         return facts, token.removeprefix(".cluster-")
 
     def listen(self, state: JobState) -> None:
-        """Record the exits of other hosts, until the store is gone: then the first host has failed."""
+        """Record the exit codes of the other hosts, until the store is gone. In that case the first host has failed."""
         try:
             while True:
                 for index, host in enumerate(self.hosts):
@@ -78,18 +79,22 @@ class Rendezvous:
             state.record_exit(self.hosts[0], LOST)
 
     def leave(self, code: int, grace_s: float) -> None:
-        """Publish this host's exit code. The first host then waits up to `grace_s` for all others to leave."""
+        """Publish this host's exit code. The first host waits up to `grace_s` until all other hosts have done so."""
         with suppress(RuntimeError):
             self.store.set(f"code/{self.index}", str(code))
             deadline = time.monotonic() + grace_s
             while self.index == 0 and time.monotonic() < deadline and len(self._hosts_with("code")) < len(self.hosts):
                 time.sleep(_POLL_S)
-        time.sleep(_POLL_S if self.index == 0 else 0)  # let the last host get the store's answer
+        if self.index == 0:
+            time.sleep(_POLL_S)  # the store ends with this process: the last host must receive its answer before
 
 
 @contextmanager
 def _shared_token(rendezvous: Rendezvous, request: PreflightRequest) -> Iterator[str]:
-    """Yield the first host's token on every host. The first host keeps the file until all hosts have checked it."""
+    """Yield the name of the first host's token file, on every host.
+
+    On the first host, the file is removed when the context is closed: by then all hosts must have looked for it.
+    """
     if rendezvous.index != 0:
         rendezvous.store.wait(["token"])
         yield rendezvous.store.get("token").decode()
@@ -100,7 +105,15 @@ def _shared_token(rendezvous: Rendezvous, request: PreflightRequest) -> Iterator
 
 
 def join_rendezvous(hosts: tuple[str, ...], index: int, address: str, port: int, timeout_s: float) -> Rendezvous:
-    """Connect to the launchers of the other hosts, at `address` of the first host. Raises ConfigError."""
+    """Connect to the launchers of the other hosts. Raises ConfigError.
+
+    Args:
+        hosts: all hosts, in the order of the hostfile.
+        index: index of this host in `hosts`.
+        address: address of the first host.
+        port: port of the store on the first host.
+        timeout_s: time to wait for the other launchers.
+    """
     from torch.distributed import TCPStore
 
     if not 0 <= index < len(hosts):

@@ -7,7 +7,7 @@ _POLL_S = 0.5
 
 
 def wait_for_port(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether a program listens on the port within `timeout_s`."""
+    """Wait up to `timeout_s` until a program listens on the port. Returns whether it does."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

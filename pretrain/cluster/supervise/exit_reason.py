@@ -1,8 +1,8 @@
-"""Classify how a start ended, from its launcher's exit code and from what the run wrote.
+"""Find out how a start of the run ended, from the launcher's exit code and from the files of the run.
 
-A launcher hides the ranks' exit codes. `deepspeed` exits with 247 for a killed rank, with 1 when it is asked to stop,
-with the largest code of its hosts under pdsh, and with 0 when its own child process was killed. So the run's own files
-(events.jsonl, checkpoints) take precedence over the launcher's code.
+A launcher hides the exit codes of the ranks. `deepspeed` exits with 247 if a rank was killed, with 1 if `deepspeed`
+itself gets a signal, with the largest code of all hosts under pdsh, and with 0 if its child process was killed.
+Therefore the files of the run (events.jsonl, checkpoints) take precedence over the launcher's exit code.
 """
 
 import contextlib
@@ -15,9 +15,12 @@ _REASONS = {REJECTED: "rejected", STOPPED: "stopped", GUARD: "stopped by the bad
 
 
 def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) -> tuple[int, str]:
-    """Return (exit code as train.py would have given it, reason) for a launcher's exit code.
+    """Return (exit code, reason). The exit code is the one that train.py would have returned.
 
-    `last_step`: step at which the run is complete; None: unknown.
+    Args:
+        code: exit code of the launcher.
+        progress: rows and checkpoints that this start has added to the run folder.
+        last_step: step at which the run is complete; None: unknown.
     """
     complete = last_step is not None and progress.kept_step >= last_step
     stop = progress.stop
@@ -33,10 +36,11 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
         return STOPPED, _REASONS[STOPPED]
     if code == 0:
         return CRASHED, "crash: the launcher exited with 0, but the run has not finished"
-    return code, f"crash: {_describe(code)}"
+    return code, f"crash: {_describe_exit_code(code)}"
 
 
-def _describe(code: int) -> str:
+def _describe_exit_code(code: int) -> str:
+    """Return the signal or the exit code as text. -N, 128 + N and 256 - N all mean that signal N ended a process."""
     number = -code if code < 0 else code - 128 if 128 < code < 160 else 256 - code if code > 224 else 0
     if code == 255:
         return "exit code 255, which ssh uses for a lost connection"

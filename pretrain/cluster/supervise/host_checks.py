@@ -1,4 +1,4 @@
-"""Check that the hosts of a run are healthy, and find or end the run's ranks on them."""
+"""Check that the hosts of a run are healthy, and list, signal or end the run's ranks on these hosts."""
 
 import os
 import shlex
@@ -20,29 +20,34 @@ from pretrain.cluster.hosts.remote import (
 LOCAL = "localhost"
 _ROOT = Path(__file__).resolve().parents[3]
 _TIMEOUT_S = 60.0  # for the connection and the command together
-# Each GPU computes something. On a host without GPUs, the import alone proves that the Python environment works.
+# Compute on each GPU. On a host without GPUs, the import of torch shows that the Python environment works.
 _DEFAULT_CHECK = "import torch; [torch.ones(9, device=i).sum().item() for i in range(torch.cuda.device_count())]"
 DEFAULT_HEALTH_COMMAND = shlex.join([sys.executable, "-c", _DEFAULT_CHECK])
 
 
 def default_transport(port: int | str | None = None) -> Transport:
-    """Run commands for this host directly, without sshd, and commands for other hosts by ssh."""
+    """Return a transport that runs commands on this host without ssh, and on other hosts by ssh."""
     ssh, local_names = ssh_transport(port), (LOCAL, socket.gethostname())
     return lambda host, command: (local_transport if host in local_names else ssh)(host, command)
 
 
 def unhealthy_hosts(hosts: Iterable[str], command: str, transport: Transport, timeout_s: float) -> dict[str, str]:
-    """Return host -> what is wrong, for each host that cannot be reached or on which the health command fails."""
+    """Return host -> problem, for each host that cannot be reached or on which the health command fails."""
     answers = call_on_all(hosts, lambda host: _run_in_this_folder(host, command, transport, timeout_s))
     return {host: str(answer) for host, answer in answers.items() if isinstance(answer, HostError)}
 
 
 def ranks_on(hosts: Iterable[str], action: str, identity: Sequence[str],
              transport: Transport) -> dict[str, list[int]]:
-    """"list", "save" (ask to save) or "end" the run's ranks. Returns host -> process ids, for hosts that have ranks.
+    """List, signal or end the run's ranks on the hosts. Returns host -> process ids, for the hosts with such ranks.
 
-    `identity`: see `launch_command.identity`. Hosts that do not answer are omitted: their ranks end when their
-    collectives time out.
+    Hosts that do not answer are left out. Their ranks end when their collectives time out.
+
+    Args:
+        hosts: hosts to ask.
+        action: "list", "save" (ask the ranks to save and stop) or "end".
+        identity: see `launch_command.identity`; with [] nothing is done.
+        transport: runs a command on a host.
     """
     if not identity:
         return {}
@@ -54,7 +59,7 @@ def ranks_on(hosts: Iterable[str], action: str, identity: Sequence[str],
 
 
 def _run_in_this_folder(host: str, command: str, transport: Transport, timeout_s: float) -> str:
-    """Run a shell command on `host`, in this process's folder. Returns its stdout. Raises HostError if it fails."""
+    """Run a shell command on `host`, in the working folder of this process. Returns its stdout. Raises HostError."""
     done = run_on_host(transport, host, f"cd {shlex.quote(os.getcwd())} && {command}", timeout_s=timeout_s)
     if done.returncode != 0:
         raise HostError(failure_reason(done))

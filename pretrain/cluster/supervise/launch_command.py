@@ -1,8 +1,11 @@
 """Read a launch command (flags, run folder, hostfile), and rewrite it for other hosts.
 
-A launch command is any command that starts pretrain/train.py: `deepspeed [launcher flags] pretrain/train.py FLAGS`,
-`ds-pretrain [launcher flags] FLAGS`, `launch/cluster.sh [launcher flags] -- FLAGS`, `srun ... python pretrain/train.py
-FLAGS`.
+A launch command is any command that starts pretrain/train.py, for example:
+
+    deepspeed [launcher flags] pretrain/train.py FLAGS
+    ds-pretrain [launcher flags] FLAGS
+    launch/cluster.sh [launcher flags] -- FLAGS
+    srun ... python pretrain/train.py FLAGS
 """
 
 import socket
@@ -15,13 +18,13 @@ from pretrain.cluster.launcher_flags import split_command_line
 from pretrain.config.flags.arguments import read_yaml
 from pretrain.errors import ConfigError
 
-_OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # need no separator between their flags and those of train.py
+_OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator
 _HOSTFILE_LAUNCHERS = ("ds-pretrain", "deepspeed", "cluster.sh", "mpirun", "mpiexec")  # accept --hostfile
 _HOST_FILTERS = ("include", "i", "exclude", "e", "num_nodes", "num_gpus", "num_accelerators")
 
 
 def with_separator(command: Sequence[str]) -> list[str]:
-    """Return the command with `--` before the flags of train.py, for launchers that do not require it."""
+    """Insert `--` before the flags of train.py if the launcher is one of `_OWN_LAUNCHERS`. Returns the new command."""
     launcher = command[:_train_flags_index(command)] or command
     at = next((at for at, word in enumerate(launcher) if Path(word).name in _OWN_LAUNCHERS), None)
     if at is None:
@@ -31,23 +34,24 @@ def with_separator(command: Sequence[str]) -> list[str]:
 
 
 def _train_flags_index(command: Sequence[str]) -> int:
-    """Return the index of the first flag of train.py: after its name or after `--`. 0 if the command has neither."""
+    """Return the index after `train.py` or else after `--`, where train.py's flags begin; 0 if there is neither."""
     names = [Path(word).name for word in command]
     end = next((name for name in ("train.py", "--") if name in names), None)
     return 0 if end is None else names.index(end) + 1
 
 
 def train_flags(command: Sequence[str]) -> list[str]:
-    """Return the flags of train.py in the command."""
+    """Return the part of the command that is for train.py."""
     return list(command[_train_flags_index(command):])
 
 
 def _launcher_words(command: Sequence[str]) -> list[str]:
+    """Return the part of the command before train.py's flags."""
     return list(command[:_train_flags_index(command)])
 
 
 def flag_value(words: Sequence[str], name: str) -> str | None:
-    """Return the last value of `--name VALUE` or `--name=VALUE`, or None. In the flag, - may stand for _."""
+    """Return the value of the last `--name VALUE` or `--name=VALUE`, or None. `--a-b` is the same flag as `--a_b`."""
     value = None
     for at, word in enumerate(words):
         flag, equals, text = word.partition("=")
@@ -57,7 +61,10 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
 
 
 def run_setting(command: Sequence[str], name: str) -> str | None:
-    """Return the value of a train.py flag, from the command or its --config YAML, or None. Raises ConfigError."""
+    """Return the value of a flag of train.py, from the command or from its --config YAML, or None if neither has it.
+
+    Raises ConfigError if the YAML cannot be read.
+    """
     words = train_flags(command)
     value, path = flag_value(words, name), flag_value(words, "config")
     if value is not None or path is None:
@@ -70,7 +77,7 @@ def run_folder(command: Sequence[str], override: str | None) -> Path:
     found = override or run_setting(command, "save")
     if not found:
         raise ConfigError("--save", problem="the supervisor needs the run folder, to read the run's progress",
-                          remedy="give --save to train.py, or to supervise.py before the --")
+                          remedy="give --save to train.py, or to supervise.py (before the `--`)")
     return Path(str(found)).absolute()
 
 
@@ -82,7 +89,10 @@ def hostfile_of(command: Sequence[str], override: str | None) -> Path | None:
 
 
 def hosts_of(command: Sequence[str], hostfile: Path) -> dict[str, int]:
-    """Return host -> number of slots, after the launcher's filters such as --include. Raises ConfigError."""
+    """Return host -> number of slots, for the hosts that the launcher's filters (such as --include) choose.
+
+    Raises ConfigError.
+    """
     words = _launcher_words(command)
 
     def value(*names: str) -> str:
@@ -97,12 +107,15 @@ def hosts_of(command: Sequence[str], hostfile: Path) -> dict[str, int]:
 
 
 def ssh_port(command: Sequence[str]) -> str | None:
-    """Return the value of DeepSpeed's --ssh_port."""
+    """Return the value of the launcher's --ssh_port, or None."""
     return flag_value(_launcher_words(command), "ssh_port")
 
 
 def with_hostfile(command: Sequence[str], hostfile: Path) -> list[str]:
-    """Return the command with this hostfile instead of its own. Raises ConfigError if it accepts no hostfile."""
+    """Return the command with this hostfile instead of its own.
+
+    Raises ConfigError if the command has no --hostfile and is not known to accept one.
+    """
     words = list(command)
     for at, word in enumerate(words[:_train_flags_index(words)]):
         flag, equals, _ = word.partition("=")
@@ -113,11 +126,14 @@ def with_hostfile(command: Sequence[str], hostfile: Path) -> list[str]:
         if Path(word).name in _HOSTFILE_LAUNCHERS:
             return [*words[:at + 1], "--hostfile", str(hostfile), *words[at + 1:]]
     raise ConfigError("--hostfile", problem=f"the command {words[0]} accepts no hostfile",
-                      remedy=f"use a command of {', '.join(_HOSTFILE_LAUNCHERS)}")
+                      remedy=f"use one of {', '.join(_HOSTFILE_LAUNCHERS)}")
 
 
 def check_can_lose_hosts(command: Sequence[str]) -> None:
-    """Raise ConfigError unless the hostfile alone chooses the hosts, as --min_hosts requires."""
+    """Raise ConfigError if the command cannot be used with --min_hosts.
+
+    The command must accept a hostfile, and no other flag may choose the hosts.
+    """
     with_hostfile(command, Path("hosts"))
     for name in _HOST_FILTERS:
         if flag_value(_launcher_words(command), name) is not None:
@@ -128,9 +144,16 @@ def check_can_lose_hosts(command: Sequence[str]) -> None:
 
 def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: Sequence[str], hostfile: Path,
                     previous: Mapping[str, Any]) -> list[str]:
-    """Return the command for `hosts` (host -> slots) only, with the global batch size of `previous`, a row of run.json.
+    """Return the command for fewer hosts with an unchanged global batch size, and write their hostfile.
 
-    Writes `hostfile`. Raises ConfigError if that batch cannot be divided among the ranks.
+    Raises ConfigError if the global batch cannot be divided among the remaining ranks.
+
+    Args:
+        command: launch command for all hosts.
+        hosts: remaining host -> number of slots.
+        dropped: the other hosts.
+        hostfile: path of the hostfile to write.
+        previous: record of run.json, with the global batch size.
     """
     accumulation = accumulation_steps(sum(hosts.values()), previous)
     hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
@@ -142,21 +165,24 @@ def for_fewer_hosts(command: Sequence[str], hosts: Mapping[str, int], dropped: S
 
 
 def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
-    """Return the gradient accumulation steps that give `ranks` the global batch of `previous`. Raises ConfigError."""
+    """Return the gradient accumulation steps with which `ranks` ranks keep the global batch size of `previous`.
+
+    `previous`: record of run.json. Raises ConfigError if there is no such number.
+    """
     layout, batch = previous["layout"], previous["batch"]
     micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
     ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
     samples_per_accumulation_step = micro_batch * (ranks // ranks_per_model)
     if ranks < ranks_per_model or ranks % ranks_per_model or global_batch % samples_per_accumulation_step:
         raise ConfigError(
-            "--min_hosts", problem=f"the {ranks} ranks left cannot divide the global batch of {global_batch}, with "
-            f"{ranks_per_model} ranks per model and a micro batch of {micro_batch}",
+            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {global_batch}, "
+            f"with {ranks_per_model} ranks per model and a micro batch of {micro_batch}",
             remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
     return int(global_batch // samples_per_accumulation_step)
 
 
 def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list[str]:
-    """Replace a --master_addr that names a dropped host by the first remaining host."""
+    """If --master_addr is a dropped host, replace it by `first`, the first remaining host. Returns the command."""
     master = flag_value(_launcher_words(command), "master_addr")
     if master is None or _address(master) not in {_address(host) for host in dropped}:
         return command
@@ -167,13 +193,14 @@ def _with_master(command: list[str], dropped: Sequence[str], first: str) -> list
 
 
 def _with_force_multi(command: list[str]) -> list[str]:
-    """Add --force_multi: with a single host, `deepspeed` would start the ranks here, even if it is another host."""
+    """Add --force_multi to a `deepspeed` command. Without it, `deepspeed` would start a single host's ranks here."""
     launcher = command[:_train_flags_index(command)]
     at = next((at for at, word in enumerate(launcher) if Path(word).name == "deepspeed"), None)
     return command if at is None else [*command[:at + 1], "--force_multi", *command[at + 1:]]
 
 
 def _address(host: str) -> str:
+    """Return the IP address of the host, or its name if that does not resolve."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -181,7 +208,10 @@ def _address(host: str) -> str:
 
 
 def identity(command: Sequence[str]) -> list[str]:
-    """Return the words that identify a rank of this run: the flags of train.py, or [] if they do not name the run."""
+    """Return the flags of train.py, which identify the ranks of this run in a list of processes.
+
+    Returns [] if the flags have neither --save nor --config: other runs could have the same flags.
+    """
     words = train_flags(command)
     named = any(flag_value(words, name) is not None for name in ("save", "config"))
     return words if named else []

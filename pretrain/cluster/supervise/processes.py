@@ -1,7 +1,10 @@
 """Find, signal and end the processes of a run on this host.
 
-`python -m pretrain.cluster.supervise.processes list|save|end FOLDER WORDS...` does so for the ranks of a run. The
-supervisor calls it over ssh.
+The supervisor runs this module on other hosts by ssh, to list, signal or end the ranks of a run:
+
+    python -m pretrain.cluster.supervise.processes list|save|end FOLDER FLAGS...
+
+FOLDER is the working folder of the run, and FLAGS are its flags of train.py.
 """
 
 import contextlib
@@ -16,28 +19,34 @@ import psutil
 from pretrain.checkpoint.save.background import WRITER_MODULE
 from pretrain.distributed.host import RANK_VARIABLES
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_PR_SET_CHILD_SUBREAPER = 36  # option of prctl(2)
 
 
 def become_subreaper() -> None:
-    """Become a subreaper, so that ranks whose launcher is killed stay visible as descendants of this process."""
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    """Become a subreaper: if a launcher is killed, its ranks become children of this process, not of init."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all descendants of this process, except checkpoint writers: these end when their file is complete."""
+    """Return all descendants of this process except checkpoint writers, which end by themselves after their save."""
     return [process for process in psutil.Process().children(recursive=True)
             if WRITER_MODULE not in _command_line(process)]
 
 
 def ranks_of(identity: Sequence[str], folder: str) -> list[psutil.Process]:
-    """Return this host's ranks of the run that was started in `folder` with the flags `identity`; [] for no flags."""
+    """Return the ranks on this host of the run that was started in `folder` with the flags `identity`.
+
+    Returns [] if `identity` is empty.
+    """
+    if not identity:
+        return []
     own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
-    return [process for process in psutil.process_iter() if identity and process.pid not in own
-            and _is_rank(process, identity, folder)]
+    return [process for process in psutil.process_iter()
+            if process.pid not in own and _is_rank(process, identity, folder)]
 
 
 def _is_rank(process: psutil.Process, identity: Sequence[str], folder: str) -> bool:
+    """Return whether the process is a Python process with these flags, the variables of a rank and this folder."""
     words, length = _command_line(process), len(identity)
     if not words or "python" not in os.path.basename(words[0]):
         return False
@@ -50,6 +59,7 @@ def _is_rank(process: psutil.Process, identity: Sequence[str], folder: str) -> b
 
 
 def _command_line(process: psutil.Process) -> list[str]:
+    """Return the words of the command line, or [] if the process has ended or cannot be read."""
     try:
         return list(process.cmdline())
     except (psutil.Error, OSError):
@@ -57,7 +67,10 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 def ask_to_save(processes: Sequence[psutil.Process]) -> list[int]:
-    """Send SIGUSR1 to the processes that handle it, and return their ids. It would kill a launcher or a shell."""
+    """Send SIGUSR1 to the processes that handle this signal, and return their ids.
+
+    Processes without a handler, such as launchers and shells, would be killed by the signal.
+    """
     asked = []
     for process in processes:
         if _handles_sigusr1(process.pid):
@@ -68,6 +81,7 @@ def ask_to_save(processes: Sequence[psutil.Process]) -> list[int]:
 
 
 def _handles_sigusr1(pid: int) -> bool:
+    """Return whether the process has installed a handler for SIGUSR1."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
@@ -77,7 +91,10 @@ def _handles_sigusr1(pid: int) -> bool:
 
 
 def end(processes: Sequence[psutil.Process], *, grace_s: float) -> list[psutil.Process]:
-    """Send SIGTERM, and SIGKILL after `grace_s`. Returns processes that still exist, for example blocked by a disk."""
+    """Send SIGTERM, and SIGKILL to processes that still run after `grace_s`.
+
+    Returns the processes that exist 10 s later, for example because they wait for a disk.
+    """
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
@@ -89,7 +106,10 @@ def end(processes: Sequence[psutil.Process], *, grace_s: float) -> list[psutil.P
 
 
 def end_descendants(*, grace_s: float) -> None:
-    """End all descendants of this process, including those that start in the meantime."""
+    """End all descendants of this process, including descendants that start in the meantime.
+
+    New descendants get no time after SIGTERM. If a process cannot be ended, this function gives up.
+    """
     while processes := descendants():
         if end(processes, grace_s=grace_s):
             return
@@ -97,7 +117,7 @@ def end_descendants(*, grace_s: float) -> None:
 
 
 def main(action: str, folder: str, identity: Sequence[str]) -> int:
-    """List, ask to save, or end this host's ranks of a run, and print their process ids."""
+    """Print the process ids of the run's ranks on this host. `action`: "save" and "end" also signal these ranks."""
     found = ranks_of(identity, folder)
     if action == "save":
         pids = ask_to_save(found)

@@ -13,11 +13,11 @@ _FILES = ("events.jsonl", "metrics.jsonl")
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What one start has added to the run folder."""
+    """Rows that one start has added to the run folder, and the step before and after the start."""
 
     events: list[dict[str, Any]]  # rows of events.jsonl
     steps: list[dict[str, Any]]  # training rows of metrics.jsonl
-    first_step: int  # steps done when the start began
+    first_step: int  # step from which this start resumed; its first training step is the next one
     kept_step: int  # step of the newest complete checkpoint
 
     @property
@@ -27,22 +27,22 @@ class RunProgress:
 
     @property
     def began(self) -> bool:
-        """Whether the ranks had connected and were about to train."""
+        """Whether this start has reached training: the event "start" is written when all ranks have connected."""
         return any(event["event"] == "start" for event in self.events)
 
     @property
     def stop(self) -> dict[str, Any] | None:
-        """The event that a run writes when it ends without an error, or None."""
+        """The event "stop", which a run writes when it ends without an error, or None."""
         return next((event for event in reversed(self.events) if event["event"] == "stop"), None)
 
 
 def file_sizes(run: Path) -> dict[str, int]:
-    """Return the sizes in bytes of the run's files before a start. The start appends its rows after them."""
+    """Return file name -> size in bytes. A start appends its rows after these bytes."""
     return {name: (run / name).stat().st_size if (run / name).is_file() else 0 for name in _FILES}
 
 
 def read_progress(run: Path, sizes_before: Mapping[str, int]) -> RunProgress:
-    """Read the rows that were appended after `sizes_before`, the result of `file_sizes` before the start."""
+    """Read the rows that a start has appended. `sizes_before`: result of `file_sizes` before the start."""
     events, metrics = (read_rows(run / name, sizes_before[name]) for name in _FILES)
     kept_step = newest_step(run / "checkpoints")
     first_step = next((event["step"] for event in events if event["event"] == "start"), kept_step)
@@ -50,10 +50,10 @@ def read_progress(run: Path, sizes_before: Mapping[str, int]) -> RunProgress:
 
 
 def kept_step_seconds(progress: RunProgress) -> dict[int, float]:
-    """Return step -> seconds, for the steps up to the newest checkpoint. Later steps will be repeated.
+    """Return step -> seconds for the steps up to the newest checkpoint. The next start repeats all later steps.
 
-    A row of metrics.jsonl has the mean time of the steps since the previous row. Steps after the last row get the time
-    of that row.
+    A row of metrics.jsonl has the mean time of the steps since the previous row. Steps after the last row are assumed
+    to take the same time as that row.
     """
     seconds: dict[int, float] = {}
     done, last = progress.first_step, 0.0

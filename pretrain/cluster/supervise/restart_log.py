@@ -1,4 +1,4 @@
-"""RUN/restarts.jsonl: one row per start of a supervised run, then a summary row with the goodput."""
+"""Write RUN/restarts.jsonl: one row for each start of a supervised run, then a summary row with the goodput."""
 
 import json
 import time
@@ -16,18 +16,20 @@ class StartRecord:
 
     time: float  # when the start began, in seconds since 1970
     start: int  # number of the start, from 1
-    exit_code: int | None  # as train.py would have given it; None: not started, because a host was unhealthy
+    # The exit code that train.py would have returned. None: the command was not run, because a host was unhealthy or
+    # a signal arrived first.
+    exit_code: int | None
     reason: str  # why the start ended
-    first_step: int  # steps done when the start began
+    first_step: int  # step from which this start resumed; its first training step is the next one
     last_step: int  # last step that was logged or saved
     kept_step: int  # step of the newest complete checkpoint at the end
-    productive_seconds: float  # time of the steps up to kept_step; later steps will be repeated
+    productive_seconds: float  # time of the steps up to kept_step; the next start repeats all later steps
     wall_seconds: float
-    hosts: list[str]  # [] if the supervisor has no hostfile
+    hosts: list[str]  # hosts of this start; [] if the supervisor has no hostfile
 
 
 class RestartLog:
-    """Appends to RUN/restarts.jsonl and sums up the starts since this object was created."""
+    """Appends rows to RUN/restarts.jsonl, and computes the goodput of all starts since this object was created."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / RESTART_LOG
@@ -43,7 +45,10 @@ class RestartLog:
                       "wall_seconds": round(record.wall_seconds, 3)})
 
     def close(self, outcome: str) -> dict[str, Any]:
-        """Write and return the summary row. Its wall time includes the pauses between starts."""
+        """Write and return the summary row. `outcome`: why no further start follows.
+
+        `wall_seconds` of this row includes the pauses between starts.
+        """
         kept = self.starts[-1].kept_step if self.starts else 0
         productive = sum(value for step, value in self._step_seconds.items() if step <= kept)
         wall = time.monotonic() - self._began

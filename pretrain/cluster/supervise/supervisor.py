@@ -1,4 +1,4 @@
-"""Start a run, restart it when it stops or crashes, and give up when a restart cannot help."""
+"""Start a run, restart it after it has stopped or crashed, and give up if restarts make no progress."""
 
 import contextlib
 import fcntl
@@ -28,44 +28,48 @@ from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 
-_POLL_S, _ASK_AGAIN_S, _TERM_S = 0.2, 1.0, 10.0
+_POLL_S = 0.2
+_ASK_TO_SAVE_AGAIN_S = 1.0  # time until the ranks are asked again, if none of them handled SIGUSR1 yet
+_SIGTERM_GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class SupervisorSettings:
-    """Command to run, and when to give up."""
+    """The command to run, the checks before each start, and the limits of restarts."""
 
     command: list[str]
     run: Path  # run folder
-    hostfile: Path | None = None  # None: the hosts are unknown here and are not checked
-    max_restarts: int = 5  # in a row, without a new step
-    min_hosts: int | None = None  # continue with at least this many healthy hosts; None: wait for all hosts
+    hostfile: Path | None = None  # None: the supervisor does not know the hosts and does not check them
+    max_restarts: int = 5  # restarts in a row without a new step; after these the supervisor gives up
+    min_hosts: int | None = None  # run without unhealthy hosts if this many are healthy; None: wait for all hosts
     backoff_s: float = 10.0  # pause before a restart; doubled for each restart without a new step
     backoff_max_s: float = 600.0
-    grace_s: float = 1800.0  # time to save and stop after a signal
-    health_command: str = DEFAULT_HEALTH_COMMAND
+    grace_s: float = 1800.0  # time that the run has to save and stop after a signal to the supervisor
+    health_command: str = DEFAULT_HEALTH_COMMAND  # shell command that succeeds on a healthy host
     health_timeout_s: float = 60.0
     transport: Transport = field(default_factory=default_transport)
 
 
 class SignalRecorder:
-    """Records SIGTERM, SIGINT and SIGUSR1 from now on, so that they do not end this process."""
+    """Records SIGTERM, SIGINT and SIGUSR1. Once an object exists, these signals no longer end this process."""
 
     def __init__(self) -> None:
-        self.name, self.interrupted_twice = "", False  # name of the first signal, "" before it
+        self.name = ""  # name of the first signal; "": no signal yet
+        self.interrupted_twice = False  # whether a SIGINT followed the first signal: do not wait for the save
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._record)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted_twice = bool(self.name) and number == signal.SIGINT  # Ctrl-C again: do not wait for the save
+        self.interrupted_twice = bool(self.name) and number == signal.SIGINT
         self.name = self.name or signal.Signals(number).name
 
 
 def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
-    """Run the command until it has finished, is rejected, or makes no progress.
+    """Run the command again and again, until the run has finished, is rejected, or makes no progress.
 
-    Returns the exit code of the last start, as train.py would have given it; 75 after a signal. Raises ConfigError.
+    Returns the exit code that train.py would have returned for the last start, or 75 if a signal stopped the
+    supervisor. Raises ConfigError.
     """
     if settings.min_hosts is not None:
         if settings.hostfile is None:
@@ -89,10 +93,10 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
 
 def _restart_until_done(settings: SupervisorSettings, log: RestartLog, signals: SignalRecorder,
                         print_line: PrintLine) -> tuple[int, str]:
-    """Start the run again and again. Returns (exit code, outcome)."""
+    """Start the run until no further start is needed or useful. Returns (exit code, why it was the last start)."""
     farthest_step, without_progress = newest_step(settings.run / "checkpoints"), 0
     while True:
-        record, step_seconds = _start(settings, len(log.starts) + 1, signals, print_line)
+        record, step_seconds = _start_once(settings, len(log.starts) + 1, signals, print_line)
         log.add(record, step_seconds)
         if record.exit_code == FINISHED or record.exit_code in NO_RESTART:
             return record.exit_code or 0, record.reason
@@ -111,22 +115,25 @@ def _restart_until_done(settings: SupervisorSettings, log: RestartLog, signals: 
 
 
 def backoff(settings: SupervisorSettings, without_progress: int) -> float:
-    """Return the pause in seconds before the next start, given the number of starts in a row without progress."""
+    """Return the pause in seconds before the next start. `without_progress`: starts in a row without a new step."""
     return float(min(settings.backoff_s * 2 ** min(without_progress, 60), settings.backoff_max_s))
 
 
 def _sleep(seconds: float, signals: SignalRecorder) -> bool:
-    """Sleep. Returns False if a signal ended the sleep early."""
+    """Sleep until the time is over or a signal arrives. Returns False after a signal."""
     deadline = time.monotonic() + seconds
     while not signals.name and time.monotonic() < deadline:
         time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
     return not signals.name
 
 
-def _start(settings: SupervisorSettings, number: int, signals: SignalRecorder,
-           print_line: PrintLine) -> tuple[StartRecord, dict[int, float]]:
-    """Check the hosts and run the command once. Returns (record for the log, seconds of each kept step)."""
-    began, tick, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
+def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecorder,
+                print_line: PrintLine) -> tuple[StartRecord, dict[int, float]]:
+    """Check the hosts and run the command once. Returns (record for the log, step -> seconds of kept steps).
+
+    `number`: number of this start, from 1.
+    """
+    began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
     command, hosts, obstacle = _choose_hosts(settings, print_line)
     if obstacle or signals.name:
         code, reason = None, obstacle or "not started"
@@ -135,7 +142,7 @@ def _start(settings: SupervisorSettings, number: int, signals: SignalRecorder,
             _end_remaining_ranks(settings)
         step = newest_step(settings.run / "checkpoints")
         print_line(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
-        code = _run(command, settings, sizes_before, signals)
+        code = _run_command(command, settings, sizes_before, signals)
     progress = read_progress(settings.run, sizes_before)
     if code is not None:
         code, reason = classify_exit(code, progress, last_step=_planned_steps(settings))
@@ -143,11 +150,11 @@ def _start(settings: SupervisorSettings, number: int, signals: SignalRecorder,
     return StartRecord(time=began, start=number, exit_code=code, reason=reason, first_step=progress.first_step,
                        last_step=progress.last_step, kept_step=progress.kept_step, hosts=hosts,
                        productive_seconds=sum(step_seconds.values()),
-                       wall_seconds=time.monotonic() - tick), step_seconds
+                       wall_seconds=time.monotonic() - began_monotonic), step_seconds
 
 
 def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[list[str], list[str], str]:
-    """Return (command, hosts, why the run cannot start now or ""). Raises ConfigError."""
+    """Check the hosts. Returns (command, hosts to use, why the run cannot start now or ""). Raises ConfigError."""
     if settings.hostfile is None:
         return settings.command, [], ""
     hosts = launch_command.hosts_of(settings.command, settings.hostfile)
@@ -158,7 +165,7 @@ def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[
     command = launch_command.with_hostfile(settings.command, settings.hostfile)
     if not unhealthy:
         return command, list(healthy), ""
-    previous = _newest_run_record(settings.run)  # the global batch size is unknown before the first start
+    previous = _newest_run_record(settings.run)  # None before the first start: the global batch size is unknown
     if settings.min_hosts is None or len(healthy) < settings.min_hosts or previous is None:
         return command, list(healthy), "host " + ", ".join(f"{host}: {text}" for host, text in unhealthy.items())
     print_line(f"continuing without {', '.join(unhealthy)}")
@@ -167,11 +174,14 @@ def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[
     return command, list(healthy), ""
 
 
-def _run(command: Sequence[str], settings: SupervisorSettings, sizes_before: dict[str, int],
-         signals: SignalRecorder) -> int:
-    """Run the command, pass a signal on, and end all remaining descendants. Returns the exit code."""
+def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_before: dict[str, int],
+                 signals: SignalRecorder) -> int:
+    """Run the command until it has ended or a signal arrives, then end all remaining descendants.
+
+    After a signal, the ranks first save. Returns the exit code.
+    """
     try:
-        # A session of its own, so that Ctrl-C reaches the ranks only through this process. The launcher would end them.
+        # The command runs in a session of its own: otherwise Ctrl-C would reach the launcher, which ends the ranks.
         child = subprocess.Popen(list(command), start_new_session=True)
     except OSError as error:
         raise ConfigError("command line", problem=f"{command[0]} cannot be started: {error.strerror}",
@@ -182,15 +192,15 @@ def _run(command: Sequence[str], settings: SupervisorSettings, sizes_before: dic
                 return child.wait(_POLL_S)
         return _wait_for_save(child, settings, sizes_before, signals)
     finally:
-        end_descendants(grace_s=_TERM_S)
+        end_descendants(grace_s=_SIGTERM_GRACE_S)
 
 
 def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings, sizes_before: dict[str, int],
                    signals: SignalRecorder) -> int:
     """Ask the ranks on all hosts to save, and wait until they have ended. Returns the exit code.
 
-    Returns 75 at once if no rank handles SIGUSR1 yet: ranks install the handler when training begins, and before that
-    there is nothing to save.
+    Returns 75 at once if no rank handles SIGUSR1 because training has not begun: then there is nothing to save.
+    Also returns 75 after a SIGINT or when `grace_s` is over.
     """
     deadline = time.monotonic() + settings.grace_s
     asked: set[int] = set()
@@ -201,12 +211,15 @@ def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings,
         if not asked and not read_progress(settings.run, sizes_before).began:
             break
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(_ASK_AGAIN_S)
+            return child.wait(_ASK_TO_SAVE_AGAIN_S)
     return STOPPED
 
 
 def _planned_steps(settings: SupervisorSettings) -> int | None:
-    """Return the step at which the run is complete, from its flags, or from run.json if the flags give tokens."""
+    """Return the step at which the run is complete, or None if it is unknown.
+
+    The step comes from --train_steps or, if the flags give tokens instead, from run.json. --exit_step can lower it.
+    """
     record = _newest_run_record(settings.run) or {}
     steps = launch_command.run_setting(settings.command, "train_steps") or record.get("train_steps")
     limits = [int(str(value)) for value in (steps, launch_command.run_setting(settings.command, "exit_step"))
@@ -215,7 +228,7 @@ def _planned_steps(settings: SupervisorSettings) -> int | None:
 
 
 def _newest_run_record(run: Path) -> dict[str, Any] | None:
-    """Return the last record of run.json, or None if the run has not started yet."""
+    """Return the last record of run.json, or None if the run has never started."""
     with contextlib.suppress(ConfigError, LookupError):
         return read_starts(run)[-1]
     return None
@@ -228,12 +241,13 @@ def _ranks_on_hosts(settings: SupervisorSettings, action: str) -> dict[str, list
 
 
 def _end_remaining_ranks(settings: SupervisorSettings) -> None:
-    """End ranks that still run on other hosts, after their launcher ended here or the network was cut."""
+    """End ranks of the previous start that still run on other hosts: after a lost network their launcher cannot."""
     if settings.hostfile is not None:
         _ranks_on_hosts(settings, "end")
 
 
 def _reject_running_ranks(settings: SupervisorSettings) -> None:
+    """Raise ConfigError if ranks of this run are already running."""
     for host, pids in _ranks_on_hosts(settings, "list").items():
         raise ConfigError(str(settings.run), problem=f"this run is already running on {host} "
                                                      f"(process {', '.join(map(str, pids))})",
