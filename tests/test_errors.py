@@ -14,5 +14,5 @@ KNOWN = ("tiny", "gpt2", "comet", "stage", "bf16", "fp16", "lr", "overlap_comm",
     ("comm_overlap", "overlap_comm"), ("train_batch", "train_batch_size"), ("cpu_checkpoint", "cpu_checkpointing"),
     ("_comment", ""), ("gptj", ""), ("fp8", ""), ("monitor", ""), ("", ""),
 ])
-def test_closest(word: str, meant: str) -> None:
+def test_suggested_words(word: str, meant: str) -> None:
     assert closest(word, iter(KNOWN)) == meant

@@ -146,13 +146,13 @@ def test_losses_do_not_depend_on_the_layout(guide: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != README and runnable(page)],
                          ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_the_page(page: Path, guide: tuple[Path, Path]) -> None:
+def test_commands_of_the_page_succeed(page: Path, guide: tuple[Path, Path]) -> None:
     _run_page(page, *guide)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(language == "text" for language, _ in blocks(page))],
                          ids=lambda page: str(page.relative_to(ROOT)))
-def test_output_on_the_page(page: Path, guide: tuple[Path, Path]) -> None:
+def test_output_on_the_page_is_printed(page: Path, guide: tuple[Path, Path]) -> None:
     """The commands of a page print the output that the page shows, except for the numbers."""
     lines = [line for language, content in blocks(page) if language == "text" for line in content.splitlines()]
     lines = [line for line in lines if not line.startswith(NOT_PRINTED)]
@@ -161,7 +161,7 @@ def test_output_on_the_page(page: Path, guide: tuple[Path, Path]) -> None:
     assert [line for line in lines if not _is_printed(line)] == []
 
 
-def test_events_of_the_guides_run(guide: tuple[Path, Path]) -> None:
+def test_the_guides_run_has_resumed_and_used_the_mirror(guide: tuple[Path, Path]) -> None:
     """The commands of the pages resumed the guide's run, and saved it in the background and to a mirror."""
     clone, home = guide
     if not (clone / "runs/mirror").exists():  # this test was selected alone

@@ -90,7 +90,7 @@ def test_run_folder_has_the_documented_files(runs: tuple[Path, Path, list[str]])
     assert json.loads((folder / "global_step6" / MANIFEST).read_text())["consumed_samples"] == 6 * 4
 
 
-def test_output_in_a_log_is_quiet(runs: tuple[Path, Path, list[str]]) -> None:
+def test_output_in_a_log_is_short(runs: tuple[Path, Path, list[str]]) -> None:
     *_, printed = runs
     steps = [line for line in printed if line.startswith("step ")]
     assert len(steps) == 4, printed  # steps 4, 5, 6 and the evaluation

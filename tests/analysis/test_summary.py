@@ -9,7 +9,7 @@ from pretrain.analysis.summary import summarize
 from pretrain.errors import ConfigError
 
 
-def test_summary(tmp_path: Path) -> None:
+def test_the_summary_of_a_killed_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.json"):
         summarize(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps([{

@@ -180,7 +180,7 @@ def test_explain_profiles_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_every_other_section(context: BenchContext, tmp_path: Path) -> None:
+def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     done = bench(*SMALL, "--what", "overhead,pipeline,checkpoint,startup,scaling,offload", "--nvme_path", str(disk),

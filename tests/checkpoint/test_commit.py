@@ -160,7 +160,7 @@ def _fill(disk: Path, free: int) -> Path:
 
 
 @pytest.mark.root
-def test_full_disk_at_ten_levels(small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_older_checkpoint_complete(small_disk: Path) -> None:
     checkpoints = small_disk / "checkpoints"
     save(checkpoints, 1)
     needed, page = 2 * RANKS * (FILE_BYTES // 4096 + 1) * 4096, 4096
@@ -184,7 +184,7 @@ def test_full_disk_at_ten_levels(small_disk: Path) -> None:
 
 
 @pytest.mark.root
-def test_full_disk_under_torch_save(small_disk: Path) -> None:
+def test_torch_save_raises_an_error_on_a_full_disk(small_disk: Path) -> None:
     import torch
 
     _fill(small_disk, 2**20)

@@ -109,7 +109,7 @@ def _damages(folder: Path, name: str) -> dict[str, Callable[[Path], object]]:
 
 
 def _repair(path: Path, content: bytes) -> None:
-    """Undo any of `_damages`."""
+    """Restore the file after any of `_damages`."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():

@@ -88,7 +88,7 @@ def _change(url: str, name: str, change: Callable[[bytes], bytes]) -> None:
     fs.pipe_file(path, change(fs.cat_file(path)))
 
 
-def test_upload_and_fetch(checkpoints: Path, url: str, tmp_path: Path) -> None:
+def test_a_fetched_checkpoint_equals_the_uploaded_one(checkpoints: Path, url: str, tmp_path: Path) -> None:
     check_mirror(url)
     assert mirrored_checkpoints(url) == []
     for step in (1, 3, 2):
@@ -155,7 +155,7 @@ def test_damage_in_the_mirror_is_detected(checkpoints: Path, url: str, tmp_path:
 
 
 @pytest.mark.root
-def test_fetch_onto_a_full_disk(checkpoints: Path, tmp_path: Path) -> None:
+def test_fetch_onto_a_full_disk_fails_and_leaves_no_files(checkpoints: Path, tmp_path: Path) -> None:
     _mirror(checkpoints / NEWEST, str(tmp_path / "mirror"))
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -93,7 +93,7 @@ def test_generate_accepts_the_same_folders(run: Path) -> None:
         tokenizer_of(checkpoints / "global_step2")
 
 
-def test_prune(run: Path) -> None:
+def test_prune_removes_all_but_the_newest(run: Path) -> None:
     assert passes("prune", run, "--keep_checkpoints", 3) == ["0 removed, 3 kept"]
     (run / "checkpoints" / "global_step3" / "unknown").touch()
     _fails(1, "no checkpoint was removed", "prune", run, "--keep-checkpoints=2")

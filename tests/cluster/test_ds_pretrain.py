@@ -69,7 +69,7 @@ def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_
 
 
 def test_a_port_in_use_and_another_launcher_are_rejected(corpus: str, tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2)
     with socket.socket() as taken:
@@ -164,7 +164,7 @@ def start_program() -> "Callable[..., subprocess.Popen[str]]":
     (_SAVES, signal.SIGTERM, 75), (_SAVES, signal.SIGINT, 75), (_SAVES, signal.SIGUSR1, 75),
     (_HAS_NO_HANDLER, signal.SIGINT, 130), (_HAS_NO_HANDLER, signal.SIGTERM, 143),
 ])
-def test_a_signal_makes_ranks_save_or_ends_them_before_training(
+def test_ranks_save_on_a_signal_or_end_if_they_have_no_handler(
         program: str, number: signal.Signals, code: int, start_program: "Callable[..., subprocess.Popen[str]]") -> None:
     process = start_program(program)
     process.send_signal(number)

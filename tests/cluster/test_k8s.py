@@ -24,7 +24,7 @@ def _check(document: dict[str, Any]) -> None:
 
 
 def _check_model(value: Any, kind: str) -> None:
-    """Validate with the operator's model classes, and pod templates with the schema of Kubernetes."""
+    """Validate `value` with the operator's model classes. A pod template is validated with the schema of Kubernetes."""
     model = getattr(models, kind, None)
     if kind == "V1PodTemplateSpec":
         _check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": value})
@@ -40,7 +40,7 @@ def _check_model(value: Any, kind: str) -> None:
         assert isinstance(value, {"str": str, "int": int, "bool": bool}.get(kind, object)), (kind, value)
 
 
-def test_indexed_job() -> None:
+def test_the_indexed_job_is_valid() -> None:
     service, job = _documents("indexed-job.yaml")
     _check(service)
     _check(job)
@@ -55,7 +55,7 @@ def test_indexed_job() -> None:
         _check({**job, "spec": {**job["spec"], "completionsMode": "Indexed"}})
 
 
-def test_pytorchjob() -> None:
+def test_the_pytorchjob_is_valid() -> None:
     (job,) = _documents("pytorchjob.yaml")
     _check_model({key: value for key, value in job.items() if key != "metadata"}, "KubeflowOrgV1PyTorchJob")
     assert job["spec"]["pytorchReplicaSpecs"].keys() == {"Master", "Worker"}

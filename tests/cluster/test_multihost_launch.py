@@ -81,7 +81,7 @@ def test_two_hosts_have_the_losses_of_one_host(hosts: Hosts, corpus: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_mpi_launchers(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
+def test_openmpi_and_mpich_give_equal_losses(hosts: Hosts, mpi: None, corpus: str, tmp_path: Path) -> None:
     """With `--launcher openmpi` or `mpich`, DeepSpeed calls `mpirun` of this MPI, which reaches the hosts by ssh."""
     found = {}
     for launcher in ("openmpi", "mpich"):

@@ -121,7 +121,7 @@ def test_the_time_limit_sends_the_signal(slurm: SlurmCluster, config: str) -> No
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmi2", "srun --mpi=pmix", "cluster.sh --launcher slurm"])
-def test_other_ways_to_start_ranks_in_a_job(slurm: SlurmCluster, config: str, launcher: str) -> None:
+def test_srun_and_cluster_sh_start_ranks_in_a_job(slurm: SlurmCluster, config: str, launcher: str) -> None:
     run, script = slurm.folder / launcher.replace(" ", "-"), slurm.folder / "other.sbatch"
     train = f"--config {config} --train_steps 2 --save '{run}'"
     if launcher.startswith("srun"):

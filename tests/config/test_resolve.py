@@ -107,7 +107,8 @@ AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "g
     ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, {"gradient_accumulation_steps": 3}, 4, (2, 3, 24)),
     ({**AUTO, "pipeline": {"stages": 2}}, {"global_batch_size": 24, "micro_batch_size": 3}, 4, (3, 4, 24)),
 ])
-def test_batch_arithmetic(tmp_path: Path, values: dict, flags: dict, world_size: int, expected: tuple) -> None:
+def test_missing_batch_sizes_are_computed(tmp_path: Path, values: dict, flags: dict, world_size: int,
+                                          expected: tuple) -> None:
     base = {} if "train_micro_batch_size_per_gpu" in values or "train_batch_size" not in values else \
         {"train_micro_batch_size_per_gpu": None}
     document = {key: value for key, value in {"optimizer": ADAMW, **base, **values}.items() if value is not None}
@@ -151,7 +152,7 @@ def test_a_flag_fills_a_missing_key_or_repeats_the_value_of_the_json(tmp_path: P
     ({"bfloat16": {"enabled": True}}, None, "bf16"),
     ({"bf16": {"enabled": False}}, None, "fp32"),
 ])
-def test_precision(tmp_path: Path, values: dict, flag: str | None, expected: str) -> None:
+def test_precision_of_json_and_flag(tmp_path: Path, values: dict, flag: str | None, expected: str) -> None:
     resolved = resolve(tmp_path, values, precision=flag)
     assert resolved.layout.precision == expected
     assert [name for name in ("bf16", "fp16") if resolved.get(f"{name}.enabled")] == \

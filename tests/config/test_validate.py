@@ -62,8 +62,8 @@ MAIN = load_main()
 @pytest.mark.parametrize(("json_changes", "flags", "culprit"), WRONG,
                          ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "")
 def test_wrong_input_is_rejected_in_one_line(world: Path, capsys: pytest.CaptureFixture[str], culprit: str,
-                                            json_changes: dict[str, Any], flags: dict[str, Any],
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+                                             json_changes: dict[str, Any], flags: dict[str, Any],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_PRETRAIN_NVME_PATH", raising=False)
     monkeypatch.setattr("pretrain.distributed.device.Path.read_text", _without_fp16(Path.read_text))
     with pytest.raises(SystemExit) as caught:

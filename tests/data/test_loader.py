@@ -51,7 +51,7 @@ def test_every_layout_reads_the_same_global_batches(dataset: SampleDataset, dp: 
     assert global_steps(dataset, dp, mbs, gas, starts) == expected
 
 
-def test_tokens_labels_weights(dataset: SampleDataset) -> None:
+def test_micro_batches_have_tokens_labels_and_weights(dataset: SampleDataset) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=3)
     micro_batches = loader.step(12)
     loader.close()

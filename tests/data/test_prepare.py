@@ -118,8 +118,8 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_is_named_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_is_reported_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
     good = jsonl(tmp_path / "good.jsonl", TEXTS)
     prepare([good], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
@@ -131,7 +131,7 @@ def test_a_bad_line_is_named_and_the_old_files_remain(tmp_path: Path, tokenizer:
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
-def test_huggingface_tokenizer(tmp_path: Path) -> None:
+def test_files_are_encoded_with_a_huggingface_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

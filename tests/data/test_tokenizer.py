@@ -165,7 +165,7 @@ def test_eos_is_read_from_tokenizer_config_json(huggingface: Tokenizer, tmp_path
     (".", None, "the folder contains neither tokenizer.model nor tokenizer.json"),
 ])  # fmt: skip
 def test_bad_tokenizers_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str,
-                        capfd: pytest.CaptureFixture[str]) -> None:
+                                     capfd: pytest.CaptureFixture[str]) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):

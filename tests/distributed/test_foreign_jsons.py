@@ -36,6 +36,6 @@ def test_trains_two_steps(source: str, results: dict[str, dict[str, Any]]) -> No
     row = results[re.sub(r"\W", "_", source)]
     assert len(row["loss"]) == 2
     assert all(abs(loss - row["before"]) < 0.1 * row["before"] for loss in row["loss"]), row["loss"]
-    assert row["skipped"][-1] == 0 or row["precision"] == "fp16"  # the initial loss scale of the file is 2 to the 32
+    assert row["skipped"][-1] == 0 or row["precision"] == "fp16"  # an initial loss scale of 2**32 overflows
     config = {foreign.source: foreign for foreign in read_foreign_jsons()}[source].config
     assert row["stage"] == config["zero_optimization"]["stage"]

@@ -137,7 +137,7 @@ def test_bad_overrides_are_rejected(overrides, words):
     assert words in rejection("gpt2", overrides)
 
 
-def test_nested_values_have_no_override():
+def test_nested_values_cannot_be_overridden():
     assert "Write such a value into a config.json" in rejection("llama3-1b", "rope_scaling=linear")
 
 

@@ -4,7 +4,7 @@ from pretrain.model.architectures import load_model_config
 from pretrain.model.flops import flops_per_token
 
 
-def test_flops_count_the_head_once_tied_or_not() -> None:
+def test_flops_count_tied_and_untied_heads_once() -> None:
     gpt2, llama = load_model_config("gpt2"), load_model_config("llama3-8b")
     # matrices with a product: all parameters without embeddings and without the last norm, plus the head
     gpt2_matrices = 124_439_808 - 1024 * 768 - 2 * 768

@@ -44,7 +44,7 @@ def test_gradients_of_attention_equal_numerical_derivatives(kv_heads, monkeypatc
 
 
 @pytest.mark.parametrize(("length", "kv_heads"), [(40, 4), (300, 4), (300, 1)])
-def test_attention_in_bf16_is_as_precise_as_torchs(length, kv_heads):
+def test_attention_in_bf16_is_as_precise_as_that_of_torch(length, kv_heads):
     *inputs, grad = heads(3, 4, kv_heads, length, 64, torch.bfloat16)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = plain_attention(*exact_inputs)

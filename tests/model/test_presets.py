@@ -29,12 +29,12 @@ def test_the_list_of_presets_is_complete():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_as_published(name):
+def test_parameter_counts_equal_the_published_counts(name):
     assert load_model_config(name).num_parameters() == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("size", GPT3_BILLIONS)
-def test_gpt3_sizes_round_to_their_names(size):
+def test_gpt3_sizes_are_close_to_their_names(size):
     assert load_model_config(f"gpt3-{size}").num_parameters() == pytest.approx(GPT3_BILLIONS[size] * 1e9, rel=0.02)
 
 

@@ -27,7 +27,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 @functools.cache
 def fork_server() -> subprocess.Popen[str]:
-    """Start the process from which ranks are forked. It is killed when this process exits."""
+    """Start the process from which ranks are forked. The fork server is killed when this process exits."""
     server = subprocess.Popen([sys.executable, "-m", "tests.distributed.workers.fork_server"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, cwd=ROOT, env=rank_environment(0, 1, 0))
     atexit.register(server.kill)

@@ -137,7 +137,7 @@ def test_rows_fit_the_terminal() -> None:
     assert line(20).startswith("step  120000/500000  loss 2.3457")
 
 
-def test_a_run_in_a_terminal_and_ctrl_c(corpus: str, tmp_path: Path) -> None:
+def test_ctrl_c_stops_a_run_in_a_terminal(corpus: str, tmp_path: Path) -> None:
     run, pressed = tmp_path / "run", False
 
     def press_ctrl_c(terminal: int, seen: str) -> None:

@@ -58,7 +58,7 @@ class Host:
     sshd: subprocess.Popen[bytes]  # `unshare`, the parent process of sshd
 
     def processes(self) -> dict[int, str]:
-        """Return process id -> command line of all processes on this host, except sshd."""
+        """Return {process id: command line} of all processes on this host, except sshd."""
         found = {}
         for word in _run("ip", "netns", "pids", self.namespace).split():
             with contextlib.suppress(OSError):  # the process has ended in the meantime

@@ -204,7 +204,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all_ranks(results: dict[str, Any],
     assert losses(folder / name) == losses(folder / "not_stopped")
 
 
-def test_retention(results: dict[str, Any], folder: Path) -> None:
+def test_retention_keeps_the_steps_of_every_rule(results: dict[str, Any], folder: Path) -> None:
     assert results["kept"]["status"] == [0, 0]
     evaluated = [json.loads(line) for line in (folder / "kept" / "metrics.jsonl").read_text().splitlines()]
     best = min((row["eval_loss"], row["step"]) for row in evaluated if row.get("split") == "valid")[1]

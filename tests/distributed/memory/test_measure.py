@@ -45,7 +45,7 @@ SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "
                  "pipeline2_zero0_bf16")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # NVMe offload swaps only partitions of 1 MiB and more
-SLACK_BYTES = 64  # for scalars
+SLACK_BYTES = 64  # tolerance for scalar tensors
 MANY_RANKS = 1024
 
 Case = tuple[int, str]  # (ranks, name)
@@ -67,7 +67,7 @@ CASES, SIMULATED_CASES = params(MEASURED), params(SIMULATED)
 
 def arguments(name: str, folder: Path) -> RunArguments:
     path = ROOT / "ds_configs" / f"{name}.json"
-    if name == "zero3_offload_all_nvme":  # its buffers of 1 GB take seconds to fill
+    if name == "zero3_offload_all_nvme":  # this file has buffers of 1 GB, which take seconds to fill
         text = path.read_text().replace('"buffer_size": 1e8', '"buffer_size": 2e6')
         path = folder / path.name
         path.write_text(text)
@@ -124,7 +124,7 @@ def assert_same_states(footprint: Footprint, expected: Footprint, tolerance: flo
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_estimated_states_equal_measured_ones(case: Case, measured: dict[Case, RunMeasurement], folder: Path) -> None:
+def test_estimated_states_equal_measured_states(case: Case, measured: dict[Case, RunMeasurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, result in enumerate(measured[case].ranks):
         assert_same_states(states_of_rank(Rank(shape, layout, **position(layout, rank))), result.held, 0.02)
@@ -155,7 +155,7 @@ def test_the_inventory_has_every_live_tensor(case: Case, measured: dict[Case, Ru
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_estimated_peak_equals_measured_one(case: Case, measured: dict[Case, RunMeasurement], folder: Path) -> None:
+def test_estimated_peak_equals_measured_peak(case: Case, measured: dict[Case, RunMeasurement], folder: Path) -> None:
     shape, layout = layout_of(case, folder)
     for rank, result in enumerate(measured[case].ranks):
         peak = estimate_rank(Rank(shape, layout, **position(layout, rank))).peak

@@ -65,7 +65,7 @@ def measured(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_network_bytes_of_a_step(name: str, measured: dict[str, list[dict[str, float]]]) -> None:
+def test_predicted_network_bytes_equal_measured_bytes(name: str, measured: dict[str, list[dict[str, float]]]) -> None:
     transfers = predicted(name, CONFIGS[name], FLAGS)
     # Exact except for padding. With recomputation the repeated gathers depend on the order of the prefetches.
     tolerance = 0.03 if "recompute" in name else 0.01
@@ -88,7 +88,7 @@ def test_zero_stage_2_reduces_every_micro_batch(measured: dict[str, list[dict[st
 
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")
-def test_disk_bytes_of_a_step(measured: dict[str, list[dict[str, float]]]) -> None:
+def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict[str, float]]]) -> None:
     values = config(3, precision="bf16", offload_optimizer=nvme("/"), **DIVIDE_ALL)
     expected = sum(transfer.bytes for transfer in predicted("nvme", values, NVME_FLAGS) if transfer.link == "disk")
     for rank in measured["nvme"]:

@@ -159,7 +159,7 @@ def shell(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def poisoned(case: dict[str, Any]) -> dict[str, Any]:
-    """Insert a pickle that would create a file into a file of a checkpoint."""
+    """Replace a file of a checkpoint by a pickle that would create the file `canary`."""
     poison(Path(case["run"]), case["file"], case["canary"])
     return {}
 

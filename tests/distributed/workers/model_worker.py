@@ -1,4 +1,4 @@
-"""One of two gloo ranks of tests/model/test_layouts.py: build every layout, compare it, and write the results.
+"""One of two gloo ranks of tests/model/test_layouts.py: compare every layout with the plain module, write the results.
 
 Arguments: folder of the config.jsons (one folder per shape), folder for the results. The caller sets RANK etc.
 """

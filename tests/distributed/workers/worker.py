@@ -98,7 +98,7 @@ def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
         elif hasattr(value, "__dict__"):
             add(vars(value))
         else:
-            digest.update(repr(float(value) if type(value) is int else value).encode())  # 512 as 512.0
+            digest.update(repr(float(value) if type(value) is int else value).encode())  # equal hash of 512 and 512.0
 
     add(engine.optimizer.state_dict())
     for _, parameter in sorted(engine.module.named_parameters()):
@@ -187,7 +187,7 @@ def saved(case: Case) -> dict[str, Any]:
 
 
 def two_steps(case: Case) -> dict[str, Any]:
-    """Train two steps with a file of ds_configs/, given by its path."""
+    """Train two steps. The DeepSpeed JSON may be given as the path of a file."""
     plan = plan_of(case)
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, 2)

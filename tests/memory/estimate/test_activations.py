@@ -53,7 +53,7 @@ def saved_bytes(function: Any, excluded: list[torch.Tensor], *inputs: Any) -> in
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_bytes_of_a_block_equal_autograds(name: str, dropout: bool, dtype: torch.dtype) -> None:
+def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype) -> None:
     config = model_config_from({**SHAPES[name], **(DROPOUT[name.split("_")[0]] if dropout else {})}, "test")
     for batch, length in ((2, 32), (3, 40)):
         rope = Rope(config) if config.position == "rope" else None
@@ -97,7 +97,7 @@ def test_chunk_sizes_equal_those_of_the_kernels() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama"])
 @pytest.mark.parametrize("interval", [0, 1, 2])
-def test_saved_bytes_of_layer_groups_equal_a_forward_passs(name: str, interval: int) -> None:
+def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval: int) -> None:
     config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
     model = as_module(config, activation_checkpoint_interval=interval).to(torch.bfloat16)
     shape, micro_batch = shape_of(config), MicroBatch(2 * 48, 48, 2, cuda=False)
@@ -145,7 +145,7 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_megatrons_formula(ranks: int) -> None:
+def test_saved_bytes_equal_megatrons_formula(ranks: int) -> None:
     """arXiv 2205.05198, table 2 without sequence parallelism: s b h (10 + 24 / t) bytes per layer.
 
     The term 5 a s / h is omitted because of flash attention. 8 / t is subtracted for the output of GELU, which this

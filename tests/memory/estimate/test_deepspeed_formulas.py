@@ -17,7 +17,7 @@ PARAMETERS = (10**9, 1_234_567_891)  # no number of GPUs below divides the secon
 
 
 @pytest.mark.parametrize("offload_optimizer", ["none", "cpu"])
-def test_zero_stage_2(offload_optimizer: str) -> None:
+def test_zero_2_formula_equals_that_of_deepspeed(offload_optimizer: str) -> None:
     for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
         layout = Layout(world_size=nodes * gpus, zero_stage=2, offload_optimizer=offload_optimizer)
         host, device = estimate_zero2_model_states_mem_needs(
@@ -28,7 +28,7 @@ def test_zero_stage_2(offload_optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(("offload_optimizer", "offload_param"), [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
-def test_zero_stage_3(offload_optimizer: str, offload_param: str) -> None:
+def test_zero_3_formula_equals_that_of_deepspeed(offload_optimizer: str, offload_param: str) -> None:
     shape = shape_of(model_config_from(SHAPES["llama"], "test"))
     for parameters, nodes, gpus in product(PARAMETERS, (1, 3, 4), (2, 8)):
         layout = Layout(world_size=nodes * gpus, zero_stage=3, offload_optimizer=offload_optimizer,

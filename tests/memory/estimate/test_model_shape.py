@@ -45,7 +45,7 @@ def test_presets_have_the_parameters_of_their_models() -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
-def test_other_architectures_have_transformers_parameter_counts(model_type: str, tmp_path: Path) -> None:
+def test_other_architectures_have_as_many_parameters_as_in_transformers(model_type: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for changes in VARIANTS.get(model_type, [{}]):

@@ -44,7 +44,7 @@ def test_the_default_method_divides_by_flops() -> None:
     assert blocks_of_stages(shape_of(config), Layout(pipeline_stages=2, world_size=2, seq_length=512)) == [5, 3]
 
 
-def test_every_stage_has_a_block_however_large_the_head_is() -> None:
+def test_every_stage_has_a_block_even_with_a_large_head() -> None:
     for vocab_size in (256, 50_000, 1_000_000):
         for layers in range(2, 14):
             shape = shape_of(load_model_config("tiny", f"vocab_size={vocab_size},n_layer={layers},n_embd=64"))

@@ -38,7 +38,7 @@ def test_an_aborted_rank_is_not_reported_as_out_of_memory(tmp_path: Path, monkey
     (0, "by SIGKILL from another process (the kernel counts no kill for lack of memory)"),
     (1, "killed by the kernel for lack of memory"),
     (None, "by SIGKILL, either from another process or from the kernel")])
-def test_the_kernels_count_decides_whether_a_killed_rank_was_out_of_memory(
+def test_the_cause_of_a_sigkill_follows_the_kernels_count_of_oom_kills(
         oom_kills: int | None, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (rank,) = failed(tmp_path, monkeypatch, "kill")
     line = str(failure_error("zero2", rank, oom_kills))
