@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes
-from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import (
     check_space,
@@ -125,7 +125,7 @@ def test_a_kill_at_any_point_loses_nothing(tmp_path: Path) -> None:
         states.append(steps_of(checkpoints))
         assert states[-1][-2:] in ([3, 2], [2, 1], [4, 3]), (changes, states[-1])
         assert (checkpoints / f"global_step{states[-1][0]}").is_dir()
-        assert (checkpoints / (checkpoints / LATEST).read_text()).is_dir()
+        assert (checkpoints / (checkpoints / LATEST_FILE).read_text()).is_dir()
         assert not list(checkpoints.glob(".tmp*"))
         if not killed:
             break
@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_complete(small_disk: Path) -> N
         with pytest.raises(SaveError):
             save(checkpoints, 2)
         assert steps_of(checkpoints) == [1], level
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step1", LATEST], level
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step1", LATEST_FILE], level
         assert len(os.listdir("/proc/self/fd")) == before, level
         filler.unlink()
     with pytest.raises(SaveError, match=r"9,999,999 bytes needed, [\d,]+ bytes free"):
@@ -258,6 +258,6 @@ def test_pruning_stops_if_a_kept_checkpoint_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=r"no checkpoint was removed.*model_rank_00000.pt: found SHA-256"):
         prune(tmp_path, **rules, verified=set())
     assert len(complete_checkpoints(tmp_path)[0]) == 4
-    (tmp_path / LATEST).write_text("global_step2")  # a run that resumed from an older step leaves this
+    (tmp_path / LATEST_FILE).write_text("global_step2")  # a run that resumed from an older step leaves this
     removed = prune(tmp_path, **rules, verified={"global_step3"})
     assert [path.name for path in removed] == ["global_step1"]

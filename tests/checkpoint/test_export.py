@@ -95,7 +95,7 @@ def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str
         values = json.loads((work / f"{name}-fp32" / "config.json").read_text())
         as_module(model_config_from(values, "config.json")).load_state_dict(weights)
     monkeypatch.setattr(consolidate_module, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr(reader_module, "_PIECE_NUMEL", 1000)
+    monkeypatch.setattr(reader_module, "_CHUNK_NUMEL", 1000)
     consolidate(folder, work / "bf16", dtype="bf16")
     files = json.loads((work / "bf16/model.safetensors.index.json").read_text())["weight_map"]
     parts = {file: load_file(work / "bf16" / file) for file in set(files.values())}

@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, complete_checkpoints, read_manifest
+from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, complete_checkpoints, read_manifest
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, mirrored_checkpoints, upload
 from pretrain.errors import ConfigError, SaveError
@@ -98,7 +98,7 @@ def test_a_fetched_checkpoint_equals_the_uploaded_one(checkpoints: Path, url: st
     assert folder == tmp_path / "fetched" / NEWEST
     assert find_damage(folder, read_manifest(folder)) == []
     assert (folder / MANIFEST).read_bytes() == (checkpoints / NEWEST / MANIFEST).read_bytes()
-    assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST}
+    assert {path.name for path in folder.parent.iterdir()} == {NEWEST, LATEST_FILE}
     (folder / MANIFEST).unlink()
     fetch(url, tmp_path / "fetched", NEWEST)  # replaces the damaged copy
     assert [found.step for _, found in complete_checkpoints(folder.parent)[0]] == [3]

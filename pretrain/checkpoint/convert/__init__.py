@@ -1,4 +1,4 @@
-"""Converting: universal format, consolidated weights, and the difference of two checkpoints. No process group.
+"""Convert, consolidate, compare and verify checkpoints in one process, without a process group.
 
 Imports load/, save/, format/, config, console, paths and errors; no other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""Write the weights of a sharded checkpoint as safetensors files, a piece of a parameter at a time in memory."""
+"""Write the weights of a sharded checkpoint as safetensors files, one chunk of a parameter at a time."""
 
 import json
 from math import prod
@@ -9,19 +9,21 @@ import torch
 
 from pretrain.checkpoint.convert.new_folder import fill_new_folder
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.reader import FP32, CheckpointReader, pieces_of
+from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
 from pretrain.terminal.progress import ProgressBar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 5 * 10**9  # largest size of a file, unless one parameter is larger
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def consolidate(folder: Path, out: Path, *, dtype: str) -> None:
-    """Write all weights, by this project's names, as safetensors files with config.json into the new folder `out`.
+    """Write all weights as safetensors files, and the model's config.json, into the new folder `out`.
+
+    The weights have the names of this project's modules, not those of transformers.
 
     Args:
-        dtype: "fp32": the exact master weights; "bf16": the master weights, rounded.
+        dtype: "fp32" writes the exact master weights; "bf16" writes rounded master weights.
     """
     manifest = read_manifest(folder)
 
@@ -44,7 +46,7 @@ def consolidate(folder: Path, out: Path, *, dtype: str) -> None:
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
-    """Divide the parameters into files, in order: up to SHARD_BYTES each, or one larger parameter."""
+    """Divide the parameters into files of at most SHARD_BYTES, in order. A larger parameter gets its own file."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
@@ -59,7 +61,7 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]
 
 def _write_safetensors(reader: CheckpointReader, path: Path, names: list[str], dtype: torch.dtype,
                        progress: ProgressBar) -> None:
-    """Write one safetensors file: the header's length (u64), a JSON header, and the tensors' bytes in pieces."""
+    """Write one safetensors file: the header's length (u64), a JSON header, and the tensors' bytes, chunk by chunk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -70,7 +72,7 @@ def _write_safetensors(reader: CheckpointReader, path: Path, names: list[str], d
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            for start, length in pieces_of(prod(reader.shapes[name])):
+            for start, length in chunks_of(prod(reader.shapes[name])):
                 values = reader.read(name, FP32, start, length).to(dtype)
                 file.write(values.view(torch.uint8).numpy().data)
                 progress.advance(length * dtype.itemsize, name)

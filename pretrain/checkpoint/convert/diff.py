@@ -1,4 +1,4 @@
-"""Compare the weights and optimizer states of two checkpoints, of any layouts, a piece of a parameter at a time."""
+"""Compare the weights and optimizer states of two checkpoints, which may have different layouts."""
 
 from dataclasses import dataclass
 from math import prod
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint.load.reader import CheckpointReader, pieces_of
+from pretrain.checkpoint.load.reader import CheckpointReader, chunks_of
 from pretrain.terminal.progress import ProgressBar
 
 
@@ -14,9 +14,9 @@ from pretrain.terminal.progress import ProgressBar
 class Difference:
     """One weight or optimizer state in which two checkpoints differ."""
 
-    name: str
-    state: str  # "fp32", "exp_avg" ...
-    max_abs: float | None  # largest absolute difference; None: it cannot be computed
+    name: str  # of the parameter; "optimizer" for a difference that no single parameter has
+    state: str  # "fp32" (the weights), "exp_avg" ...; "" if the parameter's shapes differ
+    max_abs: float | None  # largest absolute difference; None: it cannot be computed, and `reason` says why
     reason: str = ""
 
     def __str__(self) -> str:
@@ -50,11 +50,11 @@ def diff(a: Path, b: Path) -> list[Difference]:
 
 
 def _max_abs(first: CheckpointReader, second: CheckpointReader, name: str, state: str) -> float:
-    """Return the largest absolute difference; 0 if all bits are equal, which makes NaN equal to NaN."""
+    """Return the largest absolute difference; 0 if all bits are equal, so a NaN equals the same NaN."""
     largest = 0.0
-    for start, length in pieces_of(prod(first.shapes[name])):
+    for start, length in chunks_of(prod(first.shapes[name])):
         x, y = (reader.read(name, state, start, length) for reader in (first, second))
         if not torch.equal(x.view(torch.int32), y.view(torch.int32)):
             difference = (x - y).abs().nan_to_num(nan=float("inf")).max().item()
-            largest = max(largest, difference, torch.finfo(torch.float32).tiny)  # 0 and -0 differ in their bits
+            largest = max(largest, difference, torch.finfo(torch.float32).tiny)  # 0 and -0 have different bits
     return largest

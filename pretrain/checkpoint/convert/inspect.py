@@ -6,18 +6,24 @@ from pretrain.checkpoint.load.select import FoundCheckpoint
 
 
 def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
-    """Read every file of a checkpoint and list all problems: wrong hashes or, if there are none, unloadable pickles."""
+    """Read every file of a checkpoint and return one line for each problem.
+
+    Pickles are scanned for unusual classes only if all sizes and hashes are right.
+    """
     if found.manifest is None:
         return [found.error]
     return find_damage(found.folder, found.manifest, advance=advance) or unloadable_files(found.folder, found.manifest)
 
 
 def layout_summary(manifest: Manifest) -> str:
-    """Describe the layout that saved a checkpoint, such as "4 ranks, ZeRO-1, 2 stages x 2 data-parallel"."""
+    """Describe the layout of the run that wrote a checkpoint, such as "4 ranks, ZeRO-1".
+
+    With pipeline stages, "2 stages x 2 data-parallel" follows; with offload, "optimizer on cpu".
+    """
     parts = [f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", f"ZeRO-{manifest.zero_stage}"]
     if manifest.pipeline_stages > 1:
         parts.append(f"{manifest.pipeline_stages} stages x {manifest.data_parallel_size} data-parallel")
-    for what, device in (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)):
+    for offloaded, device in (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)):
         if device != "none":
-            parts.append(f"{what} on {device}")
+            parts.append(f"{offloaded} on {device}")
     return ", ".join(parts)

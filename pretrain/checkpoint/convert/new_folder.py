@@ -1,4 +1,4 @@
-"""Output folders of conversions: written under a temporary name, then renamed, so that they are never partial."""
+"""Create the output folder of a conversion atomically: it is written under a temporary name, then renamed."""
 
 import hashlib
 import json
@@ -11,7 +11,8 @@ from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
-SOURCE = "source.json"  # a file in the output folder that names the checkpoint it was made from
+# file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, and all file sizes
+SOURCE = "source.json"
 
 
 def check_new_folder(out: Path) -> None:
@@ -21,24 +22,25 @@ def check_new_folder(out: Path) -> None:
     except OSError:
         exists = is_output = False
     if exists and not is_output:
-        raise _already_exists(out)
+        raise _already_exists_error(out)
     check_folder(out, str(out))
 
 
-def fill_new_folder(folder: Path, out: Path, what: str, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then rename it to `out`. Do nothing if `out` is the same conversion already.
+def fill_new_folder(folder: Path, out: Path, conversion: str, write: Callable[[Path], None]) -> None:
+    """Call `write` with a temporary folder, then rename this folder to `out`.
+
+    Do nothing if `out` is already the result of the same conversion of the same checkpoint. Raises ConfigError if `out`
+    exists and has other content, or if a file cannot be read or written.
 
     Args:
         folder: the checkpoint that is converted.
-        what: the conversion and its options.
-
-    Raises ConfigError if `out` exists and is anything else.
+        conversion: name and options of the conversion, for example "consolidate bf16".
     """
-    source = {"what": what, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
+    source = {"what": conversion, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
     if out.exists():
         if _is_same_conversion(out, source):
             return
-        raise _already_exists(out)
+        raise _already_exists_error(out)
     temporary = out.with_name(f".tmp-{out.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a conversion that was killed
@@ -60,12 +62,13 @@ def fill_new_folder(folder: Path, out: Path, what: str, write: Callable[[Path], 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _already_exists(out: Path) -> ConfigError:
-    what = "the folder exists and has other content" if out.is_dir() else "a file with this name exists"
-    return ConfigError(str(out), problem=what, remedy="remove it, or name a new folder")
+def _already_exists_error(out: Path) -> ConfigError:
+    problem = "the folder exists and has other content" if out.is_dir() else "a file with this name exists"
+    return ConfigError(str(out), problem=problem, remedy="remove it, or name a new folder")
 
 
 def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
+    """Return whether the SOURCE file of `out` matches `source`, and every file has its recorded size."""
     try:
         found = json.loads((out / SOURCE).read_text(encoding="utf-8"))
         sizes = found.pop("files")
@@ -77,4 +80,4 @@ def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
 def output_summary(out: Path) -> str:
     """Describe an output folder in one line: its path, number of files and size."""
     sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
-    return f"wrote {out}: {len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB"
+    return f"{out}: {len(sizes)} files, {sum(sizes) / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to DeepSpeed's universal format, one parameter at a time in memory."""
+"""Convert a checkpoint to DeepSpeed's universal format. Only one tensor is in memory at a time."""
 
 from math import prod
 from pathlib import Path
@@ -10,18 +10,18 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from pretrain.checkpoint.convert.new_folder import fill_new_folder
 from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
-from pretrain.checkpoint.load.reader import SCHEDULED, CheckpointReader
+from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
 from pretrain.terminal.progress import ProgressBar
 
-_UNIVERSAL_VERSION = 0.4
+_UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
 
 
 def convert(folder: Path, out: Path) -> None:
     """Write a universal checkpoint into the new folder `out`.
 
-    Plain DeepSpeed 0.19.8 loads it into ZeRO-1, 2 and 3 and pipelines with `"checkpoint": {"load_universal": true}` in
-    the JSON and load_checkpoint(out.parent, tag=out.name).
+    Unpatched DeepSpeed 0.19.8 loads it at ZeRO stages 1 to 3 and into pipelines. This needs
+    `"checkpoint": {"load_universal": true}` in the JSON and the call load_checkpoint(out.parent, tag=out.name).
     """
     manifest = read_manifest(folder)
 
@@ -42,10 +42,10 @@ def convert(folder: Path, out: Path) -> None:
         model |= {"module": None, "mp_world_size": 1,
                   "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION}}
         for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-            torch.save(model, temporary / file)  # ZeRO stage 3 reads the second name
+            torch.save(model, temporary / file)  # ZeRO stage 3 reads the second file, other stages the first
 
     fill_new_folder(folder, out, "convert", write)
-    write_atomically(out.parent / "latest_universal", out.name)  # DeepSpeed reads it when it is given no tag
+    write_atomically(out.parent / "latest_universal", out.name)  # for load_checkpoint without a tag
 
 
 def _universal_step(reader: CheckpointReader) -> int | torch.Tensor | None:
@@ -58,15 +58,15 @@ def _universal_step(reader: CheckpointReader) -> int | torch.Tensor | None:
 
 def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | None,
                          manifest: Manifest) -> dict[str, Any]:
-    """Return the content of `zero/optimizer_state.pt`, with the keys that ZeRO stages 1 and 2 and stage 3 read.
+    """Return the content of `zero/optimizer_state.pt`. It has the keys for ZeRO stages 1 and 2 and those for stage 3.
 
-    A parameter group has only the settings that schedules change, because DeepSpeed 0.19.8 copies the first group's
-    values, weight decay included, to all groups at ZeRO stage 3, and because the first group of a pipeline stage can
-    be another one than the first group here.
+    A parameter group has only the settings that schedules change, and the loading run keeps its other settings. At ZeRO
+    stage 3 DeepSpeed 0.19.8 copies all values of the first group, weight decay included, to every group. In a pipeline
+    the first group of a stage can correspond to a later group here.
     """
     group = {key: tuple(value) if isinstance(value, list) else value
-             for key, value in reader.group(next(iter(reader.shapes))).items() if key in SCHEDULED}
-    groups = [group, dict(group)]  # matrices and vectors; DeepSpeed ignores surplus groups
+             for key, value in reader.group(next(iter(reader.shapes))).items() if key in SCHEDULED_SETTINGS}
+    groups = [group, dict(group)]  # one for matrices and one for vectors; DeepSpeed ignores a surplus group
     saved = {"ds_version": manifest.versions.get("deepspeed", DEEPSPEED_VERSION), "param_groups": groups,
              "optimizer_state_dict": {"state": {0: {} if step is None else {"step": step}}, "param_groups": groups}}
     scaler = _loss_scaler(manifest.loss_scale or {}, reader.engine_state()["ds_config"].get("fp16", {}))
@@ -74,7 +74,7 @@ def _universal_optimizer(reader: CheckpointReader, step: int | torch.Tensor | No
 
 
 def _loss_scaler(saved: dict[str, float], fp16: dict[str, Any]) -> DynamicLossScaler | None:
-    """Return the loss scaler that ZeRO saves in fp16; None if the scale is fixed or the precision is not fp16."""
+    """Return a loss scaler like the one in ZeRO's fp16 checkpoints; None for a fixed scale or another precision."""
     if fp16.get("loss_scale", 0) or "cur_iter" not in saved:
         return None
     scaler = DynamicLossScaler(

@@ -1,6 +1,6 @@
-"""Files that are hashed while they are written, and atomic writes that survive a power cut.
+"""Write files: hashed while they are written, or atomically, so that they survive a power cut.
 
-Works on Linux and needs no torch.
+This module works on Linux and imports no torch.
 """
 
 import hashlib
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-_SMALL_BYTES = 2**16  # smaller pieces are buffered: handing one to the hashing thread costs more than hashing it
-_CHUNK_BYTES = 2**24  # large pieces are split, so that a chunk is hashed and written while it is in the CPU cache
+_SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
+_CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and hash that a file of a checkpoint must have."""
+    """Size and hash that a checkpoint's file must have."""
 
-    bytes: int
+    bytes: int  # size
     sha256: str  # hexadecimal
 
 
 class HashedFile:
-    """A new file, open for writing bytes, whose SHA-256 is known when it is closed. `torch.save` can write to it.
+    """A new file, open for writing. `close` returns its SHA-256. `torch.save` can write to it.
 
-    One thread hashes the bytes while another writes them. `write` keeps no reference to its argument, so the caller
-    may change the buffer afterwards. The file must not exist: two writers of one name would produce a file whose hash
-    neither of them knows. After an error such as ENOSPC the file accepts no more bytes, and `close` raises that error
-    again, in case a library swallowed the first one.
+    One thread hashes the bytes while the calling thread writes them. `write` keeps no reference to its argument, so the
+    caller may change the buffer afterwards. The file must not exist yet: if two processes wrote the same file, neither
+    would know its hash. After an error such as ENOSPC the file accepts no more bytes. `close` then raises this error
+    again, in case a library suppressed it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class HashedFile:
         self._write_pending()
 
     def close(self) -> FileRecord:
-        """Sync the file to disk and return its size and hash; a second call returns them again. Raises OSError."""
+        """Sync the file to disk and return its size and hash. A second call returns the same record. Raises OSError."""
         if self._record is None:
             try:
                 self.flush()
@@ -78,8 +78,8 @@ class HashedFile:
             self.close()
             return
         self._release()
-        self._raise_earlier_error()  # torch.save replaces the OSError of a full disk by an error of its own
-        self._error = OSError(f"{self.path} was abandoned after an error")
+        self._raise_earlier_error()  # torch.save raises a RuntimeError instead of the OSError of a full disk
+        self._error = OSError(f"{self.path} was not completed, because of an earlier error")
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, bytearray()
@@ -118,7 +118,7 @@ class HashedFile:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal; the file is read in pieces. Raises OSError."""
+    """Return the SHA-256 of a file, in hexadecimal. The file is read in chunks. Raises OSError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -127,7 +127,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file atomically: readers see the old text or the new one, even after a power cut."""
+    """Replace a small file atomically: readers see either the old text or the new text, even after a power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -138,7 +138,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Sync a file, or the directory entries of a folder, to disk, whichever process wrote them."""
+    """Sync a file, or the directory entries of a folder, to disk. Another process may have written them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,7 +147,7 @@ def fsync(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user can still write to the file system of `folder`, or of its nearest existing parent."""
+    """Return the free bytes for this user in the file system of `folder`, or of its nearest existing parent."""
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)

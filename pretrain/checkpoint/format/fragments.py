@@ -1,8 +1,9 @@
 """Locate each parameter's fp32 weights and optimizer states, in a live engine and in the files that it writes.
 
-DeepSpeed's optimizers step flat fp32 tensors, each made of fragments of parameters. Only this module knows how each
-optimizer divides the parameters into fragments (DeepSpeed 0.19.8: the optimizers' constructors) and into which file
-`save_checkpoint` writes each flat tensor. `shard_index_rank_RRRRR.json` records this for the files of one rank.
+DeepSpeed's optimizers update flat fp32 tensors. A flat tensor consists of fragments of parameters. Only this module
+knows how each optimizer divides the parameters into fragments (DeepSpeed 0.19.8: the optimizers' constructors), and
+which file `engine.save_checkpoint` writes each flat tensor to. `shard_index_rank_RRRRR.json` records both for the files
+of one rank.
 """
 
 from collections.abc import Iterable
@@ -25,13 +26,13 @@ ParameterNames = dict[int, str]  # id(parameter) -> name
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous piece of a parameter. All numbers count elements."""
+    """A contiguous part of a parameter within a flat tensor. All numbers count elements."""
 
     name: str  # as in engine.module.named_parameters()
     shape: tuple[int, ...]  # of the full parameter
-    start: int  # first element, within the flattened full parameter
+    start: int  # index of the first element in the flattened full parameter
     length: int
-    offset: int  # of the first element within the flat tensor
+    offset: int  # index of the first element in the flat tensor
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class FileLocation:
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A tensor that the base optimizer steps: fp32 master weights or, in fp32 training, the weights themselves."""
+    """A tensor that the base optimizer updates: fp32 master weights or, in fp32 training, the weights themselves."""
 
-    number: int  # the optimizer's own index: at ZeRO stage 3 that of the sub-group
+    number: int  # the optimizer's index of this tensor; at ZeRO stage 3 the index of the sub-group
     parameter: torch.Tensor  # empty while it is swapped out to NVMe
-    numel: int
+    numel: int  # also right while `parameter` is empty
     fragments: tuple[Fragment, ...]
-    weights: FileLocation | None  # in this rank's files; None: another rank writes them
-    states: FileLocation | None  # of the dict of its optimizer states; None: another rank writes them
+    weights: FileLocation | None  # of the tensor, in this rank's files; None: another rank writes it
+    states: FileLocation | None  # of the dict of its optimizer states; None: another rank writes it
 
 
 def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -64,7 +65,7 @@ def base_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
 
 
 def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
-    """List all tensors that this rank's optimizer steps, in the optimizer's order."""
+    """List all tensors that this rank's optimizer updates, in the optimizer's order."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -79,12 +80,12 @@ def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init `shape` is that of the partition
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # after zero.Init, `shape` is the partition's
 
 
 def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor], offsets: Iterable[int],
                        names: ParameterNames) -> tuple[Fragment, ...]:
-    """Fragments in elements `start` to `stop` of a flat buffer in which each parameter begins at its offset."""
+    """List the fragments in elements `start` to `stop` of a flat buffer. Each parameter begins at its offset."""
     fragments = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, last = max(offset, start), min(offset + parameter.numel(), stop)
@@ -103,12 +104,12 @@ def _consecutive_offsets(parameters: list[torch.Tensor]) -> list[int]:
 
 
 def _model_file(engine: DeepSpeedEngine) -> FileLocation | None:
-    """Location of `mp_rank_XX_model_states.pt`, which the first data-parallel rank writes; None on other ranks."""
+    """Return the location of `mp_rank_XX_model_states.pt`; None if another data-parallel rank writes this file."""
     return FileLocation(Path(engine._get_ckpt_name("", "")).name, ()) if engine.save_non_zero_checkpoint else None
 
 
 def _optimizer_file(engine: DeepSpeedEngine) -> FileLocation:
-    """Location of the optimizer's state in `*_optim_states.pt`; every rank writes its own file."""
+    """Return the location of the optimizer's state in this rank's `*_optim_states.pt`."""
     return FileLocation(Path(engine._get_zero_ckpt_name("", "")).name, ("optimizer_state_dict",))
 
 
@@ -118,9 +119,10 @@ def _state_dict_numbers(groups: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def _partitioned(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """ZeRO-1, ZeRO-2 and BF16_Optimizer flatten each parameter group and divide it evenly over data-parallel ranks.
+    """List the flat tensors of ZeRO-1, ZeRO-2 or BF16_Optimizer.
 
-    DeepSpeed's own `_hp_mapping` is wrong under round_robin_gradients, which reorders the parameters of a group.
+    These flatten each parameter group and divide it evenly over the data-parallel ranks. DeepSpeed's `_hp_mapping` is
+    not used, because it is wrong if round_robin_gradients reorders the parameters of a group.
     """
     optimizer, location, flats = engine.optimizer, _optimizer_file(engine), []
     bf16 = isinstance(optimizer, BF16_Optimizer)
@@ -138,7 +140,7 @@ def _partitioned(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTen
 
 
 def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """ZeRO-3 forms sub-groups of parameters and divides each parameter evenly over the ranks, with padding."""
+    """List the flat tensors of ZeRO-3: one for each sub-group. Each parameter is divided evenly, with padding."""
     optimizer, location, flats = engine.optimizer, _optimizer_file(engine), []
     order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (optimizer.sub_group_to_group_id[i], i))
     numbers = {sub_group: number for number, sub_group in enumerate(order)}
@@ -158,7 +160,7 @@ def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]
 
 
 def _fp16_fused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """16-bit training at ZeRO stage 0 flattens each parameter group; every data-parallel rank holds all of it."""
+    """List the flat tensors of 16-bit training at ZeRO stage 0: one for each parameter group, equal on all ranks."""
     optimizer, file, flats = engine.optimizer, _model_file(engine), []
     location = file.at("optimizer") if file else None
     numbers = _state_dict_numbers(optimizer.optimizer.param_groups)
@@ -172,7 +174,7 @@ def _fp16_fused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTens
 
 
 def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """16-bit training at ZeRO stage 0 with an optimizer that is not fused has one master tensor for each parameter."""
+    """List the tensors of 16-bit training at ZeRO stage 0 with an unfused optimizer: one for each parameter."""
     optimizer, file = engine.optimizer, _model_file(engine)
     flats: list[FlatTensor] = []
     location = file.at("optimizer") if file else None
@@ -187,9 +189,9 @@ def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTe
 
 
 def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """fp32 training at ZeRO stage 0 steps the parameters themselves, which are stored in the layers' files.
+    """List the parameters of fp32 training at ZeRO stage 0, which are stored in the layers' files.
 
-    The second copy of a tied weight is in no file, because it equals the first one.
+    The second copy of a tied weight is in no file, because it equals the first copy.
     """
     file, layers = _model_file(engine), _layer_locations(engine)
     flats: list[FlatTensor] = []
@@ -203,7 +205,7 @@ def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTenso
 
 
 def _layer_locations(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, FileLocation | None]]:
-    """Map the id of each parameter of this pipeline stage to it and its location in a `layer_XX-model_states.pt`."""
+    """Map id(parameter) to (parameter, its location in a `layer_XX-model_states.pt`) on this pipeline stage."""
     locations: dict[int, tuple[torch.Tensor, FileLocation | None]] = {
         id(parameter): (parameter, None) for parameter in engine.module.parameters()}
     for index, layer in enumerate(engine.module.forward_funcs):

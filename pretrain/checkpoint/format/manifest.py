@@ -1,7 +1,7 @@
-"""`manifest.json` describes a checkpoint folder; it is read without torch and without the shards.
+"""Read and write `manifest.json`, which describes a checkpoint folder, without importing torch.
 
 A checkpoint is complete if its manifest is intact and every file that the manifest names has the recorded size.
-`verify.find_damage` compares the hashes too.
+This module does not read those files; `verify.find_damage` compares their hashes.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from pretrain.checkpoint.format.files import FileRecord
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 
-if TYPE_CHECKING:  # it imports numpy and transformers, which the writer and verification do not need
+if TYPE_CHECKING:  # validate.py imports numpy and transformers, which the background writer does not need
     from pretrain.config.validate import Plan
 
 MANIFEST = "manifest.json"
-LATEST = "latest"
-_TAG = re.compile(r"global_step(\d+)")
+LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
+_FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
-FLAGS = "the flags"  # value of `Manifest.scheduler` when the flags set the learning rate
+SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Training position, layout, model and files of one checkpoint."""
 
-    step: int  # completed optimizer steps, including those that fp16 skipped
+    step: int  # completed optimizer steps, including steps that fp16 skipped
     consumed_samples: int
     world_size: int
     data_parallel_size: int
@@ -53,30 +53,37 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
-    scheduler: str = ""  # type of the JSON's scheduler, or FLAGS
+    scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
     def layout(self) -> Layout:
-        """Layout of the run that saved, with defaults for what the manifest does not record (micro-batch, buffers)."""
+        """Layout of the run that wrote the checkpoint.
+
+        Values that the manifest does not record, such as the micro-batch size, have their defaults.
+        """
         return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
                       precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
                       optimizer=str(self.optimizer["type"]).lower(), offload_optimizer=self.offload_optimizer,
                       offload_param=self.offload_param, seq_length=self.seq_length)
 
     def to_json(self) -> str:
-        """Return the text of manifest.json. It ends with a hash of the rest, so that every changed bit is detected."""
+        """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         return _with_hash(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Parse the text of manifest.json. Raises ValueError for any text that `to_json` would not write."""
+        """Parse the text of manifest.json.
+
+        Raises ValueError if the text is no JSON object, if its hash does not match, if a field is missing or malformed,
+        or if a file is outside the checkpoint folder.
+        """
         values = json.loads(text)
         if not isinstance(values, dict) or _HASH_KEY not in values:
-            raise ValueError("the file is not a manifest")
+            raise ValueError("it is not a JSON object with the key sha256")
         if _with_hash({key: value for key, value in values.items() if key != _HASH_KEY}) != text:
-            raise ValueError("the hash of its own content does not match")
+            raise ValueError("its content does not match the SHA-256 in it")
         try:
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
             manifest = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
@@ -84,7 +91,7 @@ class Manifest:
             raise ValueError(f"a field is missing or malformed: {error}") from None
         for name in manifest.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"it names a file outside the folder: {name}")
+                raise ValueError(f"it names a file outside the checkpoint folder: {name}")
         return manifest
 
 
@@ -96,7 +103,7 @@ def _with_hash(values: dict[str, Any]) -> str:
 def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
                 eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
                 save_id: str = "") -> Manifest:
-    """Return the manifest of a checkpoint that `plan` writes after `step` steps, without its files."""
+    """Return the manifest of a checkpoint that the run `plan` writes after `step` steps. Its `files` are empty."""
     layout = plan.layout
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
@@ -111,13 +118,14 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:
-    """Fingerprint of the run's tokenizer; None for a run without --tokenizer."""
+    """Return the fingerprint of the run's tokenizer; None for a run without --tokenizer."""
     return plan.tokenizer.fingerprint if plan.tokenizer else None
 
 
 def scheduler_source(plan: "Plan") -> str:
-    """Where the learning rate comes from: the type of the JSON's scheduler, or FLAGS."""
-    return str(plan.ds_config.get("scheduler", {}).get("type", "")) if plan.schedule is None else FLAGS
+    """Return the source of the learning rate: the type of the JSON's scheduler, or SCHEDULED_BY_FLAGS."""
+    return str(plan.ds_config.get("scheduler", {}).get("type", "")) if plan.schedule is None else \
+        SCHEDULED_BY_FLAGS
 
 
 def files_in(folder: Path) -> list[str]:
@@ -127,9 +135,10 @@ def files_in(folder: Path) -> list[str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a complete checkpoint; the sizes of its files are compared, their contents are not.
+    """Read the manifest of a checkpoint, and compare the sizes of its files, but not their contents.
 
-    Raises ConfigError, which names the file, if the manifest or a file is missing or damaged.
+    Raises ConfigError if the manifest cannot be read or is damaged, if the folder's name has another step than the
+    manifest, or if a file is missing or has a wrong size.
     """
     path = folder / MANIFEST
     try:
@@ -137,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         problem = f"the manifest cannot be read: {error.strerror}" if isinstance(error, OSError) else \
             f"the manifest is damaged: {error}"
-        raise ConfigError(str(path), problem=problem, remedy="the folder is not a complete checkpoint") from None
+        raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
     if step_of(folder) not in (-1, manifest.step):
         raise ConfigError(str(path), found=f"step {manifest.step}", expected=f"step {step_of(folder)}, as in the "
                           "folder's name", remedy="give the folder its original name")
@@ -146,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
         found_bytes = _size(file)
         if found_bytes != record.bytes:
             raise ConfigError(str(file), found="no such file" if found_bytes is None else f"{found_bytes} bytes",
-                              expected=f"{record.bytes} bytes", remedy="the checkpoint is damaged")
+                              expected=f"{record.bytes} bytes", remedy="use another checkpoint")
     return manifest
 
 
@@ -160,19 +169,19 @@ def _size(file: Path) -> int | None:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name; -1 for a folder of any other name."""
-    match = _TAG.fullmatch(folder.name)
+    """Return the step in a checkpoint folder's name; -1 if the name is not global_stepN."""
+    match = _FOLDER_NAME.fullmatch(folder.name)
     return int(match.group(1)) if match else -1
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List every folder with a checkpoint's name, newest first, complete or not."""
+    """List every folder that is named global_stepN, complete or not, newest first."""
     folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
     return sorted(folders, key=step_of, reverse=True)
 
 
 def manifest_or_error(folder: Path) -> Manifest | ConfigError:
-    """Return the folder's manifest, or the error that `read_manifest` raises."""
+    """Return the folder's manifest, or the ConfigError that `read_manifest` raises."""
     try:
         return read_manifest(folder)
     except ConfigError as error:
@@ -180,7 +189,7 @@ def manifest_or_error(folder: Path) -> Manifest | ConfigError:
 
 
 def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | ConfigError]]:
-    """Yield every folder with a checkpoint's name, newest first, with its manifest or error."""
+    """Yield every folder that is named global_stepN, newest first, with its manifest or its error."""
     for folder in checkpoint_folders(checkpoints):
         yield folder, manifest_or_error(folder)
 
@@ -200,8 +209,8 @@ def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]]
 def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     """Return (folder, manifest, errors of newer folders) of the newest complete checkpoint; None without checkpoints.
 
-    The file `latest` is not used, because it can be outdated when a run was killed between a commit and writing it.
-    Raises ConfigError if there are checkpoints and none is complete.
+    The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
+    Raises ConfigError if there are checkpoints but none is complete.
     """
     errors: list[str] = []
     for folder, found in manifests_or_errors(checkpoints):
@@ -214,7 +223,11 @@ def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | Non
 
 
 def no_complete_checkpoint(checkpoints: Path, errors: list[str]) -> ConfigError:
-    """Error for a folder whose checkpoints are all damaged; `errors` holds one line for each, newest first."""
+    """Return the error for a checkpoints folder without a complete checkpoint.
+
+    Args:
+        errors: why each checkpoint cannot be used, newest first. The message has only the first of them.
+    """
     return ConfigError(str(checkpoints), problem=f"no checkpoint is complete ({errors[0]})",
                        remedy="restore one, or choose another --save")
 

@@ -1,4 +1,4 @@
-"""Write and read checkpoint pickles that run no code.
+"""Make values safe to pickle, and load checkpoint pickles without running code from them.
 
 Enum members are saved as plain values. Loading uses torch's weights-only unpickler, with an allow-list that adds the
 few classes that DeepSpeed saves.
@@ -34,9 +34,9 @@ def without_enums(value: Any) -> Any:
 
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
-    """Load what `torch.save` wrote to `path` into host memory; with `mmap` tensors are read from disk on first use.
+    """Load a `torch.save` file into host memory. With `mmap`, tensors are read from disk on first use.
 
-    Raises ConfigError if the file is not readable as such, or needs a class outside the allow-list; it names the class.
+    Raises ConfigError if the file cannot be read, or if it needs a class outside the allow-list.
     """
     try:
         with torch.serialization.safe_globals(_ALLOWED):
@@ -49,13 +49,13 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
     except Exception as error:  # damaged bytes make the unpickler raise many types of exceptions
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(str(path), found=f"an unreadable file ({first_line})",
-                          expected="a file that torch.save wrote", remedy="the checkpoint is damaged") from None
+                          expected="a file that torch.save wrote", remedy="use another checkpoint") from None
 
 
 def _zero_stage(*arguments: Any) -> ZeroStageEnum:
-    """Stand in for `getattr` in the one call that Python 3.11.0 to 3.11.3 pickles: a member of ZeroStageEnum.
+    """Replace `getattr` in pickles: return a member of ZeroStageEnum, and raise UnpicklingError for any other call.
 
-    Raises UnpicklingError for every other call.
+    Python 3.11.0 to 3.11.3 pickle a member as this call of `getattr`.
     """
     for member in ZeroStageEnum:
         if arguments == (ZeroStageEnum, member.name):
@@ -63,7 +63,8 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
     raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
 
 
-# classes in checkpoints of DeepSpeed 0.19.8 besides tensors and plain containers; building them runs no other code
+# classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers; their construction runs no code from
+# the file
 _ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
                        (_zero_stage, "builtins.getattr")]
 

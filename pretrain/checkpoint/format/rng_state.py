@@ -1,4 +1,4 @@
-"""State of one rank's random number generators, and the name of the checkpoint file that holds it."""
+"""Get and set the state of one rank's random number generators; name the checkpoint file that holds this state."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from deepspeed.accelerator import get_accelerator
 
 
 def rng_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's file in a checkpoint folder."""
+    """Return the path of a rank's file in a checkpoint folder."""
     return folder / f"rng_state_rank_{rank:05d}.pt"
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Current states of torch's generators: "cpu" and, with an accelerator, "device"."""
+    """Return the current states of torch's generators: "cpu" and, with an accelerator, "device"."""
     device = get_accelerator()
     states = {"cpu": torch.get_rng_state()}
     if device.device_name() != "cpu":
@@ -21,7 +21,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    """Restore what `rng_state` returned; a device state is ignored on a machine without accelerator."""
+    """Restore what `rng_state` returned; the device's state is ignored on a machine without an accelerator."""
     torch.set_rng_state(states["cpu"])
     if "device" in states and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(states["device"])

@@ -1,6 +1,6 @@
-"""The shard index: a JSON file for each rank that says where its checkpoint files hold which fragments.
+"""Write the shard index: one JSON file for each rank, with the location of every fragment in that rank's files.
 
-`load/reader.py` reads it.
+`load/reader.py` reads the shard indexes.
 """
 
 import json
@@ -13,16 +13,19 @@ from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, fla
 
 
 def index_name(rank: int) -> str:
-    """Name of a rank's shard index."""
+    """Return the file name of a rank's shard index."""
     return f"shard_index_rank_{rank:05d}.json"
 
 
 def index_json(engine: DeepSpeedEngine) -> str:
-    """Describe, as JSON, where `save_checkpoint` writes each flat tensor of this rank.
+    """Return the text of this rank's shard index. Its keys are:
 
-    "optimizer" is the class of the base optimizer, "groups" are the numeric settings of its parameter groups (lr,
-    betas ...), and "tensors" has one entry for each flat tensor. An optimizer state is listed under "elementwise" if it
-    has a number for each weight, and otherwise under "scalars" (step ...) or "other".
+    - "optimizer": class name of the base optimizer;
+    - "groups": numeric settings (lr, betas ...) of each parameter group of this optimizer;
+    - "tensors": location, fragments and optimizer states of each flat tensor that this rank writes.
+
+    A tensor's entry lists an optimizer state under "elementwise" if the state has a number for each weight, under
+    "scalars" if it is a single number (step ...), and under "other" if it is a tensor of another size.
     """
     optimizer = base_optimizer(engine)
     groups = optimizer.param_groups
@@ -33,7 +36,10 @@ def index_json(engine: DeepSpeedEngine) -> str:
 
 
 def is_elementwise(value: Any, flat: FlatTensor) -> bool:
-    """Return whether a state has a number for each weight. A state that is swapped out to NVMe is an empty tensor."""
+    """Return whether an optimizer state has a number for each weight.
+
+    An empty tensor counts too, because a state that is swapped out to NVMe is empty.
+    """
     return torch.is_tensor(value) and value.dim() > 0 and value.numel() in (flat.numel, 0)
 
 

@@ -1,4 +1,4 @@
-"""All ranks choose the checkpoint to resume from: rank 0 proposes one, and each rank verifies some of its files."""
+"""Choose the checkpoint to resume from, on all ranks: rank 0 proposes one, and each rank verifies some of its files."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,16 +27,16 @@ from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
 
-Candidate = tuple[Path, str] | str  # a folder and the text of its manifest.json; or why it cannot be used
+Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or why it cannot be used
 
 
 def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None:
     """Return the newest checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
 
-    Raises ConfigError, on every rank, if there are checkpoints and none is undamaged, or if this run cannot resume
-    from the newest undamaged one.
+    Raises ConfigError, on every rank, if all existing checkpoints are damaged, or if this run cannot resume from the
+    newest undamaged one.
     """
-    candidates = _candidates(plan, log)  # only rank 0 iterates
+    candidates = _candidates(plan, log)  # only rank 0 advances this iterator
     errors: list[str] = []
     while (candidate := from_rank_0(lambda: _next(candidates))) is not None:
         if isinstance(candidate, str):
@@ -60,14 +60,15 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
 def _next(candidates: Iterator[Candidate]) -> Candidate | None:
     try:
         return next(candidates, None)
-    except OSError as error:  # from the run folder's file system
+    except OSError as error:  # of the run folder's file system
         raise SaveError(str(error)) from error
 
 
 def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
-    """Yield checkpoints of the run folder and the mirror, newest first, whose manifest and sizes are right. Rank 0.
+    """Yield the checkpoints of the run folder and the mirror, newest first. Call it on rank 0 only.
 
-    A checkpoint of the mirror is fetched if the run folder has none of its step, or a damaged one.
+    A checkpoint with a damaged manifest or wrong file sizes is yielded as an error message. A checkpoint of the mirror
+    is fetched if there is no local checkpoint of its step, or if the caller asks for another candidate after that one.
     """
     checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, log=log)
@@ -79,7 +80,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
             check_mirror(mirror)
             mirrored = {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror)}
         except ConfigError as error:
-            yield str(error)  # the run continues if there is a local checkpoint
+            yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{mirror}/{tag}" for tag in mirrored.values())])
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
@@ -96,7 +97,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
 
 
 def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
-    """Hash every file, each on one rank, and return the problems of all ranks. Collective."""
+    """Hash every file on one of the ranks, and return the problems of all ranks. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = files_of_rank(sizes, rank, size)
@@ -111,7 +112,7 @@ def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Return a line if this host does not read rank 0's manifest, because the hosts do not share the folder."""
+    """Return one line if this host reads another manifest than rank 0. Then the hosts do not share the folder."""
     try:
         if (folder / MANIFEST).read_text(encoding="utf-8") == manifest.to_json():
             return []

@@ -1,4 +1,4 @@
-"""Load a checkpoint into an engine, in the layout that saved it or in any other."""
+"""Load a checkpoint into an engine, in the layout of the run that wrote it or in another one."""
 
 from copy import copy
 from pathlib import Path
@@ -15,21 +15,23 @@ from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
 from pretrain.patches import checkpoint as checkpoint_patch
 
-_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")  # attributes of the optimizer
+# attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
+_JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_config")
 
 
 def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
-    """Load weights, optimizer, schedule, loss scale, counters and RNG state; collective.
+    """Load weights, optimizer states, schedule, loss scale and counters; collective.
 
-    In the layout that saved, the engine reads its own files, and training continues bit for bit. In another layout each
-    rank reads the fragments that it needs.
+    If the layout is that of the run that wrote the checkpoint, DeepSpeed reads its own files, the states of the random
+    number generators are restored, and training continues bit for bit. In another layout each rank reads the fragments
+    that it needs, and `load_resharded` seeds the generators again.
     """
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
         optimizer = engine.optimizer
-        settings = {name: copy(getattr(optimizer, name)) for name in _SETTINGS if hasattr(optimizer, name)}
+        settings = {name: copy(getattr(optimizer, name)) for name in _JSON_SETTINGS if hasattr(optimizer, name)}
         checkpoint_patch.load_checkpoint(engine, folder.parent, folder.name)
-        for name, value in settings.items():  # DeepSpeed restores the saved run's; this run's JSON applies
+        for name, value in settings.items():  # this run's JSON applies, not the saved run's
             setattr(optimizer, name, value)
         set_loss_scale(engine, manifest.loss_scale)
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))

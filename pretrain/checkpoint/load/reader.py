@@ -1,4 +1,4 @@
-"""Read full parameters from a checkpoint of any layout: weights and optimizer states by name, piece by piece."""
+"""Read weights and optimizer states by parameter name from a checkpoint of any layout."""
 
 import json
 from bisect import bisect_right
@@ -14,59 +14,63 @@ from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.errors import ConfigError
 
-_PIECE_NUMEL = 2**24  # elements
-FP32 = "fp32"  # name of the master weights among the optimizer's states
-SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # settings of a parameter group that schedules change
-# DeepSpeed's optimizers have the same states as torch's of these names ...
+_CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
+FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
+# settings of a parameter group that learning-rate schedulers change
+SCHEDULED_SETTINGS = ("lr", "initial_lr", "betas", "momentum")
+# class name of an optimizer -> name of its family; optimizers of one family have the same states
 _FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
              "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
-# ... except for these, which have another name or (None) are never used
+# class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
 _RENAMED_STATES: dict[str, dict[str, str | None]] = {
     "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
 
 
 def optimizer_family(class_name: str) -> str:
-    """Return one name for the fused, the CPU and torch's implementation of an optimizer."""
+    """Return the family of an optimizer class: one name for its fused, CPU and torch implementations."""
     return _FAMILIES.get(class_name, class_name)
 
 
 def state_name(class_name: str, key: str) -> str | None:
-    """Return the family's name of an optimizer's state; None: the state has no effect."""
+    """Return the family's name of the state `key` of an optimizer class; None if the class never uses the state."""
     return _RENAMED_STATES.get(class_name, {}).get(key, key)
 
 
 @dataclass(frozen=True)
-class _FlatTensor:
-    """Locations of one flat tensor and its optimizer states, and the settings of its parameter group."""
+class _StoredTensor:
+    """A flat tensor in the checkpoint's files: its location, optimizer states and parameter-group settings."""
 
     weights: FileLocation
-    states: dict[str, FileLocation]
-    group: dict[str, Any]
+    states: dict[str, FileLocation]  # by the family's name
+    group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A contiguous piece of a parameter in a flat tensor. All numbers count elements."""
+class _StoredFragment:
+    """A contiguous part of a parameter in a stored flat tensor. All numbers count elements."""
 
-    start: int
+    start: int  # index of the first element in the flattened parameter
     length: int
-    offset: int
-    tensor: _FlatTensor
+    offset: int  # index of the first element in the flat tensor
+    tensor: _StoredTensor
 
 
-def pieces_of(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of consecutive pieces of a tensor with `numel` elements, small enough for memory."""
-    for start in range(0, numel, _PIECE_NUMEL):
-        yield start, min(_PIECE_NUMEL, numel - start)
+def chunks_of(numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of consecutive chunks of a tensor with `numel` elements, each small enough for memory."""
+    for start in range(0, numel, _CHUNK_NUMEL):
+        yield start, min(_CHUNK_NUMEL, numel - start)
 
 
 class CheckpointReader:
-    """Reads the shard indexes at once, and memory-maps a file when a tensor in it is needed. Needs no process group.
+    """Gives access to the tensors of a checkpoint, without a process group.
+
+    The constructor reads all shard indexes. A tensor's file is memory-mapped when the tensor is first needed.
 
     Attributes:
         shapes: shape of each parameter, by name.
-        states: "fp32" and the optimizer states with a number for each weight; "fp32" alone before the first step.
-        scalars: optimizer states that are one number ("step" ...).
+        states: "fp32", and the names of the optimizer states that have a number for each weight. Before the first step
+            there is only "fp32".
+        scalars: optimizer states that are a single number ("step" ...).
         optimizer: class name of the base optimizer.
 
     Raises ConfigError if an index is missing or the indexes do not cover a parameter.
@@ -77,19 +81,20 @@ class CheckpointReader:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.scalars: dict[str, float] = {}
         self.optimizer = ""
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._fragments: dict[str, list[_StoredFragment]] = {}
         self._files: dict[str, Any] = {}
-        self._flat: dict[FileLocation, torch.Tensor] = {}
+        self._flat_tensors: dict[FileLocation, torch.Tensor] = {}
         names: dict[str, None] = {}
         for path in sorted(folder.glob("shard_index_rank_*.json")):
             names |= dict.fromkeys(self._add_index(path))
-        if not self._pieces:
+        if not self._fragments:
             raise ConfigError(str(folder), problem="there is no shard_index_rank_*.json with weights",
-                              remedy="name a checkpoint that this program wrote")
+                              remedy="use a checkpoint that this program wrote")
         self.states = [FP32, *names]
         for name, shape in self.shapes.items():
-            self._pieces[name] = self._covering(name, prod(shape))
-        self._starts = {name: [piece.start for piece in pieces] for name, pieces in self._pieces.items()}
+            self._fragments[name] = self._without_copies(name, prod(shape))
+        self._starts = {name: [fragment.start for fragment in fragments]
+                        for name, fragments in self._fragments.items()}
 
     def _add_index(self, path: Path) -> list[str]:
         """Read one rank's index and return the names of the optimizer states in it."""
@@ -102,51 +107,58 @@ class CheckpointReader:
                 found += states
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
-                              remedy="the checkpoint is damaged") from None
+                              remedy="use another checkpoint") from None
         return found
 
     def _add_tensor(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
+        """Add one entry of a shard index, and return the names of its elementwise optimizer states."""
         weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
         named = {name: states.at(key) for key in entry["elementwise"]
                  if (name := state_name(self.optimizer, key)) is not None}
-        tensor = _FlatTensor(weights, named, groups[entry["group"]])
-        # FusedAdam counts the steps of a parameter group only on its last parameter, so the largest count is right
+        tensor = _StoredTensor(weights, named, groups[entry["group"]])
+        # FusedAdam updates the step count of only the last parameter in a group, so the largest count is right
         if entry["scalars"].get("step", 0) >= self.scalars.get("step", 0):
             self.scalars |= entry["scalars"]
         for name, shape, start, length, offset in entry["fragments"]:
             if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
                 raise ValueError(f"{name} has the shapes {shape} and {list(self.shapes[name])}")
-            self._pieces.setdefault(name, []).append(_Piece(start, length, offset, tensor))
+            self._fragments.setdefault(name, []).append(_StoredFragment(start, length, offset, tensor))
         return list(named)
 
-    def _covering(self, name: str, numel: int) -> list[_Piece]:
-        """Return the pieces in order, without the second copy of a weight that two pipeline stages share."""
+    def _without_copies(self, name: str, numel: int) -> list[_StoredFragment]:
+        """Return a parameter's fragments in order, and only one copy of a weight that two pipeline stages share.
+
+        Raises ConfigError if an element is in no fragment.
+        """
         covered, chosen = 0, []
-        for piece in sorted(self._pieces[name], key=lambda piece: piece.start):
-            if piece.start > covered:
+        for fragment in sorted(self._fragments[name], key=lambda fragment: fragment.start):
+            if fragment.start > covered:
                 break
-            if piece.start + piece.length > covered:
-                chosen.append(piece)
-                covered = piece.start + piece.length
+            if fragment.start + fragment.length > covered:
+                chosen.append(fragment)
+                covered = fragment.start + fragment.length
         if covered != numel:
             raise ConfigError(f"{self.folder}: {name}", problem=f"the shard indexes cover only the first {covered} of "
-                              f"{numel} elements", remedy="the checkpoint is incomplete")
+                              f"{numel} elements", remedy="use another checkpoint")
         return chosen
 
     def group(self, name: str) -> dict[str, Any]:
-        """Return the settings (lr, betas ...) of the parameter group that a parameter was in."""
-        return self._pieces[name][0].tensor.group
+        """Return the settings (lr, betas ...) of a parameter's group."""
+        return self._fragments[name][0].tensor.group
 
     def copy(self, name: str, state: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, on any device and of any floating dtype, with the state's elements from `start` on."""
+        """Copy consecutive elements of a state into `out`, beginning with element `start`, until `out` is full.
+
+        `out` may be on any device and of any floating dtype.
+        """
         out = out.view(-1)
-        done, pieces = 0, self._pieces[name]
+        done, fragments = 0, self._fragments[name]
         index = bisect_right(self._starts[name], start) - 1
         while done < out.numel():
-            piece = pieces[index]
-            skip = start + done - piece.start
-            count = min(piece.length - skip, out.numel() - done)
-            source = self._open(name, state, piece).narrow(0, piece.offset + skip, count)
+            fragment = fragments[index]
+            skip = start + done - fragment.start
+            count = min(fragment.length - skip, out.numel() - done)
+            source = self._flat_tensor(name, state, fragment).narrow(0, fragment.offset + skip, count)
             out.narrow(0, done, count).copy_(source)
             done, index = done + count, index + 1
 
@@ -157,42 +169,43 @@ class CheckpointReader:
         return out
 
     def tensor(self, name: str, state: str = FP32) -> torch.Tensor:
-        """Return a full state as an fp32 tensor on the CPU, in the parameter's shape."""
+        """Return the state of a full parameter as an fp32 tensor on the CPU, in the parameter's shape."""
         return self.read(name, state, 0, prod(self.shapes[name])).view(self.shapes[name])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return a state_dict for `as_module(config)` in fp32: the master weights or, in fp32 training, the weights."""
+        """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
         return {name: self.tensor(name) for name in self.shapes}
 
-    def _open(self, name: str, state: str, piece: _Piece) -> torch.Tensor:
-        """Return the memory-mapped flat tensor of a piece."""
-        location = piece.tensor.weights if state == FP32 else piece.tensor.states.get(state)
+    def _flat_tensor(self, name: str, state: str, fragment: _StoredFragment) -> torch.Tensor:
+        """Return the memory-mapped flat tensor that holds a fragment's state."""
+        location = fragment.tensor.weights if state == FP32 else fragment.tensor.states.get(state)
         if location is None:
-            raise ConfigError(f"{self.folder}: {name}", problem=f"the optimizer state {state} is missing, which other "
-                              "parameters have", remedy="the checkpoint is damaged")
-        if location not in self._flat:
-            value = self._load(location.file)
+            raise ConfigError(f"{self.folder}: {name}", problem=f"the optimizer state {state} is missing; other "
+                              "parameters have it", remedy="use another checkpoint")
+        if location not in self._flat_tensors:
+            value = self._load_file(location.file)
             try:
                 for key in location.keys:
                     value = value[key]
-                self._flat[location] = value.detach().reshape(-1)
+                self._flat_tensors[location] = value.detach().reshape(-1)
             except (KeyError, IndexError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{self.folder / location.file}", problem=f"there is no tensor at {location.keys} "
-                                  f"({type(error).__name__}: {error})", remedy="the checkpoint is damaged") from None
-        found, needed = self._flat[location].numel(), piece.offset + piece.length
+                                  f"({type(error).__name__}: {error})", remedy="use another checkpoint") from None
+        found, needed = self._flat_tensors[location].numel(), fragment.offset + fragment.length
         if found < needed:
             raise ConfigError(f"{self.folder / location.file}", found=f"{found} elements at {location.keys}",
-                              expected=f"at least {needed}", remedy="the checkpoint is damaged")
-        return self._flat[location]
+                              expected=f"at least {needed}", remedy="use another checkpoint")
+        return self._flat_tensors[location]
 
-    def _load(self, file: str) -> Any:
+    def _load_file(self, file: str) -> Any:
+        """Return the content of a file; it is loaded only once."""
         if file not in self._files:
             self._files[file] = load_pickle(self.folder / file, mmap=True)
         return self._files[file]
 
     def engine_state(self) -> dict[str, Any]:
-        """Return what DeepSpeed saves besides tensors: global_steps, global_samples, skipped_steps, lr_scheduler ..."""
+        """Return the content of rank 0's model-states file: global_steps, lr_scheduler, ds_config and others."""
         names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
         name = next((name for name in names if (self.folder / name).is_file()), names[0])
-        state: dict[str, Any] = self._load(name)
+        state: dict[str, Any] = self._load_file(name)
         return state

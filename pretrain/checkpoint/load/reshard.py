@@ -1,7 +1,7 @@
-"""Load a checkpoint of one layout into an engine of another: each rank reads the pieces that its own tensors need.
+"""Load a checkpoint of one layout into an engine of another layout.
 
-No tensor is gathered or converted in between. fp32 weights and optimizer states are copied from the memory-mapped
-files directly into the engine's tensors.
+Each rank reads the fragments that its own tensors need. It copies fp32 weights and optimizer states from the
+memory-mapped files directly into the engine's tensors. No tensor is gathered or stored in an intermediate format.
 """
 
 import contextlib
@@ -22,12 +22,13 @@ from torch._utils import _unflatten_dense_tensors
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED, CheckpointReader, optimizer_family, state_name
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader, optimizer_family, state_name
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from pretrain.terminal.progress import ProgressBar
 
-# optimizers that update a weight from its own gradient and states alone, so their states can be divided anywhere
+# families of optimizers that update a weight from its own gradient and states alone; their tensors can be divided
+# anywhere
 ELEMENTWISE_OPTIMIZERS = (
     "Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop")
 
@@ -35,8 +36,8 @@ ELEMENTWISE_OPTIMIZERS = (
 def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     """Load weights, optimizer states, learning rates, schedule, counters and loss scale; collective.
 
-    Each rank's random number generator is seeded from (seed, step, rank). Raises ConfigError, the same on every rank,
-    if the checkpoint belongs to another model or optimizer, or is damaged.
+    Each rank's random number generators are seeded from (seed, step, rank). Raises the same ConfigError on every rank
+    if the checkpoint has another model or optimizer, if the optimizer is not elementwise, or if a file is damaged.
     """
     rejection = ""
     try:
@@ -59,9 +60,9 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
 
 
 def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Return whether the engine and the one that wrote `folder` have the same optimizer and fragments; collective.
+    """Return whether this engine has the same optimizer class and fragments as the checkpoint; collective.
 
-    Otherwise DeepSpeed cannot read its own files.
+    If not, DeepSpeed cannot load its own files into this engine.
     """
     path = folder / index_name(dist.get_rank())
     saved_index = path.read_text(encoding="utf-8") if path.is_file() else "{}"
@@ -69,19 +70,19 @@ def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
 
 
 def _fragments_in(index: str) -> Any:
-    """Return the part of a shard index that must be equal: the optimizer, and each tensor's group and fragments."""
+    """Return the values of a shard index that `same_shards` compares."""
     values = json.loads(index)
     return [values.get("optimizer"), [[tensor[key] for key in ("group", "weights", "fragments")]
                                       for tensor in values.get("tensors", [])]]
 
 
 def _check_model_and_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """Raise ConfigError unless parameters and optimizer are the same, and the optimizer's states can be divided."""
+    """Raise ConfigError unless the model and the optimizer are the same, and the optimizer is elementwise."""
     saved, current = reader.optimizer, type(base_optimizer(engine)).__name__
     if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(current):
         raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {current} in this run",
                           expected=f"one of {', '.join(ELEMENTWISE_OPTIMIZERS)} in both",
-                          remedy="with other optimizers, resume in the layout that saved")
+                          remedy="with other optimizers, resume in the layout of the run that wrote the checkpoint")
     for name, parameter in engine.module.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if reader.shapes.get(name) != shape:
@@ -90,14 +91,14 @@ def _check_model_and_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader
 
 
 def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """Fill the flat fp32 weights and their optimizer states; at ZeRO stage 3 the 16-bit weights too."""
+    """Fill the flat fp32 weights and their optimizer states, and at ZeRO stage 3 also the 16-bit weights."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        engine.optimizer.checkpoint_event_prologue()  # partitions all gathered parameters
+        engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
     flats = flat_tensors(engine)
     template = _state_template(engine, flats[0].parameter) if reader.states != [FP32] else {}
     _check_states(engine, reader, template)
-    bytes_each = 4 * len(reader.states)
-    total = bytes_each * sum(flat.numel for flat in flats)
+    bytes_per_element = 4 * len(reader.states)
+    total = bytes_per_element * sum(flat.numel for flat in flats)
     with ProgressBar("changing the layout", total, active=dist.get_rank() == 0) as progress:
         for flat in flats:
             with _swapped_in(engine, flat):
@@ -105,12 +106,12 @@ def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> Non
                     target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
                     reader.copy(fragment.name, FP32, fragment.start, target)
                 _fill_states(engine, flat, reader, template)
-            progress.advance(bytes_each * flat.numel, reader.folder.name)
+            progress.advance(bytes_per_element * flat.numel, reader.folder.name)
 
 
 @contextlib.contextmanager
 def _swapped_in(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
-    """At ZeRO stage 3, swap the tensor in from NVMe if it is there, and afterwards update the 16-bit weights."""
+    """At ZeRO stage 3, swap an NVMe-offloaded tensor in before the block, and update the 16-bit weights after it."""
     optimizer = engine.optimizer
     stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
     swapped = stage_3 and optimizer._swappable_optimizer_subgroup(flat.number)
@@ -124,7 +125,10 @@ def _swapped_in(engine: DeepSpeedEngine, flat: FlatTensor) -> Iterator[None]:
 
 
 def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, Any]:
-    """Return the states that the base optimizer creates for a tensor, from a trial step on a tensor of two weights."""
+    """Return the optimizer states of one tensor, with their names and types.
+
+    If the optimizer has no states yet, they are created by a trial step on a tensor of two weights.
+    """
     optimizer = base_optimizer(engine)
     live = next((state for state in optimizer.state.values() if state), None)
     if live is not None:
@@ -146,7 +150,7 @@ def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, An
 
 
 def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: dict[str, Any]) -> None:
-    """Raise ConfigError unless the checkpoint has the states that this run's optimizer needs, and no others."""
+    """Raise ConfigError if a state that this optimizer needs is missing, or an elementwise state is unknown."""
     class_name = type(base_optimizer(engine)).__name__
     tensors = {key for key, value in template.items() if torch.is_tensor(value) and value.dim() > 0}
     needed = {name for key in tensors if (name := state_name(class_name, key)) is not None}
@@ -158,7 +162,7 @@ def _check_states(engine: DeepSpeedEngine, reader: CheckpointReader, template: d
 
 
 def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointReader, template: dict[str, Any]) -> None:
-    """Fill every state of one flat tensor; missing states are created as in the template."""
+    """Fill every optimizer state of one flat tensor. States that do not exist yet are created like the template's."""
     optimizer = base_optimizer(engine)
     state = optimizer.state[flat.parameter]
     if not template:
@@ -178,7 +182,7 @@ def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointRe
 
 
 def _clear_states(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
-    """Reset the states to those before the first step. Tensors that the NVMe swapper has registered must remain."""
+    """Reset the states to those before the first step. With NVMe offload the tensors remain, filled with zeros."""
     if not getattr(engine.optimizer, "swap_optimizer", False):
         state.clear()
     for key, value in state.items():
@@ -186,14 +190,17 @@ def _clear_states(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
 
 
 def _set_groups(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """Set the scheduled settings of each parameter group. A group of padding alone gets the first parameter's."""
+    """Set the scheduled settings of each parameter group.
+
+    A group of which this rank holds only padding gets the settings of the checkpoint's first parameter.
+    """
     names: dict[int, str] = {}  # parameter group -> one of its parameters
     for flat in flat_tensors(engine):
         if flat.fragments:
             names.setdefault(group_of(engine, flat), flat.fragments[0].name)
     for i, group in enumerate(base_optimizer(engine).param_groups):
         saved = reader.group(names.get(i, next(iter(reader.shapes))))
-        for key in set(SCHEDULED) & group.keys() & saved.keys():
+        for key in set(SCHEDULED_SETTINGS) & group.keys() & saved.keys():
             group[key] = type(group[key])(saved[key])
 
 
@@ -208,7 +215,7 @@ def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 
 
 def _update_16bit_weights(engine: DeepSpeedEngine) -> None:
-    """Update the 16-bit weights from the fp32 weights; collective."""
+    """Copy the fp32 weights to the 16-bit weights; collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         if optimizer.persistent_parameters:
@@ -223,12 +230,12 @@ def _update_16bit_weights(engine: DeepSpeedEngine) -> None:
             for parameter, values in zip(parameters, tensors, strict=True):
                 parameter.data.copy_(values)
     elif hasattr(optimizer, "update_lp_params"):
-        optimizer._hp_optimizer_states_linked = False  # some states are new tensors: link them again
+        optimizer._hp_optimizer_states_linked = False  # some states are new tensors, which DeepSpeed must link again
         optimizer.update_lp_params()
 
 
 def set_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float] | None) -> None:
-    """Restore fp16's loss scale and counters if both runs have a dynamic scale; otherwise the JSON's scale applies."""
+    """Restore fp16's loss scale and its counters if both runs have a dynamic scale; otherwise keep the JSON's scale."""
     scaler = getattr(engine.optimizer, "loss_scale_config", None) or getattr(engine.optimizer, "loss_scaler", None)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
     if engine.fp16_enabled() and dynamic and saved is not None and "cur_iter" in saved:

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from, and check that it can, before the process group is created."""
+"""Choose the checkpoint that a run resumes from before the process group exists, and check that they fit together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ class Resume:
 
     folder: Path
     manifest: Manifest
-    warnings: list[str]  # damaged newer checkpoints, and inputs that differ from the run that saved
+    warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from those of the checkpoint
 
 
 def checkpoints_folder(plan: Plan) -> Path:
@@ -34,10 +34,10 @@ def checkpoints_folder(plan: Plan) -> Path:
 
 
 def choose_resume(plan: Plan) -> Resume | None:
-    """Return the run folder's newest complete checkpoint, subject to --resume; None: begin at step 0.
+    """Return the checkpoint of the run folder that --resume selects: the newest complete one, or None for step 0.
 
-    Only manifests and file sizes are read. Later all ranks together compare the hashes and look into the mirror
-    (`agree.py`). Raises ConfigError.
+    Only manifests and file sizes are read. Later `agree.py` compares the hashes and reads the mirror, on all ranks.
+    Raises ConfigError.
     """
     checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
@@ -65,7 +65,7 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
 
 
 def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
-    """Check that `plan` can resume exactly from this checkpoint, and add warnings. Raises ConfigError if it cannot."""
+    """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot resume from it."""
     _check_can_resume(manifest, plan, folder)
     changes = _changed_inputs(manifest, plan)
     if changes:
@@ -74,24 +74,24 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
 
 
 def same_layout(saved: Layout, current: Layout) -> bool:
-    """Return whether the engine can read its own files; otherwise each rank picks its tensors out of them."""
+    """Return whether DeepSpeed can read the files itself; otherwise each rank reads the fragments that it needs."""
     names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype",
              "optimizer")
-    # offloading to CPU and to NVMe gives the same files; DeepSpeed's GPU and CPU optimizers do not
+    # offload to CPU and offload to NVMe write the same files; without offload the optimizer class and its files differ
     same_offload = (saved.offload_optimizer == "none") == (current.offload_optimizer == "none")
     return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
 
 
 def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Raise ConfigError if resuming would silently continue another run. The layout may change."""
-    # the optimizer's settings are loaded with its state: changed ones would have no effect
+    """Raise ConfigError if this run has settings that must equal those of the checkpoint. The layout may differ."""
+    # the optimizer's settings are loaded with its state, so changes in the JSON would have no effect
     optimizer = plan.ds_config["optimizer"]
     _reject_change(folder, "optimizer", {
         f"optimizer {key}": (manifest.optimizer.get(key), optimizer.get(key)) for key in ("type", "params")})
-    # both determine which samples come next: with others, samples would be repeated or dropped
+    # both determine the order of the samples: after a change, samples would be repeated or skipped
     _reject_change(folder, "seed and length", {"--seed": (manifest.seed, plan.args.seed),
                                                "--seq_length": (manifest.seq_length, plan.layout.seq_length)})
-    # each scheduler has a state of its own
+    # a scheduler cannot load the state of another scheduler
     _reject_change(folder, "source of the learning rate", {
         "scheduler of": (manifest.scheduler, scheduler_source(plan))})
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
@@ -104,7 +104,7 @@ def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
 
 
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError if a value of the checkpoint and that of this run differ. `what` names what must be equal."""
+    """Raise ConfigError if a value of the checkpoint differs from this run's value. `what` names these values."""
     for name, (saved, current) in pairs.items():
         if saved != current:
             raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {current} in this run",
@@ -112,7 +112,7 @@ def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -
 
 
 def _changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
-    """Return names of inputs that differ from the run that saved. They may differ, but the user is warned."""
+    """Return the names of inputs that differ from the checkpoint's. These are allowed to differ, with a warning."""
     pairs = {"data_fingerprint": (manifest.data_fingerprint, plan.datasets["train"].fingerprint),
              "tokenizer_fingerprint": (manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)),
              "global_batch_size": (manifest.global_batch_size, plan.layout.global_batch_size)}

@@ -18,10 +18,10 @@ from pretrain.monitor.read_run_folder import newest_start
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder, with its manifest or with the error that makes it unusable."""
+    """A checkpoint's folder, with its manifest or with the reason why it is unusable."""
 
     folder: Path
-    manifest: Manifest | None
+    manifest: Manifest | None  # None: see `error`
     error: str = ""
 
     @property
@@ -41,7 +41,9 @@ def find_checkpoints_folder(path: Path) -> Path:
 
 
 def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
-    """List the checkpoints of a run folder or checkpoints folder, newest first; or `path` if it is one checkpoint.
+    """List the checkpoints of a run folder or checkpoints folder, newest first.
+
+    If `path` is a single checkpoint, return only this one.
 
     Raises ConfigError if there is no checkpoint.
     """
@@ -54,12 +56,15 @@ def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
-    """Return the checkpoint `path`, or a run folder's newest complete one or that of `step`. Raises ConfigError."""
+    """Return the checkpoint at `path`. In a run folder, return the checkpoint of `step`, or the newest complete one.
+
+    Raises ConfigError.
+    """
     if is_checkpoint(path):
         found = FoundCheckpoint(path, read_manifest(path))
         if step is not None and found.step != step:
-            raise ConfigError("--step", problem=f"step {step} is asked for, but {path} is the checkpoint of step "
-                              f"{found.step}", remedy="name the run folder, or leave --step out")
+            raise ConfigError("--step", problem=f"step {step} was requested, but {path} is the checkpoint of step "
+                              f"{found.step}", remedy="name the run folder, or omit --step")
         return found
     if step is not None:
         folder = find_checkpoints_folder(path) / f"global_step{step}"
@@ -88,7 +93,7 @@ def _found_checkpoint(folder: Path) -> FoundCheckpoint:
 
 
 def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
-    """Return folder and manifest of a global_stepN folder, or of a run folder's newest or given step's checkpoint.
+    """Return folder and manifest of the checkpoint that `find_checkpoint` finds.
 
     Raises ConfigError.
     """
@@ -101,8 +106,8 @@ def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
 
 
 def tokenizer_of(path: Path) -> str:
-    """Return the tokenizer of the run that this folder or checkpoint belongs to. Raises ConfigError if unknown."""
-    runs = (path, *path.absolute().parents[:2])  # RUN, RUN/checkpoints and RUN/checkpoints/global_stepN
+    """Return the --tokenizer of the run that this folder belongs to. Raises ConfigError if run.json names none."""
+    runs = (path, *path.absolute().parents[:2])  # `path` may be RUN, RUN/checkpoints or RUN/checkpoints/global_stepN
     run = next((folder for folder in runs if (folder / "run.json").is_file()), None)
     if run is None:
         raise ConfigError("--tokenizer", problem=f"the flag is missing, and there is no run.json for {path}",

@@ -1,4 +1,4 @@
-"""Saving: snapshot, background writer, atomic commit, retention and mirror.
+"""Save checkpoints: snapshot, background writer, atomic commit, retention and mirror.
 
 Imports format/, config, engine, monitor, console, distributed and errors; never load/ or convert/.
 """

@@ -1,4 +1,4 @@
-"""The training process's side of `writer.py`: start the writer, send it jobs, and read its replies."""
+"""Control the background writer (`writer.py`) from the training process: start it, send it jobs, read its replies."""
 
 import contextlib
 import dataclasses
@@ -21,22 +21,25 @@ _START_TIMEOUT_S = 60.0
 
 
 class BackgroundWriter:
-    """One rank's writer process and the memory that it shares with the training process. Only starting it can block."""
+    """One rank's writer process, and the memory that it shares with the training process.
+
+    The start waits for the process. All other methods return immediately.
+    """
 
     def __init__(self, checkpoints: Path, rank: int) -> None:
         self.snapshot = Snapshot()
-        self._saves: list[SaveJob] = []  # jobs whose save has no reply yet, oldest first
-        self._num_unfinished = 0  # jobs that are not finished, mirroring and pruning included
+        self._saves: list[SaveJob] = []  # jobs with a snapshot whose save has no reply yet, oldest first
+        self._num_unfinished = 0  # jobs that are not finished; mirroring and pruning belong to a job
         checkpoints.mkdir(parents=True, exist_ok=True)
         self._arguments = [str(self.snapshot.descriptor), str(checkpoints), str(rank)]
         self._start()
 
     def _start(self) -> None:
-        """Start the writer, and return when it holds its lock: from then on other writers wait for its part."""
+        """Start the writer and wait until it holds its lock, which shows the other ranks that it is running."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
-        self._process.wait()  # it has forked; the writer is the orphaned child
+        self._process.wait()  # this process forks and exits; the writer is its orphaned child
         self._replies: queue.Queue[Reply | None] = queue.Queue()
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()
         self._ended = False
@@ -61,29 +64,29 @@ class BackgroundWriter:
         if self._ended:
             self._replies.put(None)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_listen` notices that the writer has ended
+        with contextlib.suppress(BrokenPipeError):  # the writer has ended, and `_listen` reports it
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
             self._process.stdin.flush()
 
     @property
     def saving(self) -> bool:
-        """Whether a snapshot is still being written or (on rank 0) committed, according to the replies read so far."""
+        """Whether a snapshot is being written or (on rank 0) committed, according to the replies read until now."""
         return bool(self._saves)
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs are finished, mirroring included, according to the replies read so far."""
+        """Whether all jobs and their mirroring are finished, according to the replies that were read so far."""
         return not self._saves and self._num_unfinished == 0
 
     def replies(self) -> list[Reply]:
-        """Return the replies since the last call that have to be reported."""
+        """Return the replies since the last call, except those that need no report."""
         found: list[Reply] = []
         while not self._replies.empty():
             found += self._handle(self._replies.get())
         return found
 
     def restart_if_ended(self) -> None:
-        """Start a new writer if the old one has ended. `replies` has reported its unfinished jobs."""
+        """Start a new writer if the old one has ended. `replies` must have reported its unfinished jobs before."""
         if self._ended:
             self._start()
 
@@ -95,7 +98,7 @@ class BackgroundWriter:
         self.snapshot.close()
 
     def _handle(self, reply: Reply | None) -> list[Reply]:
-        """Count one reply; None means that the writer has ended. Return what has to be reported."""
+        """Update the counters for one reply; None means that the writer has ended. Return the replies to report."""
         if reply is None:
             return self._handle_end()
         event = reply["event"]
@@ -108,7 +111,7 @@ class BackgroundWriter:
     def _handle_end(self) -> list[Reply]:
         """Return replies for the jobs that the writer left unfinished.
 
-        Lost saves are also reported to rank 0's writer, which waits for this rank's files.
+        Rank 0's writer waits for this rank's files, so lost saves are reported to it too.
         """
         self._ended = True
         lost, self._saves = self._saves, []
@@ -121,5 +124,5 @@ class BackgroundWriter:
                 report_failure(job, _ENDED)
                 replies.append({"event": "save_failed", "step": job.step, "reason": _ENDED})
         if num_unfinished > 0:
-            replies.append({"event": "after_save_failed", "reason": f"{_ENDED} before it had copied or pruned"})
+            replies.append({"event": "after_save_failed", "reason": f"{_ENDED} before it had mirrored and pruned"})
         return replies

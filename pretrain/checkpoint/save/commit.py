@@ -1,7 +1,7 @@
 """Commit a checkpoint atomically: every rank records the files that it wrote, then rank 0 renames the folder.
 
-Ranks communicate through files alone, so background processes can write while training continues, or after it has
-ended. A kill at any point leaves earlier checkpoints unchanged, and the new one either complete or absent.
+Ranks communicate only through files, so background processes can write while training continues or after it has ended.
+If processes are killed at any point, earlier checkpoints are unchanged, and the new one is either complete or absent.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import FileRecord, free_bytes, fsync, write_atomically
-from pretrain.checkpoint.format.manifest import LATEST, MANIFEST, Manifest, files_in
+from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest, files_in
 from pretrain.errors import SaveError
 
-TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _POLL_S = 0.05
-_CHECK_S = 1.0  # between checks whether a rank's writer has ended
+_CHECK_S = 1.0  # interval of the checks whether a rank's writer has ended
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
@@ -28,7 +28,7 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
 
 
 def _part(temporary: Path, rank: int) -> Path:
-    """Path of a rank's part file, which lists the files that the rank wrote."""
+    """Return the path of a rank's part file, which lists the files that the rank wrote."""
     return temporary / f".part-{rank:05d}.json"
 
 
@@ -40,7 +40,7 @@ def check_space(checkpoints: Path, *, needed_bytes: int) -> None:
 
 
 def remove_leftovers(checkpoints: Path) -> list[Path]:
-    """Remove and return the temporary folders and files of a killed run. Rank 0 only, before anything is written."""
+    """Remove and return the temporary folders and files of a killed run. Call it on rank 0, before the first save."""
     leftovers = sorted(checkpoints.glob(f"{TEMPORARY}*"))
     for path in leftovers:
         if path.is_dir() and not path.is_symlink():
@@ -52,7 +52,7 @@ def remove_leftovers(checkpoints: Path) -> list[Path]:
 
 def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, FileRecord],
                error: str | None = None) -> None:
-    """Record the files that this rank has written and synced, or the `error` that prevented it. Raises OSError."""
+    """Record the files that this rank has written and synced, or the `error` that prevented this. Raises OSError."""
     part = {"save_id": save_id, "rank": rank, "files": {name: asdict(record) for name, record in files.items()},
             "error": error}
     write_atomically(_part(temporary, rank), json.dumps(part))
@@ -68,17 +68,17 @@ def has_part(temporary: Path, *, rank: int, save_id: str) -> bool:
 
 def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
            has_ended: Callable[[int], bool] = lambda rank: False) -> Manifest:
-    """Turn the temporary folder into a checkpoint once every rank has recorded its files. Rank 0 only.
+    """Wait until every rank has recorded its files, then make the temporary folder a checkpoint. Rank 0 only.
 
     Args:
-        manifest: the manifest without files.
-        has_ended: tells whether the writer of a rank has ended.
+        manifest: the manifest, with empty `files`.
+        has_ended: returns whether the writer of a rank has ended.
 
     Returns:
         The manifest with all files.
 
-    Raises SaveError, and removes the temporary folder, if a rank reports an error, does not report within `timeout_s`,
-    or the disk fails.
+    Raises SaveError, and removes the temporary folder, if a rank records an error, if a rank records nothing within
+    `timeout_s`, or if the disk fails.
     """
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     try:
@@ -94,13 +94,13 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
     except OSError as error:
         discard(temporary)
         raise SaveError(f"{final}: {error}") from error
-    with contextlib.suppress(OSError):  # the checkpoint is complete; on a full disk the next save updates `latest`
+    with contextlib.suppress(OSError):  # the checkpoint is complete even if a full disk keeps `latest` outdated
         write_latest(final)
     return manifest
 
 
 def discard(temporary: Path) -> None:
-    """Remove the folder. It is renamed first, so that other ranks cannot create files in it while it is deleted."""
+    """Remove the folder. Rename it first, so that other ranks cannot create files in it during the deletion."""
     renamed = temporary.with_name(f"{TEMPORARY}discarded-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         temporary.rename(renamed)
@@ -129,19 +129,22 @@ def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: fl
             raise SaveError(f"{temporary}: {_rank_list(missing & ended)} ended before writing all files")
         if now > start + timeout_s:
             raise SaveError(f"{temporary}: {_rank_list(missing)} did not write all files within {timeout_s:g} s")
-        if now > checked + _CHECK_S:  # then the loop reads the parts once more: a part may be a writer's last act
+        if now > checked + _CHECK_S:  # read the parts once more before failing: a writer may write its part and end
             checked, ended = now, {rank for rank in missing if has_ended(rank)}
         time.sleep(_POLL_S)
 
 
 def _rank_list(ranks: set[int]) -> str:
-    """Return "rank 3" or "ranks 3, 4, ..."; only the first eight are named."""
+    """Return "rank 3" or "ranks 3, 4, ..."; at most eight ranks are named."""
     names = ", ".join(map(str, sorted(ranks)[:8]))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{', ...' if len(ranks) > 8 else ''}"
 
 
 def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord] | None:
-    """Return the files that a rank recorded; None if it still writes, or if the part belongs to a killed attempt."""
+    """Return the files that a rank recorded; None if there is no part file of this save.
+
+    Raises SaveError if the rank recorded an error.
+    """
     try:
         part = json.loads(_part(temporary, rank).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -154,7 +157,7 @@ def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord
 
 
 def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: int) -> None:
-    """Raise SaveError unless the folder holds exactly the files of the parts, with their sizes."""
+    """Raise SaveError unless the folder holds exactly the recorded files, with the recorded sizes."""
     parts = {_part(temporary, rank).name for rank in range(world_size)}
     present = set(files_in(temporary)) - parts
     if unknown := sorted(present - files.keys()):
@@ -185,7 +188,8 @@ def remove_parts(temporary: Path, *, world_size: int) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename the temporary folder to its final name.
 
-    A folder that has this name already is a damaged checkpoint, because a run resumes after its newest complete one.
+    If a folder already has this name, it is a damaged checkpoint, because a run resumes from its newest complete one.
+    This folder is removed.
     """
     damaged = final.with_name(f"{TEMPORARY}damaged-{final.name}")
     if final.exists():
@@ -197,5 +201,5 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def write_latest(final: Path) -> None:
-    """Write `latest`, which plain DeepSpeed reads. This program reads the folders' names instead."""
-    write_atomically(final.parent / LATEST, final.name)
+    """Write `latest`, which plain DeepSpeed reads. This program uses the folders' names instead."""
+    write_atomically(final.parent / LATEST_FILE, final.name)

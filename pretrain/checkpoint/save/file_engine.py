@@ -1,4 +1,4 @@
-"""A checkpoint engine for DeepSpeed: files are hashed while they are written, and loading them runs no code."""
+"""A checkpoint engine for DeepSpeed that writes to any kind of file, and loads pickles without running their code."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,10 +24,14 @@ OpenFile = Callable[[Path], AbstractContextManager[Writable]]
 
 
 class FileEngine(CheckpointEngine):
-    """Replacement for `engine.checkpoint_engine`. `open_file` opens the file that receives the bytes of a path.
+    """Replacement for `engine.checkpoint_engine`, the object through which DeepSpeed saves and loads files.
 
-    `save` never raises, because the other ranks wait in DeepSpeed's barriers. The first error is kept in `error`, and
-    nothing is written after it.
+    `save` does not raise OSError or RuntimeError, because the other ranks wait in DeepSpeed's barriers. The first such
+    error is recorded in `error`; after this, `save` and `write` do nothing.
+
+    Args:
+        open_file: opens the file that receives the bytes for a path: on disk, or in a snapshot in host memory. With
+            None, the engine can only load.
     """
 
     def __init__(self, open_file: OpenFile | None = None) -> None:
@@ -43,17 +47,17 @@ class FileEngine(CheckpointEngine):
         self.write(Path(path), lambda file: save_pickle(state_dict, file))
 
     def write(self, path: Path, fill: Callable[[Writable], object]) -> None:
-        """Let `fill` write the file at `path`."""
+        """Open the file for `path` and call `fill` with it. An OSError or RuntimeError is recorded in `error`."""
         if self.error is not None:
             return
-        assert self._open_file is not None, "this engine was created for loading"
+        assert self._open_file is not None, "FileEngine() without open_file can only load"
         crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # the manifest has a SHA-256 instead
+        torch.serialization.set_crc32_options(False)  # the SHA-256 in the manifest replaces it
         try:
             with self._open_file(path) as file:
                 fill(file)
-        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when `write` raised OSError
-            self.error = f"{path.name}: {_cause(error)}"
+        except (OSError, RuntimeError) as error:  # torch's zip writer replaces the OSError by a RuntimeError
+            self.error = f"{path.name}: {_first_error(error)}"
         finally:
             torch.serialization.set_crc32_options(crc32)
 
@@ -65,12 +69,12 @@ class FileEngine(CheckpointEngine):
 
 
 def save_pickle(value: Any, file: Writable) -> None:
-    """Write `value` with torch.save, so that every supported Python can load it."""
+    """Write `value` with torch.save, without enums, so that the weights-only unpickler can load it (pickles.py)."""
     torch.save(without_enums(value), file)  # type: ignore[arg-type] # torch.save calls only `write` and `flush`
 
 
-def _cause(error: BaseException) -> str:
-    """Return the first error of a chain of exceptions, in one line."""
+def _first_error(error: BaseException) -> str:
+    """Return the first line of the message of the exception that started a chain of exceptions."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,7 +1,7 @@
 """Copy committed checkpoints to a mirror: an fsspec URL (s3://bucket/run, ftp://host/run ...) or a plain path.
 
-The mirror has the same folders as the run: URL/global_stepN/FILE. The manifest, which contains its own hash, is copied
-last. A folder of the mirror without a manifest, or with files of other sizes, is not a checkpoint.
+The mirror has the same folders as the run: URL/global_stepN/FILE. The manifest is copied last. A
+folder of the mirror without a manifest is not a complete checkpoint.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from pretrain.checkpoint.save.commit import check_space, publish, temporary_fold
 from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
 
-_PROBE = ".ds-pretrain-probe"
-_PART = ".part-"
-_READ_BYTES = 2**24
-_MAX_TRANSFERS = 4  # simultaneous ones, if the file system's client supports more than one
+_PROBE = ".ds-pretrain-probe"  # name of a test file
+_PART = ".part-"  # prefix of the files that mark a rank's files as copied
+_READ_BYTES = 2**24  # size of a chunk
+_MAX_TRANSFERS = 4  # files that are copied at the same time, if the fsspec client supports this
 
 
 class _Mirror:
@@ -32,24 +32,25 @@ class _Mirror:
         import fsspec
         from fsspec.asyn import AsyncFileSystem
 
-        self.url = re.sub(r"//[^/@]*@", "//", url)  # for messages: without user name and password
+        self.url = re.sub(r"//[^/@]*@", "//", url)  # for messages, so without user name and password
         with self.one_line_errors():
             self.fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
         # fsspec's clients of object stores are AsyncFileSystems. They have no folders, and makedirs would create a
-        # bucket of a misspelt name. The other clients (local, ftp, sftp ...) have folders, and one connection.
+        # bucket if its name is misspelt. The other clients (local, ftp, sftp ...) have folders and one connection.
         self._is_object_store = isinstance(self.fs, AsyncFileSystem)
         self._num_transfers = _MAX_TRANSFERS if self._is_object_store else 1
 
     @contextlib.contextmanager
     def one_line_errors(self, *parts: str) -> Iterator[None]:
-        """Turn the exceptions of all clients, each of which has its own classes, into a ConfigError of one line."""
+        """Convert any exception to a ConfigError of one line. Each fsspec client has its own exception classes."""
         try:
             yield
         except ConfigError:
             raise
         except Exception as error:
-            remedy = "install the package" if isinstance(error, ImportError) else "name a reachable path or fsspec URL"
+            remedy = "install the missing package" if isinstance(error, ImportError) else \
+                "name a reachable path or fsspec URL"
             raise ConfigError("/".join([self.url, *parts]), remedy=remedy,
                               problem=f"the mirror cannot be used: {type(error).__name__} ({error})") from error
 
@@ -58,7 +59,7 @@ class _Mirror:
         return "/".join([self._root, *parts])
 
     def make_folder(self, path: str) -> None:
-        """Create a folder, except in object stores, which have none."""
+        """Create a folder, except in an object store, which has no folders."""
         if not self._is_object_store:
             self.fs.makedirs(path, exist_ok=True)
 
@@ -89,13 +90,13 @@ class _Mirror:
         return manifest if manifest.step == step_of(Path(tag)) else None
 
     def read(self, *parts: str) -> Iterator[bytes]:
-        """Yield a file's content in pieces. Raises ConfigError."""
+        """Yield a file's content in chunks. Raises ConfigError."""
         with self.one_line_errors(*parts), self.fs.open(self.path(*parts), "rb") as file:
-            while piece := file.read(_READ_BYTES):
-                yield piece
+            while chunk := file.read(_READ_BYTES):
+                yield chunk
 
     def for_each(self, names: Iterable[str], transfer: Callable[[str], None]) -> None:
-        """Call `transfer` for each name, several at once if the client supports it; the first error stops the rest."""
+        """Call `transfer` for each name, in parallel if the client supports this. An error cancels the other calls."""
         with ThreadPoolExecutor(self._num_transfers, thread_name_prefix="mirror") as pool:
             transfers = [pool.submit(transfer, name) for name in names]
             try:
@@ -121,7 +122,7 @@ def check_mirror(url: str) -> None:
 
 
 def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: str) -> None:
-    """Copy one rank's files of a committed checkpoint, then a part file that marks them copied. Raises ConfigError."""
+    """Copy one rank's files of a committed checkpoint, then write its part file to the mirror. Raises ConfigError."""
     mirror, tag = _Mirror(url), folder.name
 
     def put(name: str) -> None:
@@ -138,9 +139,9 @@ def upload(folder: Path, url: str, names: Iterable[str], *, rank: int, save_id: 
 
 
 def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float = 1) -> None:
-    """Wait for every rank's `upload`, then copy the manifest, which completes the checkpoint. Rank 0 only.
+    """Wait for every rank's `upload`, then copy the manifest, which makes the copy a complete checkpoint. Rank 0 only.
 
-    Raises ConfigError if a rank's upload is not finished within `timeout_s`, or if a file has a wrong size afterwards.
+    Raises ConfigError if a rank's upload is not finished within `timeout_s`, or if a copied file has a wrong size.
     """
     mirror, tag, manifest = _Mirror(url), folder.name, read_manifest(folder)
     parts = {_part(rank, manifest.save_id): rank for rank in range(manifest.world_size)}
@@ -162,12 +163,12 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
 
 
 def _part(rank: int, save_id: str) -> str:
-    """Name of the part file that marks a rank's files as copied."""
+    """Return the name of the part file that marks a rank's files as copied."""
     return f"{_PART}{rank:05d}-{save_id}"
 
 
 def mirrored_checkpoints(url: str) -> list[str]:
-    """List the folder names of the mirror's complete checkpoints, newest first. Raises ConfigError."""
+    """List the names of the mirror's global_stepN folders that have a manifest, newest first. Raises ConfigError."""
     mirror = _Mirror(url)
     with mirror.one_line_errors():
         tags = [name for name in mirror.names() if step_of(Path(name)) >= 0
@@ -178,15 +179,15 @@ def mirrored_checkpoints(url: str) -> list[str]:
 def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     """Copy a checkpoint from the mirror into `checkpoints`, verify its hashes, and return its folder. Rank 0 only.
 
-    Raises ConfigError if it is not a complete checkpoint, and SaveError if it does not fit on the disk. Nothing is left
-    of the copy then.
+    Raises ConfigError if the checkpoint is incomplete or damaged, and SaveError if it cannot be written to the disk. In
+    both cases the incomplete copy is removed.
     """
     mirror = _Mirror(url)
     with mirror.one_line_errors(tag):
         manifest = mirror.manifest(tag)
     if manifest is None:
         raise ConfigError(f"{mirror.url}/{tag}", problem="the manifest is missing or damaged",
-                          remedy="the folder is not a complete checkpoint")
+                          remedy="use another checkpoint")
     num_bytes = sum(record.bytes for record in manifest.files.values())
     check_space(checkpoints, needed_bytes=num_bytes)
     temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag
@@ -208,14 +209,14 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
 
 def _fetch_file(mirror: _Mirror, temporary: Path, tag: str, name: str, manifest: Manifest,
                 progress: ProgressBar) -> None:
-    """Copy one file from the mirror. Raises ConfigError if its size or hash differ from the manifest's."""
+    """Copy one file from the mirror. Raises ConfigError if its size or hash differs from the manifest's."""
     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(temporary / name) as file:
-        for piece in mirror.read(tag, name):
-            file.write(piece)
-            progress.advance(len(piece), name)
+        for chunk in mirror.read(tag, name):
+            file.write(chunk)
+            progress.advance(len(chunk), name)
     found, expected = file.close(), manifest.files[name]
     if found != expected:
         raise ConfigError(f"{mirror.url}/{tag}/{name}", found=f"{found.bytes} bytes, SHA-256 {found.sha256[:16]}...",
                           expected=f"{expected.bytes} bytes, SHA-256 {expected.sha256[:16]}...",
-                          remedy="the mirror's copy is damaged")
+                          remedy="use another checkpoint, because the mirror's copy is damaged")

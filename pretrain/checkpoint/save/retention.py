@@ -1,10 +1,10 @@
-"""Remove old checkpoints, but only after the two newest remaining ones have been verified."""
+"""Remove old checkpoints, after verifying the two newest ones that remain."""
 
 import shutil
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import fsync
-from pretrain.checkpoint.format.manifest import LATEST, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import LATEST_FILE, Manifest, complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY
 from pretrain.errors import SaveError
@@ -19,10 +19,10 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
     The checkpoint that `latest` names is always kept. Folders that are not complete checkpoints are never removed.
 
     Args:
-        keep_checkpoints: keep the newest N, but at least two; 0: keep all.
-        keep_every: keep those whose step is a multiple of this; 0: off.
-        keep_best: keep the N of lowest validation loss.
-        verified: names of checkpoints that need not be hashed again; newly verified ones are added.
+        keep_checkpoints: keep this number of newest checkpoints, but at least two; 0: keep all.
+        keep_every: keep checkpoints whose step is a multiple of this number; 0: off.
+        keep_best: keep this number of checkpoints with the lowest validation loss.
+        verified: names of checkpoints that were hashed before; newly hashed ones are added.
 
     Raises SaveError, and removes nothing, if one of the two newest checkpoints that would remain is damaged.
     """
@@ -40,7 +40,10 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
 
 
 def _kept(complete: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_every: int, keep_best: int) -> set[str]:
-    """Return the names that the three rules keep. `complete` is sorted newest first; of equal losses the newer wins."""
+    """Return the names that the three rules keep. `complete` is sorted newest first.
+
+    If two losses are equal, `keep_best` prefers the newer checkpoint.
+    """
     newest = {folder.name for folder, _ in complete[:max(keep_checkpoints, _MIN_KEPT)]}
     regular = {folder.name for folder, manifest in complete if keep_every > 0 and manifest.step % keep_every == 0}
     evaluated = [(manifest.eval_loss, folder.name) for folder, manifest in complete if manifest.eval_loss is not None]
@@ -49,9 +52,9 @@ def _kept(complete: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_eve
 
 
 def _latest(checkpoints: Path) -> str:
-    """Return the name in `latest`, or "". After resuming from an older step it is not among the newest."""
+    """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
     try:
-        return (checkpoints / LATEST).read_text(encoding="utf-8").strip()
+        return (checkpoints / LATEST_FILE).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 
@@ -67,7 +70,7 @@ def _verify(newest: list[tuple[Path, Manifest]], verified: set[str]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that the deletion is atomic."""
+    """Delete a checkpoint. Rename it first, so that the deletion is atomic."""
     temporary = folder.with_name(f"{TEMPORARY}pruned-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     folder.rename(temporary)

@@ -1,4 +1,4 @@
-"""Save a checkpoint through the engine. It is written under a temporary name and then renamed, so it is never partial.
+"""Save a checkpoint with DeepSpeed's engine, atomically: write a folder under a temporary name, then rename it.
 
 A folder `global_stepN` holds DeepSpeed's own files, `manifest.json`, and for each rank `rng_state_rank_RRRRR.pt` and
 `shard_index_rank_RRRRR.json`, which locates each weight and optimizer state.
@@ -23,7 +23,7 @@ from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
 
-_VISIBLE_S = 60  # limit for files of other hosts to become visible on this host, after all have been written
+_VISIBLE_S = 60  # time in which files of other hosts must become visible on this host after they were written
 
 
 def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
@@ -45,11 +45,11 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
 def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *, step: int,
                 consumed_samples: int) -> str | None:
-    """Let the engine write this rank's files through `open_file`; collective. Return this rank's error, if any."""
+    """Write this rank's files through `open_file`; collective. Return the error of this rank, or None."""
     files = FileEngine(open_file)
     engine.checkpoint_engine = files
     copy_recovery_script = type(engine)._copy_recovery_script
-    # on a full disk DeepSpeed's call raises on rank 0 alone, while the other ranks wait in a barrier
+    # on a full disk this method of DeepSpeed raises on rank 0 only, while the other ranks wait in a barrier
     engine._copy_recovery_script = lambda _: None
     engine.save_checkpoint(str(temporary.parent), tag=temporary.name, save_latest=False,
                            client_state={"step": step, "consumed_samples": consumed_samples})
@@ -65,12 +65,12 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
 
 def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
                     versions: dict[str, str], eval_loss: float | None = None) -> tuple[Path, str, dict[str, int]]:
-    """Write `checkpoints/global_stepSTEP`, then `latest`; collective. A kill never damages earlier checkpoints.
+    """Write `checkpoints/global_stepSTEP`, then update `latest`; collective. Earlier checkpoints are not changed.
 
     Returns:
         The folder, its save_id, and the size of each of its files in bytes.
 
-    Raises SaveError, on every rank, if any rank could not write its files. The temporary folder is removed then.
+    If any rank cannot write its files, the temporary folder is removed and SaveError is raised on every rank.
     """
     temporary, save_id = begin_save(plan, checkpoints, step)
     written: dict[str, FileRecord] = {}
@@ -97,7 +97,7 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
 
 
 class _RecordedFile(HashedFile):
-    """A hashed file that adds its record to `written` when it is closed."""
+    """A HashedFile that adds its record to `written` when it is closed."""
 
     def __init__(self, path: Path, written: dict[str, FileRecord]) -> None:
         super().__init__(path)
@@ -110,6 +110,6 @@ class _RecordedFile(HashedFile):
 
 def manifest_of_engine(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int,
                        versions: dict[str, str], eval_loss: float | None, save_id: str) -> Manifest:
-    """Return the manifest of the engine's current state, without files."""
+    """Return the manifest of the engine's current state, with empty `files`."""
     return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
                        loss_scale=loss_scale_state(engine), save_id=save_id)

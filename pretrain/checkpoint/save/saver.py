@@ -1,4 +1,4 @@
-"""Save the training loop's checkpoints, synchronously or in the background, then mirror and prune them."""
+"""Save checkpoints of the training loop, synchronously or in the background; then mirror and prune them."""
 
 import time
 from pathlib import Path
@@ -20,9 +20,9 @@ from pretrain.terminal.screen import Screen
 
 
 class Saver:
-    """Saves checkpoints as the flags demand. All methods except `poll` are collective.
+    """Saves checkpoints according to the flags. All public methods except `poll` are collective.
 
-    A failed save is reported and training continues, unless it was the last one: then `close` raises.
+    A failed save is reported, and training continues. If the last save of the run failed, `close` raises SaveError.
     """
 
     def __init__(self, plan: Plan, folder: RunFolder, screen: Screen) -> None:
@@ -33,15 +33,15 @@ class Saver:
                                 keep_best=args.keep_best, mirror=args.checkpoint_mirror)
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
-        self._failure = ""  # reason, if the newest save failed
+        self._failure = ""  # why the newest save failed; "" if it succeeded
         self._unreported: list[dict[str, Any]] = []  # errors of this rank's writer that rank 0 has to print
-        # now all writers hold their locks: a rank that sees rank 0's as free does not see other hosts' locks
+        # now all writers hold their locks; a rank to which rank 0's lock seems free does not see locks of other hosts
         dist.barrier()
         self._locks_are_shared = not any(gather(self._writer is not None and has_ended(self._checkpoints, 0)))
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
              last: bool) -> None:
-        """Save, or with --async_save begin to save. Training waits for the disk, or for the copy into host memory."""
+        """Save a checkpoint, or with --async_save copy it to host memory and write it in the background."""
         start = time.perf_counter()
         self._screen.status(f"step {step}  saving a checkpoint")
         self._report_other_ranks()
@@ -52,13 +52,13 @@ class Saver:
                 self._write(engine, position, start)
             elif self._memory_is_free(step, wait=last or self._plan.args.save_busy == "wait"):
                 self._begin(engine, position)
-                dist.barrier()  # after this, killing all training processes does not lose the checkpoint
+                dist.barrier()  # after this the checkpoint is not lost even if all training processes are killed
                 self._folder.event("snapshot", step=step, seconds=round(time.perf_counter() - start, 3))
         except SaveError as error:
             self._report({"event": "save_failed", "step": step, "reason": str(error)})
 
     def _write(self, engine: DeepSpeedEngine, position: dict[str, Any], start: float) -> None:
-        """Write and commit a checkpoint, then let the writer mirror and prune."""
+        """Write and commit a checkpoint, then send the writer a job to mirror and prune."""
         saved, save_id, sizes = save_checkpoint(engine, self._plan, self._checkpoints, **position)
         self._report({"event": "save", "step": position["step"], "path": str(saved), "bytes": sum(sizes.values()),
                       "seconds": round(time.perf_counter() - start, 3)})
@@ -68,7 +68,7 @@ class Saver:
             self._writer.submit(self._job(position["step"], save_id, names, snapshot=None))
 
     def _begin(self, engine: DeepSpeedEngine, position: dict[str, Any]) -> None:
-        """Copy this rank's files into host memory, and let the writer write and commit them."""
+        """Copy this rank's files into host memory, then send the writer a job to write and commit them."""
         assert self._writer is not None
         self._writer.restart_if_ended()
         temporary, save_id = begin_save(self._plan, self._checkpoints, position["step"])
@@ -89,7 +89,7 @@ class Saver:
                        snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:
-        """Return whether the snapshot's memory can be reused; the same on every rank."""
+        """Return whether all ranks can reuse the memory of the previous snapshot. With `wait`, wait until they can."""
         if wait:
             wait_until_all(lambda: not self._is_saving())
         elif any(gather(self._is_saving())):
@@ -107,12 +107,12 @@ class Saver:
         return self._writer is None or self._writer.idle
 
     def poll(self) -> None:
-        """Report the replies of this rank's background writer since the last call. It never blocks."""
+        """Report the replies of this rank's background writer since the last call, without blocking."""
         for reply in self._writer.replies() if self._writer is not None else []:
             self._report(reply)
 
     def _report_other_ranks(self) -> None:
-        """Let rank 0 report the errors of other ranks' writers: the first one in full, and the number of others."""
+        """Report the errors of other ranks' writers on rank 0: the first error, and the number of further ranks."""
         self.poll()
         errors = [(rank, replies[0]) for rank, replies in enumerate(gather(self._unreported)) if replies]
         self._unreported = []
@@ -124,7 +124,7 @@ class Saver:
     def _report(self, reply: dict[str, Any]) -> None:
         """Write a row of events.jsonl, and a line on the screen for errors and finished saves."""
         if dist.get_rank() != 0:
-            # rank 0 reports failed saves itself: its own writer waits for all ranks
+            # rank 0 reports failed saves without this, because its writer waits for all ranks
             if reply["event"] == "after_save_failed":
                 self._unreported.append(reply)
             return
@@ -139,7 +139,7 @@ class Saver:
             self._screen.line(self._saved_line(Path(reply["path"]), reply.get("bytes"), reply.get("seconds")))
 
     def _saved_line(self, path: Path, num_bytes: int | None, seconds: float | None) -> str:
-        """Describe a saved checkpoint in one line. Size and time are unknown if the writer ended before its reply."""
+        """Describe a saved checkpoint in one line. They are None if the writer ended before its reply."""
         line = f"saved {self._folder.path / 'checkpoints' / path.name}"
         if num_bytes is None or seconds is None:
             return line
@@ -149,8 +149,8 @@ class Saver:
     def close(self, *, wait_for_copies: bool) -> None:
         """Wait until the last save is committed and, with `wait_for_copies`, mirrored and pruned.
 
-        Without `wait_for_copies` the writers finish mirroring and pruning by themselves. Raises SaveError, on every
-        rank, if the last checkpoint was not written.
+        Without `wait_for_copies` the writers continue to mirror and prune after this call. Raises SaveError on every
+        rank if the last checkpoint was not written.
         """
         wait_until_all(self._is_idle if wait_for_copies else lambda: not self._is_saving())
         self._report_other_ranks()

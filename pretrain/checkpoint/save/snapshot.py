@@ -1,14 +1,14 @@
-"""A checkpoint's files in host memory, which a background process writes to disk while training continues."""
+"""Copy of a checkpoint's files in host memory. A background process writes it to disk while training continues."""
 
 import mmap
 import os
 from typing import NamedTuple
 
-_GROWTH_BYTES = 1 << 26  # the memory grows by multiples of this, and is reused by the next save
+_GROWTH_BYTES = 1 << 26  # the memory grows by multiples of this size
 
 
 class Region(NamedTuple):
-    """Location of a file in the snapshot, in bytes."""
+    """Name and location of a file in the snapshot. Offset and length are in bytes."""
 
     name: str
     offset: int
@@ -16,10 +16,10 @@ class Region(NamedTuple):
 
 
 class Snapshot:
-    """One rank's files of one checkpoint, consecutively in anonymous shared memory (memfd_create(2)).
+    """One rank's files of one checkpoint, stored one after another in anonymous shared memory (memfd_create(2)).
 
-    The memory is reused by the next snapshot. Every process that holds `descriptor` shares it, so the writer can still
-    write the snapshot of a training process that was killed.
+    The next snapshot reuses the memory. The writer process inherits `descriptor`, so it can still write the snapshot
+    after the training process was killed.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Snapshot:
 
     @property
     def end(self) -> int:
-        """Bytes in use."""
+        """Number of bytes in use."""
         return self._end
 
 

@@ -1,4 +1,4 @@
-"""Size of a run's next checkpoint, for checks of free disk space."""
+"""Predict the size of a run's next checkpoint, to check the free disk space."""
 
 from pathlib import Path
 
@@ -8,7 +8,10 @@ from pretrain.config.validate import Plan
 
 
 def next_checkpoint_bytes(plan: Plan, checkpoints: Path) -> int:
-    """Bytes of the newest complete checkpoint if it has the plan's ZeRO stage and precision; else an estimate."""
+    """Return the size in bytes of the next checkpoint.
+
+    This is the size of the newest complete checkpoint if it has the plan's ZeRO stage and precision, else an estimate.
+    """
     newest = next((found for _, found in manifests_or_errors(checkpoints) if isinstance(found, Manifest)), None)
     if newest is not None and (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
         return sum(record.bytes for record in newest.files.values())

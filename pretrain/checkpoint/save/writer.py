@@ -1,8 +1,9 @@
-"""The background process of one rank: it writes snapshots, commits, prunes and mirrors while training continues.
+"""The background process of one rank: it writes snapshots, commits, mirrors and prunes while training continues.
 
-It imports neither torch nor DeepSpeed. It talks to its training process in lines of JSON (a `SaveJob` in, replies out)
-and to the writers of other ranks through files alone. When the training process dies, even by SIGKILL, it finishes the
-jobs that it has received and exits, so a checkpoint whose snapshots were all taken is not lost.
+It imports neither torch nor DeepSpeed. It reads each `SaveJob` as a line of JSON on its standard input, and writes its
+replies to its standard output. Writers of different ranks communicate only through files. If the training process ends,
+even by SIGKILL, the writer finishes all jobs that it has received. So a checkpoint is not lost once every rank has sent
+its job.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ from pretrain.checkpoint.save.writer_locks import has_ended, hold_lock
 from pretrain.errors import ConfigError, SaveError
 
 _REPLY_LOCK = threading.Lock()  # the main thread and the thread that runs `_after_save` both reply
-_CHECK_S = 1.0  # between checks whether rank 0's writer has ended
+_CHECK_S = 1.0  # interval of the checks whether rank 0's writer has ended
 
 
 @dataclass(frozen=True)
 class AfterSave:
-    """What to do after a checkpoint is committed: which older ones to keep, and the URL to mirror it to."""
+    """Flags for the time after a commit: which older checkpoints to keep, and the URL of the mirror."""
 
     keep_checkpoints: int = 0
     keep_every: int = 0
@@ -45,12 +46,12 @@ class AfterSave:
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Files that the writer has to write. Paths are absolute."""
+    """Files in a snapshot that the writer must write. Paths are absolute."""
 
     temporary: str  # folder in which the files are written
     files: list[Region]  # their locations in the snapshot
     error: str | None  # why the training process could not take the snapshot
-    manifest: str | None  # JSON without files; None on ranks other than 0
+    manifest: str | None  # text of manifest.json with empty `files`; None on ranks other than 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SaveJob:
     final: str  # folder of the checkpoint after the commit
     rank: int
     save_id: str
-    timeout_s: float  # for the other ranks' writers to write or copy their files
+    timeout_s: float  # limit for the other ranks' writers to write or mirror their files
     locks_are_shared: bool  # whether every host sees the locks of `writer_locks`
     names: list[str]  # files that this rank copies to the mirror
     after: AfterSave
@@ -73,8 +74,8 @@ def main(descriptor: int, checkpoints: Path, rank: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # these signals are meant for the training process
         signal.signal(number, signal.SIG_IGN)
     verified: set[str] = set()
-    # mirroring has its own thread, so it does not delay the next save; the lock is released before that thread is
-    # joined, so it does not delay the next start of the run either
+    # mirroring has its own thread, so that it does not delay the next save; `with` releases the lock before it joins
+    # this thread, so that mirroring does not delay the next start of the run either
     with ThreadPoolExecutor(1) as after_save, hold_lock(checkpoints, rank):
         _reply({"event": "ready"})
         for line in sys.stdin:
@@ -102,7 +103,7 @@ def _reply(reply: dict[str, Any]) -> None:
 
 
 def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, Any]:
-    """Write this rank's files and, on rank 0, commit when all ranks have written theirs. Return the reply."""
+    """Write this rank's files. On rank 0, commit as soon as all ranks have written. Return the reply."""
     start = time.perf_counter()
     temporary = Path(snapshot.temporary)
     error = snapshot.error
@@ -122,7 +123,8 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
             error = str(failure)
     if error is not None:
         return {"event": "save_failed", "step": job.step, "reason": error}
-    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None  # only rank 0 knows it
+    # only rank 0 knows the files of all ranks
+    num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None
     return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
             "seconds": round(time.perf_counter() - start, 3)}
 
@@ -139,40 +141,41 @@ def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileReco
 
 
 def report_failure(job: SaveJob, error: str) -> None:
-    """Report to rank 0's writer that this rank's files will not be written; on rank 0, abandon the save."""
+    """Report to rank 0's writer that this rank's files will not be written; on rank 0, remove the temporary folder."""
     if job.snapshot is None:
         return
     temporary = Path(job.snapshot.temporary)
     if job.rank == 0:
         discard(temporary)
         return
-    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the files were written before the writer died
+    if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the writer wrote all files before it ended
         return
-    with contextlib.suppress(OSError):  # without a part file, rank 0's writer waits until its time-out
-        for region in job.snapshot.files:  # frees space for the part file on a full disk
+    with contextlib.suppress(OSError):  # if this fails, rank 0's writer waits until its time-out
+        for region in job.snapshot.files:  # on a full disk, make space for the part file
             (temporary / region.name).unlink(missing_ok=True)
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
 
 
 def _after_save(job: SaveJob, verified: set[str]) -> None:
-    """Mirror this rank's files; on rank 0 complete the mirror's copy, then prune."""
+    """Mirror this rank's files. On rank 0, also write the mirror's manifest and prune."""
     final = Path(job.final)
     try:
         if job.snapshot is not None and not _becomes_committed(job):
-            return  # rank 0's writer has replied with the reason
+            return  # rank 0's writer reports the reason
         if job.after.mirror is not None:
             _reply_on_error(job, partial(_mirror, job, final, job.after.mirror))
-        if job.rank == 0 and job.after.keep_checkpoints > 0:  # even if mirroring failed: otherwise the disk fills up
+        # prune even if mirroring failed, so that the disk does not fill up
+        if job.rank == 0 and job.after.keep_checkpoints > 0:
             _reply_on_error(job, partial(_prune, job, final.parent, verified))
     finally:
         _reply({"event": "after_save", "step": job.step})
 
 
 def _reply_on_error(job: SaveJob, action: Callable[[], None]) -> None:
-    """Run `action`, and send a reply if it fails."""
+    """Call `action`, and send a reply if it raises an exception."""
     try:
         action()
-    except Exception as failure:  # each storage client has its own exceptions; the next checkpoint is tried again
+    except Exception as failure:  # each storage client has its own exception classes
         has_message = isinstance(failure, (ConfigError, SaveError))
         _reply({"event": "after_save_failed", "step": job.step,
                 "reason": str(failure) if has_message else f"{type(failure).__name__}: {failure}"})
@@ -193,7 +196,7 @@ def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
 
 
 def is_committed(job: SaveJob) -> bool:
-    """Return whether this save, and not another save of the same step, has been committed."""
+    """Return whether this save is committed. Another save of the same step does not count."""
     try:
         return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
     except (OSError, ValueError):
@@ -201,14 +204,14 @@ def is_committed(job: SaveJob) -> bool:
 
 
 def _becomes_committed(job: SaveJob) -> bool:
-    """Wait for rank 0's writer. Return whether it has committed this save."""
+    """Wait until rank 0's writer has committed this save or given up. Return whether it is committed."""
     assert job.snapshot is not None
     start = checked = time.monotonic()
     ended = False
     while not is_committed(job):
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
-            return is_committed(job)  # rank 0 may have renamed the folder between the two checks
+            return is_committed(job)  # rank 0's writer may have renamed the folder since the last check
         if now > checked + _CHECK_S:
             checked, ended = now, _has_ended(job, 0)
         time.sleep(min(1.0, 0.05 + (now - start) / 10))
@@ -220,6 +223,6 @@ def _has_ended(job: SaveJob, rank: int) -> bool:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # launchers kill all children of the training process when it ends; a forked orphan survives
+    if os.fork() == 0:  # launchers kill all children of a training process that ends, but not a forked orphan
         os.setsid()
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

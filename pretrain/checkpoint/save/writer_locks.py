@@ -1,8 +1,8 @@
 """Locks that show which background writers are running.
 
-Each writer locks a file in the checkpoints folder until its last save is committed or its process ends, however it
-ends. A file server releases the locks of a host that stops responding. Some file systems have no locks, or locks that
-only the same host sees (BeeGFS and Lustre with common mount options); there, time-outs take the place of locks.
+Each writer locks a file in the checkpoints folder until its last save is committed or its process ends for any reason.
+A file server releases the locks of a host that stops responding. Some file systems have no locks. On others (BeeGFS and
+Lustre with common mount options) only processes of the same host see a lock. In both cases time-outs replace the locks.
 """
 
 import errno
@@ -19,12 +19,13 @@ _POLL_S = 0.1
 
 
 def _path(checkpoints: Path, rank: int | str) -> Path:
+    """Return the path of a rank's lock file; rank "*" gives a pattern for all ranks."""
     return checkpoints / (f".writer-{rank}.lock" if isinstance(rank, str) else f".writer-{rank:05d}.lock")
 
 
 def hold_lock(checkpoints: Path, rank: int) -> TextIO:
-    """Lock the file of `rank`'s writer until the returned file is closed. Waits for the writer of an earlier run."""
-    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
+    """Lock the file of `rank`'s writer until the returned file is closed. Waits for an earlier run's writer."""
+    file = open(_path(checkpoints, rank), "a", encoding="utf-8")  # noqa: SIM115 (the open file holds the lock)
     _lock(file, fcntl.LOCK_EX)
     return file
 
@@ -32,7 +33,8 @@ def hold_lock(checkpoints: Path, rank: int) -> TextIO:
 def has_ended(checkpoints: Path, rank: int) -> bool:
     """Return whether the writer of `rank` has ended.
 
-    False on file systems without locks. On file systems where only the same host sees a lock, the answer is wrong.
+    The result is False on file systems without locks. It is wrong for another host's writer on file systems where only
+    processes of the same host see a lock; callers check `SaveJob.locks_are_shared`.
     """
     path = _path(checkpoints, rank)
     return path.exists() and _is_free(path) is True
@@ -56,7 +58,7 @@ def wait_for_writers(checkpoints: Path, *, timeout_s: float, log: Callable[[str]
 def _is_free(path: Path) -> bool | None:
     """Return whether the lock is free; None if the file system has no locks."""
     try:
-        with open(path, encoding="utf-8") as file:  # a shared lock: several processes can ask at once
+        with open(path, encoding="utf-8") as file:  # with a shared lock several processes can check
             return _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
