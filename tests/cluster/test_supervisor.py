@@ -183,7 +183,7 @@ def test_without_an_unhealthy_host_the_global_batch_stays_the_same(tmp_path: Pat
 def test_a_global_batch_that_fewer_ranks_cannot_divide_is_rejected(tmp_path: Path) -> None:
     code, stderr = fewer_hosts(tmp_path, batch=6)
     assert code == 2
-    assert "the 2 ranks left" in stderr
+    assert "the 2 remaining ranks" in stderr
     assert "global batch of 6" in stderr
     assert not (tmp_path / "words").exists()
 
