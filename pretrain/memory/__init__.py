@@ -1,4 +1,4 @@
-"""Memory of a layout: estimated in closed form, simulated with a real engine, or measured in a real run.
+"""Memory of a layout: estimated by formulas, simulated with an engine on tensors without data, or measured in a run.
 
-Imports everything below it: monitor, engine, config, data, model, distributed; never checkpoint/ or the trainer.
+Imports cli, config, data, distributed, engine, model, monitor and patches; never checkpoint/ or the trainer.
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 ROLES = ("parameters", "gradients", "master_weights", "optimizer_states", "buffers", "activations", "logits", "margin")
 STATES = ROLES[:4]
-# pinned: page-locked host memory. The layout decides the location, not `tensor.device`: whatever is not offloaded
-# counts as "device", even where the accelerator is the CPU.
+# pinned: page-locked host memory. The layout decides the location, not `tensor.device`: every tensor that is not
+# offloaded counts as "device", even where the accelerator is the CPU.
 LOCATIONS = ("device", "pinned", "host", "nvme")
 
 Key = tuple[str, str]  # (role, location)
@@ -25,7 +25,8 @@ class Footprint:
     def __post_init__(self) -> None:
         for role, location in self.sizes:
             if role not in ROLES or location not in LOCATIONS:
-                raise ValueError(f"footprint: found ({role!r}, {location!r}); roles: {ROLES}; locations: {LOCATIONS}")
+                raise ValueError(f"({role!r}, {location!r}) is not a role and a location of a Footprint. "
+                                 f"Roles: {ROLES}; locations: {LOCATIONS}.")
 
     def total(self, role: str | None = None, location: str | None = None) -> int:
         """Sum the bytes of a role, of a location, of both, or (no argument) of everything."""
@@ -49,7 +50,7 @@ class Footprint:
         return cls(sizes)
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """List (role, location, bytes) in the order of ROLES and LOCATIONS, without those of 0 bytes."""
+        """List (role, location, bytes) in the order of ROLES and LOCATIONS. Pairs of 0 bytes are left out."""
         return [(role, location, self.sizes[role, location]) for role in ROLES for location in LOCATIONS
                 if self.sizes.get((role, location))]
 
@@ -62,6 +63,6 @@ class Footprint:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Mapping[str, Any]]) -> "Footprint":
-        """Read what `to_json` returned."""
+        """Make a footprint from the result of `to_json`."""
         return cls.of(((role, location), int(size)) for role, sizes in values.items()
                       for location, size in sizes.items())

@@ -1,6 +1,6 @@
-"""Hardware that an estimate is made for: the GPU model, GPUs per node, host memory, NVMe and links.
+"""Hardware of an estimate: the GPU model, GPUs per node, host memory, NVMe and links.
 
-The numbers come from the vendors' data sheets of devices and usual servers; they are not measured. Flags override them.
+The numbers come from data sheets of GPUs and of common servers; they are not measured. Flags override them.
 Rates are bytes per second in one direction.
 """
 
@@ -15,7 +15,7 @@ GB = 10**9
 DEFAULT_GPU = "h100"
 DEFAULT_MARGIN = 0.05  # fraction of device memory that holds no tensors: CUDA context, NCCL buffers, workspaces
 HOST_MARGIN = 0.1  # fraction of host memory that holds no tensors: operating system, processes, page cache
-MAX_GPUS_PER_NODE = 8  # assumed if only the number of ranks is given
+MAX_GPUS_PER_NODE = 8  # assumed if --gpus_per_node is not given
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,16 @@ class Gpu:
     """One GPU model. The field names are keys of `compare_zero.py --json`."""
 
     name: str
-    memory_bytes: int  # as torch reports it: a little less than the marketed size
-    label: str  # its name in monitor/peak_flops.py
+    memory_bytes: int  # as torch reports them: a little less than the marketed size
+    label: str  # name of the GPU in monitor/peak_flops.py
     memory_rate: float
     peer_rate: float  # to the other GPUs of the node: NVLink or PCIe
     pcie_rate: float
-    network_rate: float  # of the node, divided by its GPUs
-    host_memory_bytes: int  # of the node, divided by its GPUs
-    nvme_bytes: int  # of the node, divided by its GPUs
-    nvme_rate: float  # of the node, divided by its GPUs
+    # The next four are values of a node, divided by the number of its GPUs.
+    network_rate: float
+    host_memory_bytes: int
+    nvme_bytes: int
+    nvme_rate: float
     knows_bf16: bool = True
 
 
@@ -43,7 +44,8 @@ def _gpu(name: str, gib: float, label: str, hbm: float, peer: float, pcie: float
 
 
 # Columns: name, GiB, label; GB/s of device memory, to peers, PCIe to the host, network; GiB of host memory; GB and GB/s
-# of NVMe. The last four are an eighth of a node's: DGX H200/H100/A100/V100, usual cloud servers of the other GPUs.
+# of NVMe. The last four are an eighth of a node's values. The nodes are DGX H200/H100/A100/V100 or, for other GPUs,
+# common cloud servers.
 GPUS = {gpu.name: gpu for gpu in (
     _gpu("b200", 178.3, "B200", 7700, 900, 63, 50, 256, 3840, 6.0),
     _gpu("h200", 139.8, "H200", 4800, 450, 63, 50, 256, 3840, 6.0),
@@ -72,7 +74,7 @@ class Cluster:
     nvme_bytes: int  # of a node
     nvme_rate: float  # of a node
     network_rate: float  # of a GPU
-    margin: float  # fraction of device memory that stays free of tensors
+    margin: float  # fraction of device memory that is kept free of tensors
 
     @property
     def world_size(self) -> int:
@@ -102,9 +104,10 @@ class Cluster:
 
 
 def find_gpu(text: str | None) -> Gpu:
-    """Return the GPU that `--gpu` selects: by name, or by a number of GiB with the rates of an H100.
+    """Return the GPU that `--gpu` selects by name. A number of GiB selects a GPU of that size with an H100's rates.
 
-    Without `--gpu` (None) it is this machine's GPU if nvidia-smi finds one, otherwise an H100. Raises ConfigError.
+    Without `--gpu` (None), return this machine's GPU if nvidia-smi reports one of GPUS, otherwise an H100. Raises
+    ConfigError.
     """
     if text is None:
         return _gpu_of_this_machine() or GPUS[DEFAULT_GPU]
@@ -122,6 +125,7 @@ def find_gpu(text: str | None) -> Gpu:
 
 
 def _gpu_of_this_machine() -> Gpu | None:
+    """Return the entry of GPUS with the name and (within 10%) the memory of this machine's first GPU, if any."""
     try:
         label, _, mebibytes = nvidia_smi("name,memory.total")[0].rpartition(",")
         memory_bytes = int(mebibytes) * 2**20
@@ -161,7 +165,7 @@ def _check_counts(**numbers: int | None) -> None:
 
 
 def _split(world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """Return (nodes, GPUs per node) from those of the three numbers that are given."""
+    """Return (nodes, GPUs per node). Numbers that are None follow from the other ones, or from the defaults."""
     if world_size is None:
         if nodes is None and gpus_per_node is None:
             raise ConfigError("--world_size", found="nothing", expected="a number of GPUs, or --nodes and "

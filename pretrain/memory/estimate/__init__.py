@@ -1,4 +1,4 @@
-"""Memory of one rank in closed form: model states, activations and the phases of a step, without importing torch.
+"""Memory of one rank by formulas: model states, activations and the phases of a step. Imports no torch.
 
-Imports config, model, errors and memory's footprint, sizes and hardware; never the other folders of memory/.
+Imports config, model, errors and memory/footprint.py; never the other folders of memory/.
 """

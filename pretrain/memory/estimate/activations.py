@@ -21,8 +21,8 @@ from pretrain.memory.estimate.loss_activations import loss_saved
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
-CPU_SCORES = 2**20  # elements of attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
-ATTENTION_ROWS = 128  # queries that the CPU's attention computes at a time (model/kernels/cpu_attention.py)
+CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
+ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/kernels/cpu_attention.py)
 
 
 def hidden_states_bytes(shape: ModelShape, batch: MicroBatch) -> int:
@@ -97,8 +97,8 @@ def _qkv_saved(shape: ModelShape, batch: MicroBatch) -> int:
 def _flash_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
-    `out` saves the same output storage. On CPUs after rotation the output has another memory order, so that `out`
-    saves a copy.
+    `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
+    copy.
     """
     outputs = 2 if not batch.cuda and shape.position == "rope" else 1
     log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
@@ -108,7 +108,7 @@ def _flash_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
 def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that attention with dropout saves on a CPU, where torch has no fused kernel for it.
 
-    fp32 q, k and v of all heads, and three fp32 tensors [H, N, T]: the softmax, the noise and their product.
+    These are q, k and v of all heads in fp32, and three fp32 tensors [H, N, T]: softmax, noise and their product.
     """
     heads = shape.num_heads / batch.tensor_parallel_size
     return round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
@@ -179,8 +179,9 @@ def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int
 def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved.
 
-    The gradient of the residual stream exists throughout. The larger of two phases adds to it: the MLP's (recomputed
-    tensors and gradients of inner tensors), or the attention's, before which the MLP's saved tensors are freed.
+    The gradient of the residual stream exists during the complete pass. The larger of two phases adds to it. The MLP's
+    phase has recomputed tensors and gradients of inner tensors. The attention's phase follows, after the MLP's saved
+    tensors are freed.
     """
     residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
     width = shape.intermediate_size
@@ -197,9 +198,9 @@ def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
 def _attention_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of gradients and working memory in attention's backward pass.
 
-    The peak is either the gradients of the output and of q, k and v with the kernel's working memory, or the
-    gradients of q, k and v twice, while they are concatenated for `qkv`. Without a fused kernel there is a gradient
-    [H, N, T] in fp32.
+    The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
+    or the gradients of q, k and v twice, while they are concatenated for `qkv`. With dropout on a CPU torch has no
+    fused kernel, and the peak is a gradient [H, N, T] in fp32.
     """
     if not batch.cuda and shape.attention_dropout:
         return round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
@@ -213,9 +214,9 @@ def _cpu_attention_work(shape: ModelShape, batch: MicroBatch) -> int:
 
     The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It
     holds k and v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several
-    tensors [H, rows, T]: scores, probabilities and their gradients. At its peak either the previous block's scores
-    still exist (`previous`: that block's length as a fraction of T), or the product that is added to the gradient of k
-    exists.
+    tensors [H, rows, T]: scores, probabilities and their gradients. At the peak one of two more tensors exists: the
+    previous block's scores (`previous` is that block's length as a fraction of T), or the product that is added to the
+    gradient of k.
     """
     heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))

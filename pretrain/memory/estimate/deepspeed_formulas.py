@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape
 
-_HOST_RESERVE = 1.5  # additional_buffer_factor
+_HOST_BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class DeepSpeedEstimate:
 
     device_bytes: int  # of one rank
     host_bytes: int  # of one node
-    differs: tuple[str, ...]  # what DeepSpeed's formula ignores or counts differently
+    differs: tuple[str, ...]  # sentences about what DeepSpeed's formula ignores or counts differently
 
 
 def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelShape | None, nodes: int,
@@ -37,26 +37,27 @@ def deepspeed_estimate(layout: Layout, *, num_parameters: int, shape: ModelShape
 
 
 def zero2_bytes(parameters: int, nodes: int, gpus_per_node: int, *, offloaded: bool) -> tuple[int, int]:
-    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 2, for elements `parameters`."""
+    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 2, for a number of parameters."""
     gpus = nodes * gpus_per_node
     if offloaded:
-        return 2 * parameters, int(parameters * max(4 * gpus, 16) * _HOST_RESERVE)
-    return 2 * parameters + int(18 * parameters / gpus), int(parameters * 4 * gpus_per_node * _HOST_RESERVE)
+        return 2 * parameters, int(parameters * max(4 * gpus, 16) * _HOST_BUFFER_FACTOR)
+    return 2 * parameters + int(18 * parameters / gpus), int(parameters * 4 * gpus_per_node * _HOST_BUFFER_FACTOR)
 
 
 def zero3_bytes(parameters: int, largest_layer: int, nodes: int, gpus_per_node: int, *, offloaded: bool,
                 offloads_parameters: bool) -> tuple[int, int]:
-    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 3, for elements `parameters`.
+    """Return (bytes of a device, bytes of a node's host) at ZeRO stage 3.
 
     Args:
+        parameters: elements of the model.
         largest_layer: elements of the largest layer, which every device holds in fp32.
     """
     gpus, layer_bytes = nodes * gpus_per_node, 4 * largest_layer
     if not offloaded:
-        return layer_bytes + int(18 * parameters / gpus), int(layer_bytes * gpus_per_node * _HOST_RESERVE)
+        return layer_bytes + int(18 * parameters / gpus), int(layer_bytes * gpus_per_node * _HOST_BUFFER_FACTOR)
     if offloads_parameters:
-        return layer_bytes, int(parameters * 18 * (1 / nodes) * _HOST_RESERVE)
-    return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_RESERVE)
+        return layer_bytes, int(parameters * 18 * (1 / nodes) * _HOST_BUFFER_FACTOR)
+    return layer_bytes + int(2 * parameters / gpus), int(parameters * 16 * (1 / nodes) * _HOST_BUFFER_FACTOR)
 
 
 def largest_layer_parameters(shape: ModelShape) -> int:
@@ -70,15 +71,17 @@ def largest_layer_parameters(shape: ModelShape) -> int:
 
 
 def _differences(layout: Layout, offloaded: bool) -> list[str]:
-    """List what DeepSpeed's formula for this layout ignores or counts differently."""
+    """List the memory that DeepSpeed's formula for this layout ignores or counts differently."""
     differences = ["activations and buckets are not counted"]
     if layout.zero_stage == 2 and offloaded:
         differences.append("gradients on the device are not counted; each node's host holds all model states, or 4 "
                            "bytes a parameter for every rank of all nodes")
     elif layout.zero_stage == 2:
-        differences.append("18 bytes a parameter are divided, 6 of them for 16-bit gradients and their fp32 copy")
+        differences.append("18 bytes a parameter are divided by the ranks, 6 of them for 16-bit gradients and their "
+                           "fp32 copy")
     elif not offloaded:
-        differences.append("18 bytes a parameter are divided; every device holds the largest layer in fp32")
+        differences.append("18 bytes a parameter are divided by the ranks; every device holds the largest layer in "
+                           "fp32")
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         differences.append("NVMe is counted as host memory")
     if offloaded:

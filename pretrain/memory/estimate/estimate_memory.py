@@ -1,4 +1,4 @@
-"""Memory of one rank in closed form, in a few milliseconds per layout: no model is built, torch is not imported."""
+"""Estimate the memory of one rank by formulas, in a few milliseconds: no model is built, torch is not imported."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,11 +27,11 @@ class MemoryEstimate:
     """Memory of one rank, by default of the rank that needs the most on its device."""
 
     layout: Layout
-    shape: ModelShape | None  # None: only the states are known, by the ZeRO paper's formula
+    shape: ModelShape | None  # None: the estimate has states only, by the ZeRO paper's formula
     num_parameters: int  # of the complete model
     steady: Footprint  # between two micro-batches: states and fixed buffers
-    peak: Footprint  # in the phase that needs the most, with a margin for memory that the allocators cannot use
-    phase: str  # that phase: see phases.py; "states" without a shape
+    peak: Footprint  # in the phase that needs the most memory; includes a margin that the allocators cannot use
+    phase: str  # name of the phase of `peak` (see phases.py); "states" if `shape` is None
     pipeline_stage: int = 0
     zero_rank: int = 0  # the rank's index among the ranks that ZeRO divides over
 
@@ -55,12 +55,12 @@ def estimate_memory(shape: ModelShape | None, layout: Layout, *, num_parameters:
     """Estimate the memory of the rank that needs the most on its device.
 
     Args:
-        shape: the model. None: only `num_parameters` is known, which gives states without activations, as in the ZeRO
-            paper.
+        shape: the model. None: only `num_parameters` is known, and the estimate has states without activations, as in
+            the ZeRO paper.
 
     Raises:
-        ConfigError: neither shape nor number is given, the layout is impossible, or it has more pipeline stages than
-            layers.
+        ConfigError: neither shape nor num_parameters is given, the layout is impossible, it has more pipeline stages
+            than layers, or its sequences are longer than the model's learned positions.
     """
     layout.check()
     if shape is None:
@@ -111,9 +111,9 @@ def _largest_overlap(groups: tuple[ParameterGroup, ...], ranks: int, aligned: bo
 def paper_states(num_parameters: float, layout: Layout) -> Footprint:
     """Return the model states by the ZeRO paper's formula (arXiv 1910.02054, section 3.1).
 
-    2 + 2 + K bytes a parameter for weights, gradients and optimizer, with K = 12 for Adam in mixed precision. ZeRO
-    stage 1 divides K by the ranks, stage 2 also the gradients, stage 3 also the weights. In fp32 there are no master
-    weights. Tensor and pipeline parallelism divide everything; offloaded states are in the layout's memory.
+    A parameter takes 2 + 2 + K bytes: weight, gradient, and K = 12 for Adam in mixed precision. ZeRO stage 1 divides K
+    by the number of ranks; stage 2 also divides the gradients, and stage 3 the weights. In fp32 there are no master
+    weights. Tensor and pipeline parallelism divide all states. Offloaded states count in host memory or on NVMe.
     """
     local = num_parameters / (layout.pipeline_stages * layout.tensor_parallel_size)
     divided = local / layout.zero_size

@@ -1,8 +1,8 @@
 """Gradients of weights in the phases of a step: in the backward pass, in the reduction, in the optimizer step.
 
-`states.py` counts the gradients that exist between two micro-batches. These functions return what a phase has in
-addition, or (negative bytes) does not have yet. Read from DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py,
-stage3.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py.
+`states.py` counts the gradients that exist between two micro-batches. These functions return the difference of a phase:
+positive for gradients in addition, negative for gradients that do not exist yet. Read from DeepSpeed 0.19.8:
+runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py.
 """
 
 from pretrain.config.layout import Layout
@@ -15,15 +15,15 @@ from pretrain.memory.estimate.states_zero3 import retained_gradients, sub_group_
 from pretrain.memory.footprint import Footprint
 
 _FP64 = 8
-_NORM_ELEMENTS = 250_000_000  # elements of a gradient whose norm is computed at a time (_constant_buffered_norm2)
+_NORM_ELEMENTS = 250_000_000  # DeepSpeed computes a norm in pieces of this size (_constant_buffered_norm2)
 
 
 def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (), *, accumulated: bool) -> Footprint:
-    """Gradients during the backward pass of some layers, less the gradients between two micro-batches.
+    """Return the gradients during the backward pass of some layers, minus the gradients between two micro-batches.
 
     Args:
         done: elements of the pipeline stage's parameters whose gradients are already computed.
-        layers: the current layers. The largest gradient among them exists next to the sum that it is added to.
+        layers: the current layers. Their largest gradient exists at the same time as the sum that it is added to.
         accumulated: whether gradients of earlier micro-batches exist.
     """
     layout, wrapper = rank.layout, optimizer_wrapper(rank.layout)
@@ -58,16 +58,18 @@ def _zero2_gradients(rank: Rank) -> int:
 
 
 def _overlapping_elements(rank: Rank) -> int:
+    """Elements of all parameters that overlap this rank's parts of the groups' flat tensors."""
     return sum(overlapping_elements(group, rank.layout, rank.zero_rank % group.ranks) for group in rank.groups())
 
 
 def reduction_in_backward(rank: Rank, done: int) -> Footprint:
-    """Buffers and copies of ZeRO stages 2 and 3 once a micro-batch's first gradients are reduced.
+    """Return the buffers and copies at ZeRO stages 2 and 3, from the first reduced gradients of a micro-batch on.
 
-    Stage 2: the buckets and, while gradients accumulate, this micro-batch's gradients of this rank's part
-    (`grads_in_partition`) next to the sum. Stage 3: the copy of the bucket that is reduced and scattered. With an
-    offloaded optimizer: a gradient converted to fp64 for its norm (`_constant_buffered_norm2`,
-    `set_norm_for_param_grad_in_gpu`).
+    - Stage 2: the buckets. If gradients accumulate, also this micro-batch's gradients of this rank's part
+      (`grads_in_partition`), in addition to their sum.
+    - Stage 3: the copy of the bucket that is reduced and scattered.
+    - Offloaded optimizer: one gradient in fp64, for its norm (`_constant_buffered_norm2`,
+      `set_norm_for_param_grad_in_gpu`).
 
     Args:
         done: elements of the pipeline stage's parameters whose gradients have been reduced.
@@ -100,7 +102,7 @@ def _retained_gradients(rank: Rank, done: int) -> int:
 
 
 def gradients_in_reduction(rank: Rank) -> Footprint:
-    """Copies that ZeRO stage 1 makes after the last micro-batch, on top of the gradients and buckets.
+    """Return the copies that ZeRO stage 1 makes after the last micro-batch, in addition to gradients and buckets.
 
     The gradients of this rank's part are copied out of the bucket (`grads_in_partition`). With an offloaded optimizer
     they are copied only if gradients accumulate in another dtype (`_use_compact_grad_partition_buffer`), and each
@@ -117,9 +119,9 @@ def gradients_in_reduction(rank: Rank) -> Footprint:
 
 
 def gradients_in_optimizer_step(rank: Rank) -> Footprint:
-    """Gradients and working memory of the optimizer step of the largest group.
+    """Return the gradients and the working memory of the optimizer step of the largest group.
 
-    The gradients are counted in the dtype that the optimizer is given, with the copies made on the way. By then ZeRO
+    The gradients count in the dtype that the optimizer is given, with all copies of the conversion. At this point ZeRO
     stages 1 and 2 hold only the gradients of this rank's part.
     """
     layout = rank.layout
@@ -167,9 +169,11 @@ def _has_tied_copy(rank: Rank) -> bool:
 
 
 def _masked_norm(rank: Rank, elements: int) -> int:
-    """Bytes of the gradient norm when some gradients are excluded from it (runtime/utils.py, get_flattened_grad_norm).
+    """Bytes that computing a gradient norm takes if it excludes some gradients (runtime/utils.py,
+    get_flattened_grad_norm).
 
-    All gradients are converted to fp32. `elements` fp32 zeros, an fp32 running sum and a one-byte mask are allocated.
+    All gradients are converted to fp32. Three tensors of `elements` are allocated: fp32 zeros, an fp32 running sum and
+    a one-byte mask.
     """
     total = sum(group.size for group in rank.groups())
     return total * (FP32 - rank.layout.element_bytes) + elements * (2 * FP32 + 1)
@@ -178,7 +182,7 @@ def _masked_norm(rank: Rank, elements: int) -> int:
 def _adamw_work(layout: Layout, elements: int) -> int:
     """Bytes of torch.optim.AdamW's denominators; DeepSpeed's kernels need none.
 
-    On CUDA ("foreach") one tensor exists at a time, on a CPU two: the square root and its quotient.
+    On CUDA ("foreach") one tensor exists at a time. On a CPU two exist: the square root and its quotient.
     """
     if not layout.torch_optimizer:
         return 0

@@ -8,7 +8,7 @@ from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
 CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (fused_loss.py)
-CPU_LOGITS = 2**20  # elements of the softmax that one CPU thread computes at a time (fused_loss.py); one thread assumed
+CPU_LOGITS = 2**20  # softmax elements that one CPU thread computes at a time (fused_loss.py); assumes one thread
 
 
 def _vocab_size(shape: ModelShape, batch: MicroBatch) -> int:
@@ -38,9 +38,9 @@ def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
 def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of head and loss at the peak of their forward pass, without their input.
 
-    That is: what they save, two fp32 vectors [N], one chunk's logits, and the larger of (a) the chunk's softmax in
-    fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the softmax of as many
-    rows at a time as stay in its cache; the result of the rows before still exists meanwhile.
+    The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
+    chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
+    softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
     """
     vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
     chunk = min(batch.tokens, CHUNK_TOKENS)
@@ -55,8 +55,8 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
 def loss_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that the loss's backward pass allocates at its peak, beyond what it saved and the gradient of the matrix.
 
-    It scales the saved gradient of the hidden states [N, D], first in fp32, then in their dtype. The fp32 copy is freed
-    before the gradient of the matrix is scaled, so that only its excess over that gradient counts.
+    The pass scales the saved gradient of the hidden states [N, D] in fp32 and converts the result to their dtype. The
+    fp32 copy is freed before the gradient of the matrix is scaled. Only its excess over that gradient counts.
     """
     scaled = batch.tokens * shape.hidden_size * batch.element_bytes
     in_fp32 = batch.tokens * shape.hidden_size * FP32 if batch.element_bytes != FP32 else 0

@@ -29,7 +29,7 @@ class Tensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether the parameter has weight decay (engine/parameter_groups.py)."""
+        """Return whether it has two or more dimensions; if so, weight decay applies (engine/parameter_groups.py)."""
         return len(self.shape) >= 2
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed 0.19.8's optimizer wrappers: which one a layout gets, and the optimizer's tensors for each element.
+"""DeepSpeed 0.19.8's optimizer wrappers: the wrapper of a layout, and the bytes of the optimizer's tensors.
 
-A wrapper is the class that DeepSpeed puts around the optimizer; it owns the master weights and divides the states.
+A wrapper is the class that DeepSpeed puts around the optimizer. It owns the master weights and divides the states.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ def optimizer_wrapper(layout: Layout) -> str:
     """Name the wrapper that DeepSpeed chooses (runtime/engine.py, _do_optimizer_sanity_check).
 
     "zero3" (DeepSpeedZeroOptimizer_Stage3), "zero12" (DeepSpeedZeroOptimizer), "bf16" (BF16_Optimizer), "fp16"
-    (FP16_Optimizer) or "none" (fp32 at ZeRO stage 0). bf16 at ZeRO stage 0 runs as a PipelineModule in this project,
-    for which DeepSpeed chooses BF16_Optimizer.
+    (FP16_Optimizer) or "none" (fp32 at ZeRO stage 0). In this project ZeRO stages 0 and 1 run as a PipelineModule; for
+    it DeepSpeed chooses BF16_Optimizer in bf16 at stage 0.
     """
     if layout.zero_stage == 3:
         return "zero3"
@@ -61,8 +61,8 @@ def optimizer_state_bytes(layout: Layout) -> int:
 def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> Iterator[Allocation]:
     """Yield the optimizer states of `elements` elements of a group.
 
-    Muon applies to hidden matrices: it keeps one momentum tensor in the gradients' dtype, and a second one until the
-    step is known to be free of overflows (`_muon_pending_momentum`). Embeddings, head and vectors use Adam.
+    Muon updates hidden matrices. It keeps one momentum tensor in the gradients' dtype, and a second one until the step
+    is known to have no overflow (`_muon_pending_momentum`). Embeddings, head and vectors use Adam.
     """
     location = unpinned_location(layout)
     if layout.optimizer != "muon":

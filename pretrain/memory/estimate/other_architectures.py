@@ -92,7 +92,7 @@ def _qwen3(values: Values) -> dict[str, Any]:
 
 
 def _qwen_experts(values: Values, *, expert_size: int, num_experts: int, per_token: int) -> dict[str, Any]:
-    """Read Qwen's experts: every decoder_sparse_step-th block has them, except those in mlp_only_layers.
+    """Read Qwen's experts. Every decoder_sparse_step-th block has experts, except the blocks in mlp_only_layers.
 
     The arguments are the defaults of the architecture.
     """
@@ -165,7 +165,7 @@ def _opt(values: Values) -> dict[str, Any]:
 
 
 def _gpt2_like(values: Values, hidden: int, layers: int, heads: int, kv_heads: int, positions: int) -> dict[str, Any]:
-    """Fields of architectures like GPT-2: learned positions, LayerNorm, biases, no gate, a tied head."""
+    """Return the fields of architectures like GPT-2: learned positions, LayerNorm, biases, no gate, a tied head."""
     return {"vocab_size": _require(values, "vocab_size"), "hidden_size": hidden, "num_layers": layers,
             "num_heads": heads, "num_kv_heads": kv_heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden,
             "max_positions": positions, "activation": "gelu_tanh", "gated_mlp": False, "norm": "layernorm",

@@ -3,7 +3,7 @@
     loss        the activations of all micro-batches in flight, one chunk of logits and its softmax
     backward    for each group of layers: its saved or recomputed activations, gradients of activations and of weights
     reduction   ZeRO stage 1: all gradients, the reduction bucket, and this rank's averaged gradients
-    step        the fp32 copies of gradients that the optimizer is given
+    step        copies of gradients in the dtype that the optimizer is given, and the optimizer's working memory
 
 Read from DeepSpeed 0.19.8: runtime/pipe/engine.py and schedule.py, runtime/zero/stage_1_and_2.py, stage3.py,
 partitioned_param_coordinator.py, runtime/bf16_optimizer.py, runtime/fp16/fused_optimizer.py. Measured against real
@@ -64,7 +64,7 @@ def _device(role: str, size_bytes: int) -> Footprint:
 
 
 def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
-    """The forward pass of head and loss, on the last pipeline stage."""
+    """Return the memory of the forward pass of head and loss, on the last pipeline stage."""
     shape, batch = rank.shape, rank.micro_batch
     activations = rank.in_flight * sum(group.saved for group in groups) - loss_saved(shape, batch)
     if not rank.layout.uses_pipeline_module:  # a PipelineModule's hidden states are counted in _pipeline_slots
@@ -78,9 +78,9 @@ def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
 def _pipeline_slots(rank: Rank) -> int:
     """Bytes of hidden states that PipelineEngine keeps in its slots; 0 for the plain module.
 
-    Slots hold the outputs of micro-batches, their inputs, and the tensors that inputs and gradients are received into.
-    The last pipeline stage does not clear `pipe_buffers['outputs']`, so that the outputs of earlier micro-batches stay
-    there with their graphs.
+    Slots hold the outputs of micro-batches, their inputs, and the receive buffers for inputs and gradients. The last
+    pipeline stage does not clear `pipe_buffers['outputs']`, so that outputs of earlier micro-batches stay allocated
+    with their graphs.
     """
     if not rank.layout.uses_pipeline_module:
         return 0
@@ -130,8 +130,9 @@ def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch
 def _backward_passes(rank: Rank) -> list[tuple[int, bool]]:
     """List (micro-batches in flight, gradients already accumulated?) of the backward passes that can peak.
 
-    The first backward pass has no accumulated gradients. If all micro-batches of the step are in flight at once, every
-    later pass has one micro-batch fewer; otherwise a later pass has the same number, and needs more than the first.
+    The first backward pass has no accumulated gradients. If all micro-batches of the step are in flight at once, each
+    pass has one micro-batch fewer than the pass before. Otherwise a later pass has as many micro-batches in flight as
+    the first one and also accumulated gradients, so only this later pass can peak.
     """
     if rank.layout.gradient_accumulation_steps > rank.in_flight:
         return [(rank.in_flight, True)]
@@ -160,7 +161,7 @@ def _backward_phases(rank: Rank, groups: tuple[LayerGroup, ...], in_flight: int,
 
 
 def _group_backward(rank: Rank, group: LayerGroup) -> int:
-    """Bytes of a group's recomputed activations, and of its gradients of activations."""
+    """Bytes of a group's recomputed activations and of the gradients of its activations."""
     shape, batch, layers = rank.shape, rank.micro_batch, group.layers
     is_head = layers[-1].kind == "head"
     recomputed = 0
@@ -174,10 +175,10 @@ def _group_backward(rank: Rank, group: LayerGroup) -> int:
 
 
 def _gathered_parameters(rank: Rank, done: int = 0) -> Footprint:
-    """The parameters that ZeRO stage 3 has gathered, besides the persistent ones.
+    """Return the parameters that ZeRO stage 3 has gathered, without the persistent ones.
 
-    These are the parameters of the current layers, prefetched ones (`stage3_prefetch_bucket_size`), and those that the
-    backward pass will reuse. On one rank without offload the partitions themselves are used.
+    These are the parameters of the current layers, prefetched parameters (`stage3_prefetch_bucket_size`), and
+    parameters that the backward pass will reuse. One rank without offload gathers nothing: it uses its partitions.
 
     Args:
         done: elements of the parameters that the backward pass has released.

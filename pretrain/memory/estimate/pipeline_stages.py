@@ -1,4 +1,4 @@
-"""Which layers, and so which parameters, each pipeline stage holds.
+"""Layers and parameters of each pipeline stage.
 
 This file repeats DeepSpeed 0.19.8's partitioning in plain Python (runtime/pipe/module.py, _partition_layers;
 runtime/utils.py, partition_uniform and partition_balanced), because importing deepspeed takes longer than all
@@ -15,9 +15,9 @@ from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
 from pretrain.model.flops import head_work_for_partition
 
-# Class names in model/layer_specs.py, which the regular expression of "type:REGEX" is matched against.
-_CLASSES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
-            "head": "Head"}
+# Class names in model/layer_specs.py. The regular expression of "type:REGEX" is matched against these names.
+_CLASS_NAMES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
+                "head": "Head"}
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -32,9 +32,9 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: tuple[int, ...], num_parts: int) -> list[int]:
     """Return the num_parts + 1 bounds that minimise (heaviest part - lightest part).
 
-    Of equal solutions the last one is returned, as DeepSpeed's partition_balanced does. The algorithm is dynamic
-    programming over the number of parts: each round finds, for every prefix of the items, the best way to cut the
-    prefix into that many parts.
+    If several solutions are equally good, the last one is returned, as in DeepSpeed's partition_balanced. The algorithm
+    is dynamic programming over the number of parts: each round finds, for every prefix of the items, the best way to
+    cut the prefix into that many parts.
     """
     items = len(weights)
     if items <= num_parts:
@@ -77,7 +77,7 @@ def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
     """Return a sixth of a layer's training FLOPs per token (model/flops.py counts the same way).
 
     This is the number of weights that a token is multiplied with, plus 2 * num_heads * head_size * seq_length for the
-    attention scores and their product with the values. Of the experts only those that the token passes count.
+    attention scores and their product with the values. Only the experts that process the token count.
     """
     if layer.kind not in ("block", "head"):
         return 0
@@ -101,7 +101,7 @@ def _bounds(shape: ModelShape, pipeline_stages: int, partition_method: str, seq_
     layers = shape.layers()
     if pipeline_stages == 1:
         return [0, len(layers)]
-    bounds = _cut(shape, pipeline_stages, partition_method.lower(), seq_length)
+    bounds = _bounds_by_method(shape, pipeline_stages, partition_method.lower(), seq_length)
     if bounds is None:
         raise ConfigError("pipeline.partition_method", found=repr(partition_method),
                           expected='"flops", "parameters", "uniform" or "type:REGEX"')
@@ -111,7 +111,7 @@ def _bounds(shape: ModelShape, pipeline_stages: int, partition_method: str, seq_
     return bounds
 
 
-def _cut(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) -> list[int] | None:
+def _bounds_by_method(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) -> list[int] | None:
     """Return the bounds that a partition method gives, or None if the method is unknown."""
     layers = shape.layers()
     if method == "uniform":
@@ -125,7 +125,7 @@ def _cut(shape: ModelShape, pipeline_stages: int, method: str, seq_length: int) 
         pattern = re.compile(method.split(":")[1], re.IGNORECASE)
         # A tied head is built as a second TokenEmbedding (model/layer_specs.py).
         kinds = ["embedding" if layer.tied else layer.kind for layer in layers]
-        weights = [int(bool(pattern.search(_CLASSES[kind]))) for kind in kinds]
+        weights = [int(bool(pattern.search(_CLASS_NAMES[kind]))) for kind in kinds]
     else:
         return None
     return partition_balanced(tuple(weights), pipeline_stages)

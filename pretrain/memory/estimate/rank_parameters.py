@@ -18,7 +18,7 @@ class MicroBatch:
     tokens: int  # on this rank: samples * positions / ranks that share a sequence
     seq_length: int  # positions of a complete sample
     element_bytes: int  # of an activation
-    cuda: bool
+    cuda: bool  # whether CUDA kernels compute the activations, or CPU kernels
     tensor_parallel_size: int = 1
     fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
 
@@ -38,7 +38,7 @@ class ParameterGroup:
     """An optimizer parameter group: the parameters that ZeRO flattens and divides together."""
 
     sizes: tuple[int, ...]  # elements of each parameter on this rank before ZeRO, in the order of registration
-    ranks: int  # the number of ranks over which ZeRO divides them
+    ranks: int  # number of ranks over which ZeRO divides the parameters
     muon_size: int = 0  # elements that Muon orthogonalises: all matrices except embeddings and head
 
     @cached_property
@@ -65,8 +65,8 @@ class ParameterGroup:
 def parameter_groups(shape: ModelShape, layout: Layout, pipeline_stage: int) -> tuple[ParameterGroup, ...]:
     """Return the non-empty parameter groups of one rank.
 
-    Matrices and vectors are two groups, as in engine/ (weight decay); experts have groups of their own, as DeepSpeed
-    divides them over fewer ranks.
+    Matrices and vectors are two groups, because only matrices have weight decay (engine/parameter_groups.py). Experts
+    have groups of their own, because DeepSpeed divides them over fewer ranks.
     """
     return _groups(pipeline_stage_layers(shape, layout, pipeline_stage), layout.tensor_parallel_size,
                    layout.expert_parallel_size, layout.zero_size)
@@ -94,7 +94,7 @@ class Rank:
     shape: ModelShape
     layout: Layout
     pipeline_stage: int = 0
-    zero_rank: int = 0  # its index among the ranks that ZeRO divides over
+    zero_rank: int = 0  # index of this rank among the ranks that ZeRO divides over
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -110,7 +110,7 @@ class Rank:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations wait for their backward pass: 1F1B (runtime/pipe/schedule.py)."""
+        """Largest number of micro-batches that wait for their backward pass (1F1B, runtime/pipe/schedule.py)."""
         return min(self.layout.pipeline_stages - self.pipeline_stage, self.layout.gradient_accumulation_steps)
 
     @property
@@ -120,6 +120,7 @@ class Rank:
 
     @property
     def accumulates(self) -> bool:
+        """Return whether a step sums the gradients of several micro-batches."""
         return self.layout.gradient_accumulation_steps > 1
 
     def layers(self) -> tuple[Layer, ...]:

@@ -1,10 +1,10 @@
-"""Model states and fixed buffers of one rank: what it holds between two micro-batches.
+"""Model states and fixed buffers that one rank holds between two micro-batches.
 
 These are the parameters, gradients, master weights, optimizer states and permanent buffers that DeepSpeed 0.19.8
-allocates, padding included. There is one function for each optimizer wrapper, which names the file that it was read
-from. The moment is after the first step, so the optimizer has its states, and while gradients accumulate. Memory that a
-step allocates and frees is in `phases.py`. The published formula (ZeRO, arXiv 1910.02054) is
-`rank_memory.paper_states`.
+allocates, padding included. There is one function for each optimizer wrapper; its docstring names the DeepSpeed file.
+The numbers hold after the first step, when the optimizer states exist, and while gradients accumulate. `phases.py` adds
+the memory that a step allocates and frees. The published formula (ZeRO, arXiv 1910.02054) is
+`estimate_memory.paper_states`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -41,8 +41,8 @@ def _allocations(rank: Rank) -> Iterator[Allocation]:
 def pinning_loss(rank: Rank) -> int:
     """Bytes of pinned host memory that torch allocates beyond the tensors' sizes.
 
-    Its allocator rounds each tensor up to a power of two (ATen/core/CachingHostAllocator.h; read, not measured). The
-    buffers for NVMe are DeepSpeed's own and are not rounded.
+    torch's allocator rounds each tensor up to a power of two (ATen/core/CachingHostAllocator.h; read, not measured).
+    DeepSpeed allocates the buffers for NVMe itself, without rounding.
     """
     pinned = [size for (role, location), size in _allocations(rank)
               if location == "pinned" and size and not (role == "buffers" and rank.layout.zero_stage == 3)]
@@ -53,7 +53,7 @@ def padded_size(group: ParameterGroup, layout: Layout) -> int:
     """Return the elements of a group's flat tensor at ZeRO stages 1 and 2 and under BF16_Optimizer.
 
     The size is a multiple of 2 * ranks (zero/stage_1_and_2.py, nccl_start_alignment_factor). With
-    `parameter_alignment` there are gaps as well, so that every parameter starts at a multiple of 16 bytes.
+    `parameter_alignment` there are also gaps between parameters: each one starts at a multiple of 16 bytes.
     """
     elements = group.size
     if layout.parameter_alignment and optimizer_wrapper(layout) == "zero12":
@@ -112,9 +112,10 @@ def _zero12_gradients(group: ParameterGroup, layout: Layout, part: int, zero_ran
     """Yield the accumulated gradients of one group.
 
     ZeRO stage 1 keeps all gradients until the last micro-batch, in `param.grad`, or in `param.grad_accum` if they
-    accumulate in another dtype. ZeRO stage 2 keeps the gradients of every parameter that overlaps this rank's part; if
-    they accumulate in another dtype, only its part (`_use_compact_grad_partition_buffer`); if the optimizer is
-    offloaded, the sums are on the host (`accumulated_grads_in_cpu`).
+    accumulate in another dtype. ZeRO stage 2 keeps the complete gradients of every parameter that overlaps this rank's
+    part. There are two exceptions: gradients that accumulate in another dtype are kept for this rank's part only
+    (`_use_compact_grad_partition_buffer`), and with an offloaded optimizer the sums are on the host
+    (`accumulated_grads_in_cpu`).
     """
     converts = layout.grad_accum_bytes != layout.element_bytes
     if layout.zero_stage == 1:

@@ -52,7 +52,7 @@ def sub_group_sizes(parts: Sequence[int], layout: Layout) -> list[int]:
 
 
 def _sub_group_states(group: ParameterGroup, elements: int, layout: Layout) -> Iterator[Allocation]:
-    """Yield master weights and optimizer states of one sub-group, in files if it is large enough for NVMe."""
+    """Yield master weights and optimizer states of one sub-group. A sub-group that is large enough is on NVMe."""
     master = master_weight_bytes(layout)
     on_nvme = layout.offload_optimizer == "nvme" and is_swapped(elements * master, layout)
     size = aligned_bytes(elements * master, layout) if on_nvme else elements * master
@@ -66,7 +66,7 @@ def _sub_group_states(group: ParameterGroup, elements: int, layout: Layout) -> I
 def _parameters(groups: Sequence[ParameterGroup], layout: Layout) -> Iterator[Allocation]:
     """Yield the partitioned parameters, the small parameters that stay gathered, and ZeRO++'s second partition.
 
-    The partitions are one flat tensor; offloaded, one pinned tensor per group.
+    On the device, the partitions are one flat tensor. Offloaded, they are one pinned tensor per group.
     """
     element, in_cpu = layout.element_bytes, 0
     for group in groups:
@@ -87,9 +87,10 @@ def _parameters(groups: Sequence[ParameterGroup], layout: Layout) -> Iterator[Al
 def _parameters_on_nvme(group: ParameterGroup, held: int, layout: Layout) -> Iterator[Allocation]:
     """Yield the files of a group's parameters, and the host memory that swapping needs.
 
-    Every part that is large enough has a file, even if the host keeps a copy. The host keeps sub-groups up to
-    `max_in_cpu` elements, and all parts that are too small for a file. A sub-group that it does not keep is written
-    through a buffer of the sub-group's size over all ranks (reserve_partitioned_swap_space is called with `ds_numel`).
+    Every part that is large enough has a file, even if the host keeps a copy. The host keeps sub-groups of up to
+    `max_in_cpu` elements together, and all parts that are too small for a file. All other sub-groups are written
+    through a buffer that has the sub-group's size on all ranks together (reserve_partitioned_swap_space is called with
+    `ds_numel`).
 
     Args:
         held: elements of the group that `max_in_cpu` allows on the host.
@@ -179,9 +180,9 @@ def swapped_gradients(parts: Iterable[int], element_bytes: int, layout: Layout) 
 def retained_gradients(parts: Iterable[int], element_bytes: int, layout: Layout) -> int:
     """Bytes of gradients that stay on the device between the last reduction and the optimizer step.
 
-    A part stays if it is too small for a file, or if its size is not aligned: the remainder that is not written is a
-    view, which keeps the complete part allocated (zero/stage3.py, _offload_grad_partition_at_boundary;
-    swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
+    A part stays if it is too small for a file, or if its size is not a multiple of the alignment. In the second case
+    the remainder is not written. It is a view, which keeps the complete part allocated (zero/stage3.py,
+    _offload_grad_partition_at_boundary; swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
 
     Args:
         parts, element_bytes: as in `swapped_gradients`.

@@ -1,4 +1,4 @@
-"""Memory that real engines hold and need: inventory of an engine, trackers, and short runs on this machine.
+"""Measured memory of real engines: an inventory of an engine's tensors, trackers, and short runs on this machine.
 
-Imports memory/step_time/, memory/estimate/, engine/ and everything below; never memory/search/ or memory/report/.
+Imports memory/footprint.py, config, data, distributed and engine; never the other folders of memory/.
 """

@@ -1,15 +1,15 @@
-"""Peak memory of one training step on a CPU, where torch keeps no count. Measuring it does not slow down the step.
+"""Peak memory of one training step on a CPU, where torch counts no bytes. The measurement does not slow down the step.
 
-    peak = tensors that the engine holds before the step + the most that the step allocates on top of them
+    peak = bytes of the tensors that the engine holds before the step + peak of the bytes that the step allocates
 
 The first part is an inventory of the engine, taken between two steps. The second part comes from counters of
-jemalloc >= 5.3, with which train.py runs where it is installed (pretrain/distributed/allocator.py): the maximum of the
-bytes allocated minus the bytes freed by the calling thread. On a CPU torch runs forward pass, backward pass and
-optimizer in that one thread. The counters include what operators allocate internally, and count each block with the
-size class that jemalloc rounds it up to.
+jemalloc >= 5.3, which train.py uses if it is installed (pretrain/distributed/allocator.py): the maximum of (bytes
+allocated - bytes freed) of the calling thread. On a CPU torch runs forward pass, backward pass and optimizer in this
+one thread. The counters include blocks that operators allocate internally. Each block counts with the size class that
+jemalloc rounds it up to.
 
-glibc's malloc has no such counters. Without jemalloc the inventory is taken once more in the step, after its backward
-pass.
+glibc's malloc has no such counters. Without jemalloc the inventory is taken once more, after the backward pass of the
+step.
 """
 
 import ctypes

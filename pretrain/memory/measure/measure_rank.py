@@ -22,10 +22,10 @@ from pretrain.errors import ConfigError
 
 
 def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
-    """Build the plan's engine, train, and destroy the engine. Needs a process group, and is collective.
+    """Build the plan's engine, train, and destroy the engine. Every rank of the process group must call this.
 
-    Returns every rank's result, on every rank: EngineMemory as JSON, with "nvme" (a Footprint like "held"),
-    "step_times_ms" and "rss_bytes".
+    Returns the results of all ranks, on every rank. A result is an EngineMemory as JSON, with three more keys: "nvme"
+    (a Footprint like "held"), "step_times_ms" and "rss_bytes".
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Measure a short run of a DeepSpeed JSON on this machine: what every rank held and needed.
+"""Measure the memory of every rank in a short run of a DeepSpeed JSON on this machine.
 
 Each rank is a process of its own, `python -m pretrain.memory.measure.measure_rank REQUEST.json`. It is started without
 a launcher, so that its exit code and its output are known (run_ranks.py). Engine, model and step are those of training.
@@ -28,7 +28,7 @@ class RankMeasurement:
     """Memory of one rank."""
 
     held: Footprint  # between backward pass and optimizer step; swap files included, with their sizes on disk
-    unaccounted_bytes: int  # of tensors that were alive then, but not found in the engine; -1 on CUDA: not known
+    unaccounted_bytes: int  # of tensors alive at that point that the inventory did not find; -1 on CUDA: not known
     peak_bytes: int  # of all tensors together in a step after the first; on CUDA max_memory_allocated
     rss_bytes: int  # resident memory of the process
 

@@ -1,8 +1,8 @@
 """Run a few real steps of an engine on random tokens, and take an inventory of its tensors in each step.
 
-The inventory is taken after the last backward pass of a step, before gradients are reduced and the optimizer runs. At
-this point all gradients are in memory, as they are from the first micro-batch on. Later in the step even ZeRO-1 has
-partitioned them.
+The inventory is taken after the last backward pass of a step and before the optimizer step. At ZeRO stages 0 and 1 no
+gradient has been reduced at this point, so the inventory has all of them, as between two micro-batches. At stages 2 and
+3 the backward pass itself has reduced the gradients.
 """
 
 import time
@@ -27,10 +27,10 @@ _GLOO_RELEASE_S = 0.1  # gloo's threads release a tensor shortly after its colle
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What one rank's engine held and needed over some steps."""
+    """Memory of one rank's engine over some steps."""
 
     held: Footprint  # between backward pass and optimizer step
-    unaccounted_bytes: int  # of tensors that the tracker saw alive then, but not found in the engine; -1: no tracker
+    unaccounted_bytes: int  # of tensors that the tracker counts but the inventory did not find; -1: no tracker
     peak_bytes: int  # of all tensors together, over all steps but the first
 
     def to_json(self) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def random_batches(plan: Plan) -> list[MicroBatch]:
 
 
 def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: StorageTracker | None) -> EngineMemory:
-    """Train `steps` steps, at least 2, because the first one allocates the optimizer states.
+    """Train `steps` steps. There must be at least 2, because the first one allocates the optimizer states.
 
     Args:
         tracker: a tracker that was entered before the engine was built; None on CUDA.
     """
-    inventories: list[tuple[Footprint, int]] = []  # of each step, with the bytes that it does not account for
+    inventories: list[tuple[Footprint, int]] = []  # of each step: (footprint, unaccounted bytes)
     batches = random_batches(plan)
     batch_storages = {tensor.untyped_storage()._cdata for tokens, (labels, weights) in batches
                       for tensor in (tokens, labels, weights)}
@@ -81,7 +81,7 @@ def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: S
 
 
 def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:
-    """Return the milliseconds of each of `steps` steps. Call it without a tracker, which takes time itself."""
+    """Run `steps` steps and return the milliseconds of each. Do not use a tracker here: it slows down the steps."""
     batches, times = random_batches(plan), []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -93,8 +93,8 @@ def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:
 def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
     """Call `action` in every later step after the last backward pass.
 
-    A pipeline engine calls it before it reduces gradients. The plain engine calls it before the optimizer step; ZeRO-2
-    and 3 have then already reduced the gradients, in the backward pass itself.
+    A pipeline engine (ZeRO stages 0 and 1) calls `action` before it reduces gradients. The plain engine (stages 2 and
+    3) calls `action` before the optimizer step, after the backward pass has reduced the gradients.
     """
     if isinstance(engine, PipelineEngine):
         original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]

@@ -1,4 +1,4 @@
-"""Detect that memory ran out: from an exception, from the output of a process, from the kernel's count of kills."""
+"""Detect that memory ran out, from an exception, from the output of a process, or from the kernel's count of kills."""
 
 from contextlib import suppress
 
@@ -19,7 +19,7 @@ def mentions_out_of_memory(text: str) -> bool:
 def kernel_oom_kills() -> int | None:
     """Return how many processes of this host the kernel has killed for lack of memory since it booted.
 
-    It includes kills in control groups. None if the kernel has no such counter (oom_kill in /proc/vmstat, since
+    The count includes kills in control groups. None if the kernel has no such counter (oom_kill in /proc/vmstat, since
     Linux 4.13).
     """
     with suppress(OSError, ValueError), open("/proc/vmstat", encoding="ascii") as file:

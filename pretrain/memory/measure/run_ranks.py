@@ -13,10 +13,10 @@ from pretrain.errors import ConfigError
 from pretrain.memory.measure.out_of_memory import mentions_out_of_memory
 
 RANK_MODULE = "pretrain.memory.measure.measure_rank"
-_OTHER_RANKS_S = 3.0  # how long the other ranks may take to fail after the first one
+_GRACE_S = 3.0  # seconds that the other ranks have to fail, too, after the first failure
 _LAST_LINES = 5
 _LINE_CHARACTERS = 300
-_REJECTED = 2  # exit code
+_REJECTED = 2  # exit code of a rank that rejects the run
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class FailedRank:
         return "MASTER_PORT" in self.reason or "EADDRINUSE" in self.reason
 
     def severity(self) -> int:
-        """Sort key: the lowest is closest to the cause. The other ranks fail in collectives after the first failure."""
+        """Sort key: the lowest value is the most likely cause.
+
+        After the first failure, the other ranks fail in their collectives.
+        """
         if self.code is not None and self.code < 0:
             return 0
         if self.code == _REJECTED or mentions_out_of_memory(self.reason):
@@ -51,9 +54,9 @@ class FailedRank:
 
 
 def run_ranks(folder: Path, world_size: int, timeout_s: float) -> list[FailedRank]:
-    """Run all ranks to their end, with the output of each in a file. Return those that failed by themselves.
+    """Run all ranks to their end, with the output of each in a file. Return the ranks that failed by themselves.
 
-    When a rank fails, the others are killed: they would wait for it in a collective.
+    When a rank fails, the others are killed soon after, because they would wait for it in a collective.
     """
     port, processes = free_port(), []
     try:
@@ -82,11 +85,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
-    """Wait until all ranks have exited, or for a few seconds after the first failure. Return False at the timeout."""
+    """Wait until all ranks have exited, at most _GRACE_S after a failure. Return False at the timeout."""
     deadline, failed = time.monotonic() + timeout_s, False
     while None in (codes := [process.poll() for process in processes]):
         if not failed and any(codes):
-            failed, deadline = True, time.monotonic() + _OTHER_RANKS_S
+            failed, deadline = True, time.monotonic() + _GRACE_S
         if time.monotonic() > deadline:
             return failed
         time.sleep(0.05)
@@ -94,13 +97,14 @@ def _wait(processes: "list[subprocess.Popen[bytes]]", timeout_s: float) -> bool:
 
 
 def failure_error(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigError:
-    """Return an error with the reason that the rank reported, or with how it ended and its last lines.
+    """Return an error with the rank's exit code or signal, the reason that it reported, and its last lines.
 
-    It suggests less memory only if there is evidence that memory ran out.
+    For a rank that rejected the run, the error is the rank's own. The error suggests a smaller run only if there is
+    evidence that memory ran out.
 
     Args:
         name: of the run.
-        oom_kills: processes that the kernel killed for lack of memory during the run; None if it does not count them.
+        oom_kills: processes that the kernel killed for lack of memory during the run; None if the kernel has no counter.
     """
     if rank.code == _REJECTED and rank.reason:
         return ConfigError.from_line(rank.reason)

@@ -1,12 +1,12 @@
 """StorageTracker: counts the bytes of all tensors that are alive, and their peak, while real code runs.
 
-On CUDA torch's allocator keeps this count. On the CPU nothing does, so a dispatch mode sees every tensor that an
-operator returns, also in the backward pass and in the optimizer, and counts its storage until the storage is freed.
-It works on FakeTensors as well, whose storages have a size but no memory.
+On CUDA torch's allocator has this count. On the CPU torch has none. There the tracker, a dispatch mode, sees every
+tensor that an operator returns, also in the backward pass and in the optimizer. It counts the tensor's storage until
+the storage is freed. It also works on FakeTensors, whose storages have a size but no memory.
 
-It does not see what an operator allocates and frees internally (packed matrices of oneDNN, working memory of attention
-and softmax), nor DeepSpeed's shared memory for collectives (66 MiB a rank), nor anything that is not a tensor. The
-resident memory of the process, `process.resident_bytes`, includes all of these.
+The tracker misses the memory that an operator allocates and frees internally (packed matrices of oneDNN, working memory
+of attention and softmax), DeepSpeed's shared memory for collectives (66 MiB a rank), and everything that is not a
+tensor. The resident memory of the process, `process.resident_bytes`, includes all of these.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts bytes of the storages that operators returned since the mode was entered and that are still alive.
+    """Counts the bytes of all living storages that operators returned since the mode was entered.
 
-    Tensors that share a storage count once. A storage that existed before counts from the first operator that returns a
-    view of it. Enter the mode before anything is built, or call `add` for each existing tensor.
+    Tensors that share a storage count once. A storage that is older than the mode counts after the first operator that
+    returns a view of it. Enter the mode before anything is built, or call `add` for each existing tensor.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.sizes: dict[int, int] = {}  # bytes by storage
+        self.sizes: dict[int, int] = {}  # identity of a storage -> bytes
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,7 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes -= self.sizes.pop(key, 0)
 
     def reset_peak(self) -> None:
-        """Set the peak to what is alive now."""
+        """Set the peak to the bytes that are alive now."""
         self.peak_bytes = self.live_bytes
 
 
@@ -74,9 +74,10 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 @contextlib.contextmanager
 def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[dict[str, int]]:
-    """Yield a dictionary that is filled with {"peak_bytes": N}, the peak while the block ran, when the block ends.
+    """Measure the peak of a `with` block. Yields a dictionary, which has {"peak_bytes": N} after the block.
 
-    On CUDA the peak is torch.cuda.max_memory_allocated; elsewhere the tracker's, which must have been entered.
+    On CUDA the peak is torch.cuda.max_memory_allocated. Elsewhere it is the tracker's, which must have been entered;
+    without a tracker the dictionary stays empty.
     """
     peaks: dict[str, int] = {}
     if device_type == "cuda":

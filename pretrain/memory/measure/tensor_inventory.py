@@ -1,10 +1,11 @@
-"""Inventory of an engine: every tensor that it holds, each storage once, by role and location; and its files on NVMe.
+"""Inventory of an engine: all its tensors by role and location, each storage once, and its files on NVMe.
 
-One small function per DeepSpeed optimizer knows the attribute names of DeepSpeed 0.19.8. Any other tensor that can be
-reached from the engine counts as a buffer, or as an activation if it belongs to a pipeline, so nothing is left out.
+For each DeepSpeed optimizer there is one small function, which uses the attribute names of DeepSpeed 0.19.8. All other
+tensors that can be reached from the engine count as buffers, or as activations if they belong to a pipeline, so that no
+tensor is left out.
 
-Locations are those of a run on a GPU, even where the accelerator is the CPU and all tensors are in one memory. There
-they follow from the layout: each tensor has the location where DeepSpeed would put it. On CUDA each tensor is asked.
+Locations are those of a run on a GPU. On CUDA they are read from the tensors. If the accelerator is the CPU, all
+tensors are in one memory, and the layout determines the location: the one that DeepSpeed would choose on a GPU.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,8 @@ TensorEntry = tuple[str, str, torch.Tensor]  # role, location, tensor
 
 _PIPELINE_TENSORS = ("pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "fwd_outputs", "total_loss",
                      "loss", "meta_buffer")
-# attributes whose tensors are page-locked: those of the NVMe swappers always, the others with "pin_memory": true
+# Attributes with page-locked tensors. Tensors of the NVMe swappers are always page-locked, the others only with
+# "pin_memory": true.
 _ALWAYS_PINNED = ("all_buffers", "buffers", "partitioned_swap_buffer", "partitioned_swap_pool")
 _PINNED_ON_REQUEST = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
 
@@ -39,7 +41,7 @@ class HeldStorage:
     role: str
     location: str
     size_bytes: int
-    storage: int  # identity of the storage, valid while it is alive
+    storage: int  # identity of the storage, valid while the storage is alive
 
 
 def held_storages(engine: DeepSpeedEngine) -> list[HeldStorage]:
@@ -65,13 +67,13 @@ def held_footprint(engine: DeepSpeedEngine) -> Footprint:
 
 
 def unaccounted_bytes(held: Iterable[HeldStorage], alive: Mapping[int, int]) -> int:
-    """Sum the bytes of the storages that are alive but not in `held`; `alive` has bytes by the storage's identity."""
+    """Sum the bytes of the storages that are alive but not in `held`. `alive` maps identities of storages to bytes."""
     known = {item.storage for item in held}
     return sum(size for storage, size in alive.items() if storage not in known)
 
 
 def _actual_location(engine: DeepSpeedEngine, tensor: torch.Tensor, location: str) -> str:
-    """Ask the tensor on CUDA; on a CPU return the location that follows from the layout."""
+    """Return the tensor's real location on CUDA; on a CPU return `location`, which follows from the layout."""
     if torch.device(engine.device).type == "cpu":
         return location
     if tensor.device.type != "cpu":
@@ -80,8 +82,7 @@ def _actual_location(engine: DeepSpeedEngine, tensor: torch.Tensor, location: st
 
 
 def engine_tensors(engine: DeepSpeedEngine) -> Iterator[TensorEntry]:
-    """Yield every tensor that the engine holds. If a storage is yielded several times, the first role is the right one.
-    """
+    """Yield every tensor of the engine. If a storage is yielded several times, its first role is the right one."""
     yield from _reduction_buffers(engine)
     optimizer = engine.optimizer
     for optimizer_class, read_tensors in _READERS:
@@ -123,7 +124,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _reduction_buffers(engine: DeepSpeedEngine) -> Iterator[TensorEntry]:
-    """Yield ZeRO's buckets. They come first, because gradients may temporarily be views of them."""
+    """Yield ZeRO's buckets. They must come first, because gradients may temporarily be views of buckets."""
     for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values():
         yield from _entries("buffers", "device", bucket.buffer)
 
@@ -141,8 +142,10 @@ def _zero_1_and_2(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[TensorEnt
 
 
 def _zero_3(engine: DeepSpeedEngine, optimizer: Any) -> Iterator[TensorEntry]:
-    """DeepSpeedZeroOptimizer_Stage3. Its fp32 partitions are converted after pinning, so they are not pinned
-    (zero/stage3.py, _create_fp32_partitions). Offloaded parameters are always pinned.
+    """DeepSpeedZeroOptimizer_Stage3 (zero/stage3.py).
+
+    Its fp32 partitions are not pinned, because they are converted after pinning (_create_fp32_partitions). Offloaded
+    parameters are always pinned.
     """
     parameter_location = "device" if _offload_device(engine.zero_offload_param()) == "none" else "pinned"
     gradient_location = _optimizer_location(engine, pinned=True)

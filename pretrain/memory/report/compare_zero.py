@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     if flags.plot:
         save_plot(flags.plot, report)
     if flags.write:
-        _write(flags.write, report)
+        _write_recommended(flags.write, report)
 
 
 def workload_of(flags: argparse.Namespace) -> Workload:
@@ -77,7 +77,7 @@ def workload_of(flags: argparse.Namespace) -> Workload:
 
 
 def _device_kind(mode: str) -> str:
-    """Device whose kernels determine the activations. Simulations use CPU kernels."""
+    """Return the kind of device whose kernels determine the activations. Simulations use CPU kernels."""
     return {"estimate": "cuda", "simulate": "cpu"}.get(mode) or detect_device().kind
 
 
@@ -95,12 +95,12 @@ def candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: st
 
 
 def _smallest_micro_batches(candidates: CandidateSet) -> list[Candidate]:
-    """Of the layouts that differ only in the micro-batch size, keep the one with the smallest."""
+    """Return the layouts; of those that differ only in the micro-batch size, only the one with the smallest size."""
     return [group[0] for group in group_micro_batches(candidates.candidates)]
 
 
 def _constraint_lines(flags: argparse.Namespace, workload: Workload, candidates: CandidateSet) -> list[str]:
-    """Say what --find keeps fixed."""
+    """Describe the model, sizes and cluster that --find keeps fixed."""
     layout, cluster = candidates.candidates[0].layout, workload.cluster
     if workload.shape is None:
         return ["", f"model states only, on {cluster.describe()}"]
@@ -131,7 +131,10 @@ def make_report(flags: argparse.Namespace, workload: Workload, candidates: Candi
 
 
 def _display_order(row: ComparisonRow) -> tuple[bool, bool, float]:
-    """Sort key: layouts that fit and run first, by step time; layouts that do not fit last, by memory."""
+    """Sort key: layouts that fit come first, and then layouts that train.py accepts.
+
+    Equal layouts are sorted by step time if they fit, and by device memory if not.
+    """
     size = row.estimate.peak.total(location="device")
     return not row.fits, bool(row.rejection), row.time.total_seconds if row.fits and row.time else size
 
@@ -162,7 +165,7 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
 
 
 def _impossible_lines(impossible: dict[str, int], *, one_line_each: bool) -> list[str]:
-    """Say which combinations are impossible, and why. `impossible` has the number of combinations by reason."""
+    """List the reasons why combinations are impossible. `impossible` maps each reason to a number of combinations."""
     if not one_line_each:
         return ["impossible: " + "; ".join(f"{reason} ({number})" for reason, number in impossible.items())]
     return [f"impossible: {reason} ({number} combinations)" if number > 1 else f"impossible: {reason}"
@@ -170,7 +173,7 @@ def _impossible_lines(impossible: dict[str, int], *, one_line_each: bool) -> lis
 
 
 def _estimator_differences(report: ComparisonReport) -> list[str]:
-    """Say how the estimates of DeepSpeed's own functions differ, one line per group of layouts."""
+    """Explain how the estimates of DeepSpeed's own functions differ from ours, in one line per group of layouts."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in report.rows:
         if row.deepspeed is not None:
@@ -185,7 +188,7 @@ def _estimator_differences(report: ComparisonReport) -> list[str]:
 
 
 def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list[str]:
-    """Recommend a layout and say what the run costs; without one, name the layout that needs the least memory."""
+    """Recommend a layout and give the cost of the run. Without one, name the layout that needs the least memory."""
     best, cluster = report.recommended, report.workload.cluster
     if best is None:
         nearest = min(report.rows, key=lambda row: row.estimate.peak.total(location="device"))
@@ -229,7 +232,8 @@ def _write_output(path: str | None, text: Callable[[], str]) -> bool:
     return False
 
 
-def _write(path: str, report: ComparisonReport) -> None:
+def _write_recommended(path: str, report: ComparisonReport) -> None:
+    """Write the recommended layout as a DeepSpeed JSON. Raises ConfigError if there is none."""
     if report.recommended is None:
         raise ConfigError("--write", problem="there is no layout that fits and that this project can run",
                           remedy="Use more GPUs, larger GPUs, or a smaller model")

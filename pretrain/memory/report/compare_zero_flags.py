@@ -16,21 +16,25 @@ from pretrain.memory.step_time.run_cost import STORAGE_RATE
 from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY
 from pretrain.paths import check_file
 
-_MOST = 10**8
+_MAX_SIZE = 10**8  # largest value of a flag that is a size or a count
 MODES = ("estimate", "simulate", "measure")
 DEFAULT_SEQ_LENGTH = 1024  # tokens, as in train.py
 # flag -> (field of Axes, type, choices, help)
 _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
-    "zero_stage": ("zero_stages", int, (0, 1, 2, 3), "ZeRO stages"),
-    "offload": ("offloads", str, tuple(OFFLOADS), "what is offloaded, and where to"),
-    "pipeline_stages": ("pipeline_stages", int, None, "pipeline stages (default: powers of two)"),
-    "tensor_parallel": ("tensor_parallel_sizes", int, None, "ranks that share each matrix"),
-    "sequence_parallel": ("sequence_parallel_sizes", int, None, "ranks that share each sequence"),
-    "expert_parallel": ("expert_parallel_sizes", int, None, "ranks that share the experts"),
-    "precision": ("precisions", str, ("bf16", "fp16", "fp32"), "precisions"),
-    "grad_accum_dtype": ("grad_accum_dtypes", str, ("bf16", "fp16", "fp32"), "dtypes of accumulated gradients"),
-    "activation_checkpoint_interval": ("activation_checkpoint_intervals", int, None,
-                                       "blocks of a group that is recomputed, 0: no recomputation (default: 0 1)"),
+    "zero_stage": ("zero_stages", int, (0, 1, 2, 3), "ZeRO stages (default: all)"),
+    "offload": ("offloads", str, tuple(OFFLOADS),
+                "offloaded states and their destination (default: all choices)"),
+    "pipeline_stages": ("pipeline_stages", int, None, "pipeline stages (default: powers of two up to 64)"),
+    "tensor_parallel": ("tensor_parallel_sizes", int, None, "ranks that share each matrix (default: 1)"),
+    "sequence_parallel": ("sequence_parallel_sizes", int, None, "ranks that share each sequence (default: 1)"),
+    "expert_parallel": ("expert_parallel_sizes", int, None, "ranks that share the experts (default: 1)"),
+    "precision": ("precisions", str, ("bf16", "fp16", "fp32"),
+                  "precisions (default: bf16, or fp16 if the GPU has no bf16)"),
+    "grad_accum_dtype": ("grad_accum_dtypes", str, ("bf16", "fp16", "fp32"),
+                         "dtypes of accumulated gradients (default: the precision)"),
+    "activation_checkpoint_interval": (
+        "activation_checkpoint_intervals", int, None,
+        "number of blocks that are recomputed together; 0: no recomputation (default: 0 1)"),
     "micro_batch_size": ("micro_batch_sizes", int, None, "samples per micro-batch (default: the best power of two)"),
     "seq_length": ("seq_lengths", int, None,
                    f"tokens per sample (default: {DEFAULT_SEQ_LENGTH}, or the model's positions if there are fewer)"),
@@ -51,8 +55,8 @@ def _parser() -> Parser:
     usage = f"tools/compare_zero.py [{'|'.join(MODES)}]\n           --model NAME --world_size N [flags]"
     parser = Parser(usage=usage, formatter_class=argparse.RawDescriptionHelpFormatter, description=(
         "Compare ways to run a model on given GPUs: memory, step time, whether it fits.\n"
-        "estimate: (the default) closed forms, any number of ranks, in a second or two\n"
-        "simulate: real DeepSpeed engines, one rank of N at a time, in this host's memory\n"
+        "estimate: (the default) formulas, for any number of ranks, in a second or two\n"
+        "simulate: the real DeepSpeed engine of one rank of each layout, on tensors without data\n"
         "measure:  real runs of the --configs on this machine, for a few steps"))
     group = parser.add_argument_group("the model")
     group.add_argument("--model", type=path_text,
@@ -78,7 +82,7 @@ def _parser() -> Parser:
                        help="find the largest model, sequence or micro-batch that fits each layout")
     group.add_argument("--tokens", type=number(1, 1e20),
                        help="tokens of the run, for its cost (default: 20 per parameter)")
-    group.add_argument("--mfu", type=number(1e-4, 1), help="MFU for the cost, instead of the predicted one")
+    group.add_argument("--mfu", type=number(1e-4, 1), help="MFU (fraction of the peak rate) for the cost, instead of the predicted MFU")
     group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,
                        help=f"fraction of the peak rate that kernels reach (default: {KERNEL_EFFICIENCY})")
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
@@ -103,10 +107,10 @@ def _parser() -> Parser:
 def _add_layouts(group: Any) -> None:
     group.add_argument("--configs", nargs="+", type=path_text, metavar="JSON",
                        help="compare these DeepSpeed JSONs only")
-    count = whole_number(1, _MOST)
+    count = whole_number(1, _MAX_SIZE)
     for flag, (_, kind, choices, about) in _AXES.items():
         low = 0 if flag in ("zero_stage", "activation_checkpoint_interval") else 1
-        of_type = whole_number(low, _MOST) if kind is int else str
+        of_type = whole_number(low, _MAX_SIZE) if kind is int else str
         group.add_argument(f"--{flag}", nargs="+", type=of_type, choices=choices, help=about)
     for flag, about in (("global_batch_size", f"samples per step (default: {SAMPLES_PER_RANK} per GPU)"),
                         ("gradient_accumulation_steps", "micro-batches per step")):
@@ -119,7 +123,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
         raise ConfigError("--model / --num_parameters", expected="one of the two",
                           found="neither" if flags.model is None else "both")
     if flags.model_overrides and flags.model is None:
-        raise ConfigError("--model_overrides", problem="it changes the model of --model, which is missing")
+        raise ConfigError("--model_overrides", problem="it needs --model, which is missing")
     if flags.configs:
         _reject(flags, [name for name in _AXES if name not in ("micro_batch_size", "seq_length")], "with --configs")
         _reject(flags, ["global_batch_size"], "with --configs")
@@ -127,7 +131,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
             if len(getattr(flags, name) or ()) > 1:
                 raise ConfigError(f"--{name}", problem="with --configs it takes only one value")
     elif flags.mode == "measure":
-        raise ConfigError("measure", problem="--configs is missing: the DeepSpeed JSONs to run",
+        raise ConfigError("measure", problem="--configs is missing, which names the DeepSpeed JSONs to run",
                           remedy="Example: --configs ds_configs/zero*.json")
     if flags.mode != "estimate":
         _reject(flags, ["find", "num_parameters", "plot", "write", "csv"], f"in the mode {flags.mode}")
@@ -158,7 +162,7 @@ def _reject(flags: argparse.Namespace, names: list[str], when: str) -> None:
 
 
 def axes_of(flags: argparse.Namespace, seq_length: int) -> Axes:
-    """Return the values that the flags vary. `seq_length` is the default for --seq_length."""
+    """Return the values of the layout flags. `seq_length` is the default for --seq_length."""
     given = {field: tuple(getattr(flags, flag)) for flag, (field, *_) in _AXES.items() if getattr(flags, flag)}
     given.setdefault("seq_lengths", (seq_length,))
     return Axes(**given, global_batch_size=flags.global_batch_size,

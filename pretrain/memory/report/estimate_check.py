@@ -32,7 +32,10 @@ DEFAULT_STEPS = 4
 
 @dataclass(frozen=True)
 class EstimateCheck:
-    """Estimate and actual memory of one layout, for the rank that holds the most; or why there is no result."""
+    """Estimated and actual memory of one rank of a layout, or the reason why there is no result.
+
+    The rank is the one with the largest estimate on its device (simulate) or the largest measured states (measure).
+    """
 
     candidate: Candidate
     rank: int = 0
@@ -44,11 +47,11 @@ class EstimateCheck:
     failure: str = ""
 
     def states(self) -> tuple[int, int]:
-        """(estimated, actual) bytes of model states in all locations."""
+        """Return (estimated, actual) bytes of model states in all locations."""
         return (self.estimate.steady.states() if self.estimate else 0), (self.held.states() if self.held else 0)
 
     def peaks(self) -> tuple[int, int]:
-        """(estimated, actual) bytes of all tensors in memory; the estimate without its margin and without NVMe."""
+        """Return (estimated, actual) bytes of all tensors in memory. Margin and NVMe are left out."""
         if self.estimate is None:
             return 0, self.peak_bytes
         peak = self.estimate.peak
@@ -57,7 +60,7 @@ class EstimateCheck:
 
 def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,
               report: Callable[[str], None]) -> list[EstimateCheck]:
-    """Simulate of each layout the rank that needs the most memory."""
+    """For each layout, simulate the rank with the largest estimate on its device."""
     assert workload.shape is not None
     estimates = [estimate_memory(workload.shape, candidate.layout) for candidate in candidates]
     ranks = [estimate.pipeline_stage * _ranks_per_stage(candidate) + estimate.zero_rank
@@ -88,7 +91,7 @@ def _measure(candidate: Candidate, workload: Workload, flags: argparse.Namespace
 
 
 def _ranks_per_stage(candidate: Candidate) -> int:
-    """Number of ranks of a pipeline stage. They have consecutive numbers."""
+    """Return the number of ranks of a pipeline stage. A stage's ranks have consecutive numbers."""
     return candidate.layout.world_size // candidate.layout.pipeline_stages
 
 
@@ -130,7 +133,7 @@ def check_estimates(candidates: Sequence[Candidate], workload: Workload, flags: 
 
 
 def print_checks(checks: list[EstimateCheck], unit: str, console: Console | None = None) -> None:
-    """Print a table with estimate, actual memory and the difference in per cent; notes and failures below it."""
+    """Print a table with the estimate, the actual memory and the error in per cent; below it, notes and failures."""
     console = console or wide_console()
     rows = [_cells(check, unit) for check in checks]
     dropped_first = ("rank", "micro x acc.")  # in a narrow terminal
@@ -146,10 +149,10 @@ def print_checks(checks: list[EstimateCheck], unit: str, console: Console | None
 
 
 def _cells(check: EstimateCheck, unit: str) -> dict[str, str]:
-    """Content of each column of one row, by the column's title. Trailing spaces make equal titles unique."""
+    """Return the content of each column of one row, by the column's title. Trailing spaces make equal titles unique."""
     layout = check.candidate.layout
-    states, peaks = (("", "", ""), ("", "", "")) if check.failure else (_pair(*check.states(), unit),
-                                                                        _pair(*check.peaks(), unit))
+    states, peaks = (("", "", ""), ("", "", "")) if check.failure else (
+        _comparison_cells(*check.states(), unit), _comparison_cells(*check.peaks(), unit))
     return {
         "layout": check.candidate.name,
         "micro x acc.": f"{layout.micro_batch_size} x {layout.gradient_accumulation_steps}",
@@ -159,12 +162,13 @@ def _cells(check: EstimateCheck, unit: str) -> dict[str, str]:
         "step": "" if check.step_time_ms is None else f"{check.step_time_ms:,.0f} ms"}
 
 
-def _pair(estimated: int, actual: int, unit: str) -> tuple[str, str, str]:
+def _comparison_cells(estimated: int, actual: int, unit: str) -> tuple[str, str, str]:
+    """Return the cells (estimate, actual bytes, relative error of the estimate)."""
     return in_unit(estimated, unit), in_unit(actual, unit), f"{estimated / actual - 1:+.1%}" if actual else ""
 
 
 def checks_json(checks: list[EstimateCheck]) -> str:
-    """The checks as JSON; bytes of one rank, by role and location."""
+    """Return the checks as JSON, with the bytes of one rank by role and location."""
     return json.dumps([{
         "name": check.candidate.name, "path": check.candidate.path, "rank": check.rank, "failure": check.failure,
         "notes": check.notes, "held": check.held.to_json() if check.held else None, "peak_bytes": check.peak_bytes,

@@ -32,7 +32,7 @@ class MemoryWatch:
     device_kind: str  # cpu, cuda
     available_bytes: int  # for tensors, before the engine was built
     resident_at_start_bytes: int  # of this process, before the engine was built; 0 on CUDA
-    step_peak: "StepPeak | None" = None  # measures step REPORTED_STEP; None on CUDA, where torch's allocator does
+    step_peak: "StepPeak | None" = None  # measures step REPORTED_STEP; None on CUDA (torch's allocator)
 
     @classmethod
     def start(cls, plan: "Plan", world: World) -> "MemoryWatch":
@@ -52,12 +52,12 @@ class MemoryWatch:
         return estimate_memory(shape_of(self.plan.model), self.plan.layout)
 
     def needed_bytes(self, estimate: MemoryEstimate) -> int:
-        """Peak of the memory that may run out: the device's; on a CPU the host's, which is the same memory."""
+        """Return the estimated peak of the memory that may run out: the device's memory, on a CPU the host's."""
         device = estimate.peak.total(location="device")
         return device + estimate.host_bytes if self.device_kind == "cpu" else device
 
     def measured_bytes(self) -> int:
-        """Highest memory of this rank so far: of torch's allocator on CUDA, growth of the resident set on a CPU."""
+        """Return this rank's peak so far: of torch's allocator on CUDA, growth of the resident set on a CPU."""
         if self.device_kind == "cuda":
             from deepspeed.accelerator import get_accelerator
 
@@ -65,12 +65,12 @@ class MemoryWatch:
         return max(0, resident_bytes()[1] - self.resident_at_start_bytes)
 
     def before_step(self, step: int, engine: Any) -> None:
-        """Start the measurement before step REPORTED_STEP of this process. Steps count from 1."""
+        """Call this before each step of this process (from 1 on). Starts the measurement before step REPORTED_STEP."""
         if self.step_peak is not None and step == REPORTED_STEP:
             self.step_peak.begin(engine)
 
     def after_step(self, step: int, report: Callable[[str], None]) -> None:
-        """Report one line after step REPORTED_STEP of this process. Every rank must call this: it is collective."""
+        """Call this after each step, on every rank (it is collective). Reports one line after step REPORTED_STEP."""
         if step != REPORTED_STEP:
             return
         if self.step_peak is not None:
@@ -84,7 +84,7 @@ class MemoryWatch:
                f"({sizes_by_role(predicted)}); {self._measurement(predicted)}")
 
     def _measurement(self, predicted: MemoryEstimate | None) -> str:
-        """Describe the measurement of the rank with the most memory. Collective."""
+        """Describe the measurement of the rank with the most memory. Every rank must call this."""
         from pretrain.distributed.collectives import gather
 
         if self.step_peak is None:
@@ -110,7 +110,7 @@ def sizes_by_role(estimate: MemoryEstimate) -> str:
 
 
 def _available_host_bytes(local_size: int) -> int:
-    """This rank's part of the available host memory, or what RLIMIT_AS lets this process map, if that is less."""
+    """Return this rank's part of the available host memory, at most the bytes that RLIMIT_AS still allows."""
     import psutil
 
     available = int(psutil.virtual_memory().available) // max(1, local_size)

@@ -22,14 +22,14 @@ from pretrain.memory.sizes import with_unit
 if TYPE_CHECKING:
     from pretrain.memory.report.memory_watch import MemoryWatch
 
-_MAX_FRACTION = 0.85  # of the failed layout's prediction: a change that saves less is not worth suggesting
+_MAX_FRACTION = 0.85  # of the failed layout's predicted memory: changes that need more are not suggested
 _MAX_CHANGES = 3
 
 
 def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
-    """Return lines about an out-of-memory error and what to change; no lines for any other error.
+    """Describe an out-of-memory error and list changes that should fit. Returns no lines for any other error.
 
-    Frees the memory that the frames of the error's traceback hold.
+    Frees the memory that the frames of the error's traceback reference.
     """
     if not is_out_of_memory(error):
         return []
@@ -52,7 +52,7 @@ def advice(watch: "MemoryWatch", error: BaseException) -> list[str]:
 def changes_that_fit(watch: "MemoryWatch", budget_bytes: int) -> list[str]:
     """Describe at most three changes of the layout that fit the budget, the fastest first.
 
-    No change contains all parts of another one.
+    A change is left out if a faster suggestion changes the same settings, or only some of them.
     """
     layout, local_size, model = watch.plan.layout, watch.world.local_size, watch.plan.model
     ranks_per_node = local_size if layout.world_size % local_size == 0 else 1
@@ -75,14 +75,16 @@ def changes_that_fit(watch: "MemoryWatch", budget_bytes: int) -> list[str]:
 
 
 def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
-    """Return layouts with the same ranks, model and global batch, and one or several of these changes:
-    higher ZeRO stages, offload to the host, activation checkpointing, more pipeline stages, smaller micro-batches.
+    """Return layouts with the same ranks, model and global batch, and with one or more changes.
+
+    The changes are higher ZeRO stages, offload to the host, activation checkpointing, twice the pipeline stages, and
+    smaller micro-batches.
     """
     micro_batch_sizes = [size for size in range(1, layout.micro_batch_size + 1) if layout.micro_batch_size % size == 0]
     interval = layout.activation_checkpoint_interval
     axes = Axes(
         zero_stages=tuple(stage for stage in range(4) if stage >= layout.zero_stage),
-        offloads=tuple(word for word in OFFLOADS if "nvme" not in word),
+        offloads=tuple(choice for choice in OFFLOADS if "nvme" not in choice),
         pipeline_stages=tuple({layout.pipeline_stages, 2 * layout.pipeline_stages}),
         precisions=(layout.precision,), activation_checkpoint_intervals=tuple({interval, 1}),
         micro_batch_sizes=tuple(micro_batch_sizes), seq_lengths=(layout.seq_length,),
@@ -93,7 +95,7 @@ def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
 
 
 def differences(old: Layout, new: Layout) -> dict[str, str]:
-    """Describe each difference between two layouts in the words of the DeepSpeed JSON, by a short name."""
+    """Describe each difference between two layouts with keys of the DeepSpeed JSON. Returns {short name: text}."""
     changed = {}
     if new.micro_batch_size != old.micro_batch_size:
         changed["micro"] = f"micro-batch {new.micro_batch_size} x {new.gradient_accumulation_steps} accumulation steps"
@@ -109,13 +111,13 @@ def differences(old: Layout, new: Layout) -> dict[str, str]:
 
 
 def print_advice(lines: list[str], world: World) -> None:
-    """Print the lines with the rank: the other ranks may have enough memory."""
+    """Print the lines with this rank's number, because other ranks may have enough memory."""
     print("\n".join(f"ds-pretrain: {'error: ' if not number else ''}rank {world.rank}: {line}"
                     for number, line in enumerate(lines)), file=sys.stderr, flush=True)
 
 
 def _location(error: BaseException) -> str:
-    """Function, file and line of the innermost frame that belongs to this package; "" if there is none."""
+    """Return function, file and line of the innermost frame in this package, or "" if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if f"{os.sep}pretrain{os.sep}" in frame.filename]
     return f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

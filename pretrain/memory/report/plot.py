@@ -15,7 +15,7 @@ from pretrain.memory.sizes import in_unit
 COLOURS = dict(zip(ROLES, ("#4477aa", "#ee6677", "#228833", "#66ccee", "#bbbbbb", "#ccbb44", "#aa3377", "#dddddd"),
                    strict=True))
 _BAR, _GAP, _WIDTH, _TOP = 18, 8, 640, 70  # pixels
-_CHARACTER = 7.3  # width of a character of the labels in pixels: a monospaced font of 12 px
+_CHARACTER = 7.3  # pixels: width of a character of a label in a monospaced font of 12 px
 _FADED = 0.3  # opacity of layouts that do not fit
 
 
@@ -26,7 +26,7 @@ class Bar:
     name: str
     parts: tuple[tuple[str, float], ...]  # (role, GiB on the device)
     fits: bool
-    comment: str
+    comment: str  # the verdict, shown as a tooltip
 
     @property
     def total(self) -> float:
@@ -48,7 +48,7 @@ def check_plot(path: str) -> None:
 
 
 def save_plot(path: str, report: ComparisonReport) -> None:
-    """Write the chart to a path that `check_plot` accepted. Raises ConfigError if that is not possible."""
+    """Write the chart to a path that `check_plot` accepted. Raises ConfigError if the file cannot be written."""
     try:
         if Path(path).suffix.lower() == ".html":
             Path(path).write_text(html(report), encoding="utf-8")
@@ -64,13 +64,13 @@ def _title(report: ComparisonReport) -> str:
 
 
 def _limits(report: ComparisonReport) -> tuple[float, float]:
-    """(capacity of the device, part of it that tensors may use), both in GiB."""
+    """Return (capacity of the device, capacity without the margin), both in GiB."""
     cluster = report.workload.cluster
     return cluster.gpu.memory_bytes / GIB, cluster.device_budget_bytes / GIB
 
 
 def _right_end(rows: list[Bar], capacity: float) -> float:
-    """End of the axis in GiB, at most three capacities: bars that are far too large are cut off."""
+    """Return the end of the axis in GiB, at most three times the capacity: much longer bars are cut off."""
     return min(max(*(bar.total for bar in rows), capacity) * 1.05, 3 * capacity)
 
 
@@ -100,7 +100,7 @@ def html(report: ComparisonReport) -> str:
 
 
 def label_width(rows: list[Bar]) -> int:
-    """Width of the labels in pixels, enough for the longest name."""
+    """Return the width in pixels that the longest label needs."""
     return math.ceil(max(len(bar.name) for bar in rows) * _CHARACTER) + 16
 
 

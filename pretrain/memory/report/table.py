@@ -19,7 +19,7 @@ from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 
-_WIDE = 2000  # characters; no row is longer
+_WIDE = 2000  # characters: more than any row has
 # columns for the device's memory: title -> roles that it sums
 DEVICE_COLUMNS = {"params": ("parameters",), "grads": ("gradients",), "optim": ("master_weights", "optimizer_states"),
                   "activ": ("activations", "logits"), "other": ("buffers", "margin")}
@@ -46,7 +46,7 @@ def _seconds(seconds: float) -> str:
 
 
 def table_cells(row: ComparisonRow, workload: Workload, unit: str) -> dict[str, str]:
-    """Content of each column of one row, by the column's title."""
+    """Return the content of each column of one row, by the column's title."""
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     ranks = workload.cluster.gpus_per_node
     device = [in_unit(_sum(peak, roles, "device"), unit) for roles in DEVICE_COLUMNS.values()]
@@ -70,7 +70,7 @@ def verdict(row: ComparisonRow) -> str:
 
 
 def short_verdict(row: ComparisonRow) -> str:
-    """The verdict without its reason."""
+    """Return the verdict without its reason."""
     if row.shortage:
         return "too large"
     return "rejected" if row.rejection else "fits"
@@ -108,7 +108,7 @@ def wide_console() -> Console:
 
 
 def print_lines(lines: list[str], console: Console) -> None:
-    """Print sentences. Only on a terminal they are wrapped to its width."""
+    """Print lines of text. On a terminal they are wrapped to its width; in a pipe or a file they are not."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
@@ -140,7 +140,7 @@ def print_largest(found: list[LargestFit], lines: list[str], console: Console | 
 
 
 def row_json(row: ComparisonRow) -> dict[str, Any]:
-    """One row as JSON; bytes of one rank, seconds of one step."""
+    """Return one row as JSON, with the bytes of one rank and the seconds of one step."""
     time, layout = row.time, row.candidate.layout
     return {
         "name": row.candidate.name, "path": row.candidate.path, "fits": row.fits, "misfit": row.shortage,
@@ -160,7 +160,7 @@ def row_json(row: ComparisonRow) -> dict[str, Any]:
 
 
 def report_json(report: ComparisonReport) -> str:
-    """The comparison as JSON."""
+    """Return the comparison as JSON."""
     workload = report.workload
     return json.dumps({
         "model": workload.name, "num_parameters": workload.num_parameters,
@@ -172,13 +172,13 @@ def report_json(report: ComparisonReport) -> str:
 
 
 def largest_json(found: list[LargestFit]) -> str:
-    """The results of --find as JSON."""
+    """Return the results of --find as JSON."""
     return json.dumps([{"name": fit.candidate.name, "kind": fit.kind, "value": fit.value, "detail": fit.detail,
                         "reached_end": fit.reached_end} for fit in found], indent=2) + "\n"
 
 
 def report_csv(report: ComparisonReport) -> str:
-    """The rows as CSV; bytes of one rank."""
+    """Return the rows as CSV, with the bytes of one rank."""
     text = io.StringIO()
     lines = [_csv_row(row) for row in report.rows]
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Candidate layouts for a model on a cluster: which are possible, which fit, which is the fastest, how large fits.
+"""Search for layouts of a model on a cluster: layouts that are possible, that fit, the fastest, the largest model.
 
 Imports config, model, distributed, errors and memory's estimate/, step_time/, hardware and sizes; never report/.
 """

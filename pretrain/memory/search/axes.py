@@ -23,7 +23,7 @@ class Axes:
     sequence_parallel_sizes: tuple[int, ...] = (1,)
     expert_parallel_sizes: tuple[int, ...] = (1,)
     precisions: tuple[str, ...] = ()
-    grad_accum_dtypes: tuple[str, ...] = ("",)  # "": the precision
+    grad_accum_dtypes: tuple[str, ...] = ("",)  # "": the same as the precision
     activation_checkpoint_intervals: tuple[int, ...] = (0, 1)
     micro_batch_sizes: tuple[int, ...] = ()  # empty: powers of two
     seq_lengths: tuple[int, ...] = (1024,)
@@ -53,9 +53,9 @@ class Combination:
 
 
 def default_axes(axes: Axes, cluster: Cluster, shape: ModelShape | None) -> Axes:
-    """Fill the empty fields: pipelines of 1 to 64 stages, as far as ranks and layers allow, and the GPU's precision.
+    """Fill the empty fields: pipelines of 1 to 64 stages that ranks and layers allow, and bf16 if the GPU has it.
 
-    Without a shape only model states are estimated. Recomputation and micro-batches do not change them, so that a
+    Without a shape only model states are estimated. Recomputation and micro-batches do not change states, so that a
     single value of each is enough.
     """
     axes = replace(axes, precisions=axes.precisions or ("bf16" if cluster.gpu.knows_bf16 else "fp16",))

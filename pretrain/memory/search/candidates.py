@@ -16,7 +16,7 @@ from pretrain.memory.search.axes import Axes, Combination, combinations_of, defa
 from pretrain.memory.search.constraints import impossible_reason
 from pretrain.memory.search.ds_config import make_config, with_batch_sizes
 
-SAMPLES_PER_RANK = 8  # of a step, if no batch size is given
+SAMPLES_PER_RANK = 8  # samples of a step per rank, if no batch size is given
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Candidate:
     name: str
     config: dict[str, Any] = field(compare=False)
     layout: Layout
-    path: str = ""  # of the user's JSON; "": the JSON was generated
+    path: str = ""  # path of the user's JSON; "": the JSON was generated
 
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """The possible layouts, and the number of impossible combinations by reason."""
+    """The possible layouts, and the number of impossible combinations for each reason."""
 
     candidates: list[Candidate]
     impossible: dict[str, int]
@@ -39,7 +39,7 @@ class CandidateSet:
 
 def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelShape | None, *,
                         device_kind: str = "cuda") -> CandidateSet:
-    """Generate a candidate for every possible combination and every micro-batch size that divides its global batch.
+    """Generate a candidate for every possible combination and every micro-batch size that the global batch allows.
 
     Raises:
         ConfigError: no combination is possible. The message has the first reason.
@@ -62,7 +62,7 @@ def generate_candidates(axes: Axes, cluster: Cluster, shape: ModelShape | None, 
 
 def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: ModelShape | None,
                    device_kind: str) -> Iterator[Candidate]:
-    """Yield a candidate for each micro-batch size. They share all other fields, so the JSON is parsed once."""
+    """Yield a candidate for each micro-batch size. All other fields are the same, so only the first JSON is parsed."""
     base: Layout | None = None
     for micro, steps in _batch_sizes(choice, axes, cluster):
         config = make_config(choice, micro_batch_size=micro, accumulation_steps=steps, cluster=cluster, shape=shape)
@@ -102,7 +102,7 @@ def _indivisible_batch(choice: Combination, axes: Axes, cluster: Cluster) -> str
 
 
 def _name(choice: Combination, axes: Axes) -> str:
-    """Name a combination as the files in ds_configs/ are named, without values that all combinations share."""
+    """Name a combination like the files in ds_configs/. Values that all combinations share are left out."""
     parts = [f"pipeline{choice.pipeline_stages}"] if choice.pipeline_stages > 1 else []
     parts.append(f"zero{choice.zero_stage}")
     if choice.offload != "none":

@@ -1,4 +1,4 @@
-"""Comparison of candidates: memory, whether it suffices, step time, and whether train.py accepts the JSON."""
+"""Compare candidates: memory, step time, whether they fit the hardware, and whether train.py accepts the JSON."""
 
 import copy
 import tempfile
@@ -23,7 +23,7 @@ from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY, StepTime, es
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.architectures import ModelConfig
 
-_RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # not checked: the JSON is for another machine
+_RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # skipped, because the JSON may be for another machine
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch
 
 
@@ -45,13 +45,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One candidate and everything that is estimated of it."""
+    """One candidate and all its estimates."""
 
     candidate: Candidate
     estimate: MemoryEstimate
     traffic: list[Transfer]
     time: StepTime | None  # None: only model states are known
-    shortage: str  # the memory that is too small; "": the candidate fits
+    shortage: str  # memory that is too small, and by how much; "": the candidate fits
     rejection: str  # why train.py rejects the JSON; "": it accepts the JSON
     deepspeed: DeepSpeedEstimate | None
 
@@ -61,6 +61,7 @@ class ComparisonRow:
 
     @property
     def recommendable(self) -> bool:
+        """Return whether the candidate fits and train.py accepts its JSON."""
         return self.fits and not self.rejection
 
 
@@ -100,9 +101,9 @@ def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[Co
 
 
 def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
-    """Return the largest micro-batch among the nearly fastest that fit, or the smallest if none fits.
+    """Return the largest micro-batch among the nearly fastest that fit, or the smallest one if none fits.
 
-    Larger matrix products are more efficient, which the step-time estimate does not count.
+    The largest one is preferred because larger matrix products are more efficient. The step-time estimate ignores this.
     """
     fitting = [row for row in rows if row.fits and row.time is not None]
     if not fitting:
@@ -113,7 +114,7 @@ def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
 
 
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
-    """Return the fastest row that fits and that train.py accepts, or None; among equals, the one with least memory."""
+    """Return the fastest row that fits and that train.py accepts, or None. Of equally fast rows, take the smallest."""
     return min((row for row in rows if row.recommendable), default=None, key=lambda row: (
         row.time.total_seconds if row.time else 0.0, row.estimate.device_bytes))
 
@@ -161,7 +162,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
 
 
 def _without_nvme_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy whose NVMe paths are "auto": the folders need not exist on the planning machine."""
+    """Return a copy of a JSON whose NVMe paths are "auto", because the folders need not exist on this machine."""
     config = copy.deepcopy(config)
     for block in ("offload_optimizer", "offload_param"):
         values = get_value(config, f"zero_optimization.{block}")

@@ -1,4 +1,4 @@
-"""Combinations that DeepSpeed, the GPU or the model cannot run, with the reason."""
+"""Reject combinations that are impossible with DeepSpeed, the cluster or the model, and give the reason."""
 
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
@@ -9,7 +9,7 @@ def impossible_reason(choice: Combination, cluster: Cluster, shape: ModelShape |
     """Return why a combination is impossible, or "" if it is possible.
 
     Args:
-        shape: None: the model's sizes are unknown, and only DeepSpeed's and the GPU's constraints are checked.
+        shape: None if the model's sizes are unknown. Then only DeepSpeed's and the cluster's constraints are checked.
     """
     checks = (*_deepspeed_constraints(choice), *_cluster_constraints(choice, cluster))
     if shape is not None:
@@ -36,7 +36,7 @@ def _deepspeed_constraints(choice: Combination) -> tuple[tuple[bool, str], ...]:
 
 
 def _cluster_constraints(choice: Combination, cluster: Cluster) -> tuple[tuple[bool, str], ...]:
-    """List the constraints of the GPU and of the number of ranks as (is it broken?, reason)."""
+    """List the constraints of the cluster (GPU and number of ranks) as (is it broken?, reason)."""
     ranks = choice.model_parallel_size
     zero_size = cluster.world_size // ranks * choice.sequence_parallel_size
     return (

@@ -1,4 +1,4 @@
-"""DeepSpeed JSON of a combination."""
+"""Make and write the DeepSpeed JSON of a combination."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def make_config(choice: Combination, *, micro_batch_size: int, accumulation_step
     if choice.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": choice.grad_accum_dtype}
     zero = _zero_block(choice, cluster, shape)
-    if shape is None:  # "auto" sizes are computed from the hidden size, which is unknown
+    if shape is None:  # "auto" sizes are computed from the hidden size, which is unknown here
         zero = {name: value for name, value in zero.items() if value != "auto"}
     config["zero_optimization"] = zero
     if "nvme" in OFFLOADS[choice.offload]:

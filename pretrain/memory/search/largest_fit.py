@@ -25,11 +25,11 @@ class LargestFit:
     kind: str  # one of FIND_TARGETS
     value: int  # parameters, tokens or samples; 0: not even the smallest size fits
     detail: str  # the model's sizes, and the memory that the next larger size lacks
-    reached_end: bool  # True: the largest size of the search fits, so a still larger one may fit
+    reached_end: bool  # True: the search ended at its own upper limit, so a larger size may fit as well
 
 
 def find_largest(kind: str, candidates: Iterable[Candidate], workload: Workload) -> list[LargestFit]:
-    """Find the largest size for each layout. Raises ConfigError if the search needs a model's shape and has none."""
+    """Find the largest size for each layout. Raises ConfigError if a model's shape is needed and missing."""
     if kind not in FIND_TARGETS:
         raise ConfigError("--find", found=repr(kind), expected=f"one of {', '.join(FIND_TARGETS)}")
     if workload.shape is None and kind != "max_model":
@@ -39,6 +39,7 @@ def find_largest(kind: str, candidates: Iterable[Candidate], workload: Workload)
 
 
 def _largest(kind: str, candidate: Candidate, workload: Workload) -> LargestFit:
+    """Find the largest size for one layout."""
     def shortage(step: int) -> str:
         shape, layout, size = _at_step(kind, step, candidate.layout, workload)
         memory = estimate_memory(shape, layout, num_parameters=None if shape else size)
@@ -88,7 +89,8 @@ def _at_step(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[
 def scaled_shape(shape: ModelShape, step: int, layout: Layout) -> ModelShape:
     """Return a model with the same proportions in another size: depth grows with width, head_size is unchanged.
 
-    Each step adds the smallest number of heads that key/value groups, tensor- and sequence-parallel ranks divide.
+    Each step adds the smallest possible number of heads: a multiple of the size of a key/value group and of the number
+    of tensor- and sequence-parallel ranks.
     """
     group = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     heads = step * math.lcm(group, layout.tensor_parallel_size * layout.sequence_parallel_size)

@@ -1,7 +1,7 @@
-"""Replacements for loops over all ranks in ZeRO-3 (DeepSpeed 0.19.8): one iteration, with the same memory.
+"""Replacements for loops over all ranks in ZeRO-3 (DeepSpeed 0.19.8): one iteration that allocates the same bytes.
 
-Before and after its collectives ZeRO-3 splits flat tensors into one view per rank, and joins the views again. On
-tensors without data a view takes as long as any operator, about 0.2 ms, and 1,024 ranks mean millions of views.
+ZeRO-3 splits flat tensors into one view per rank before its collectives, and joins the views afterwards. On tensors
+without data a view takes as long as any operator, about 0.2 ms, and 1,024 ranks mean millions of views.
 """
 
 import contextlib
@@ -19,27 +19,30 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 @contextlib.contextmanager
 def shared_views() -> Iterator[None]:
-    """In the block, `Tensor.narrow` makes one view per tensor and size: other offsets differ only in their data."""
+    """While the context is active, let `Tensor.narrow` return one shared view per tensor, dimension and length.
+
+    Views at other offsets would differ only in their data, which fake tensors do not have.
+    """
     narrow, views = torch.Tensor.narrow, {}  # type: Any, dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 
     def shared(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
         key = (id(tensor), dim, length)
         if key not in views:
-            views[key] = (tensor, narrow(tensor, dim, start, length))  # the tensor too: its id stays unique
+            views[key] = (tensor, narrow(tensor, dim, start, length))  # `tensor` stays alive, so its id is unique
         return views[key][1]
 
     setattr(torch.Tensor, "narrow", shared)  # noqa: B010 (mypy rejects an assignment)
     try:
         yield
     finally:
-        delattr(torch.Tensor, "narrow")  # uncovers the inherited method
+        delattr(torch.Tensor, "narrow")  # torch.Tensor inherits the original method
 
 
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """Replaces reduce_scatter_coalesced of runtime/comm/coalesced_collectives.py: returns this rank's part of each one.
+    """Replaces reduce_scatter_coalesced of runtime/comm/coalesced_collectives.py: returns this rank's parts.
 
-    The parts are views of one flat tensor, padded to a multiple of the number of ranks. As in DeepSpeed, the padding
-    has tensors of its own until the end.
+    The parts are views of one flat tensor, which is padded to a multiple of the number of ranks. As in DeepSpeed, the
+    padding has tensors of its own until the function returns.
     """
     ranks, rank = comm.get_world_size(group), comm.get_rank(group)
     sizes = [math.ceil(tensor.numel() / ranks) for tensor in tensors]

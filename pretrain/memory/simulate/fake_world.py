@@ -1,6 +1,6 @@
 """Simulation of one rank in this process: a fake process group, and fake tensors without data.
 
-It replaces functions of torch and DeepSpeed 0.19.8 for the whole process. simulate_ranks.py describes which and why.
+It replaces functions of torch and DeepSpeed 0.19.8 for the whole process. simulate_ranks.py lists them, with reasons.
 """
 
 import os
@@ -47,7 +47,7 @@ class FakeAioHandle:
     """Replaces DeepSpeed's `aio_handle`: records the sizes of the files that would be written."""
 
     file_sizes: ClassVar[dict[str, int]] = {}  # bytes by path
-    page_locked: ClassVar[set[int]] = set()  # storages
+    page_locked: ClassVar[set[int]] = set()  # identities of storages
 
     def __init__(self, **_: Any) -> None:
         self.pending = 0
@@ -78,7 +78,7 @@ class FakeAioHandle:
 
 
 class FakeOperators:
-    """Replaces a compiled module of DeepSpeed: `aio_handle`, and functions that do nothing."""
+    """Replaces a compiled module of DeepSpeed: it has `aio_handle`, and every other function does nothing."""
 
     aio_handle = FakeAioHandle
 
@@ -98,7 +98,7 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 def apply_to_fake_tensors(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
     """Replaces `torch.nn.Module._apply`, for parameters without gradients.
 
-    torch's own swaps the fake tensors, which fails for a tensor that has weak references.
+    torch's `_apply` swaps the fake tensors, which fails for a tensor that has weak references.
     """
     with torch.no_grad():
         for module in self.modules():
@@ -111,7 +111,7 @@ def apply_to_fake_tensors(self: torch.nn.Module, fn: Callable[[torch.Tensor], to
 
 
 def gather_own_value(values: list[Any], value: Any, group: Any = None) -> None:
-    """Replaces `torch.distributed.all_gather_object`: every rank has the same value."""
+    """Replaces `torch.distributed.all_gather_object`: pretends that every rank has this rank's value."""
     values[:] = [value] * len(values)
 
 
@@ -126,7 +126,7 @@ def replace_functions_that_need_data() -> None:
         if isinstance(builder, type) and hasattr(builder, "load"):
             builder.load = load
     get_accelerator().create_op_builder("CPUAdamBuilder").__class__.load = load
-    setattr(dist, "all_gather_object", gather_own_value)  # noqa: B010 (mypy refuses an assignment)
+    setattr(dist, "all_gather_object", gather_own_value)  # noqa: B010 (mypy rejects an assignment)
     for module in (partition_parameters, deepspeed.runtime.zero.utils, deepspeed.runtime.zero.stage3):
         for name, function in (("get_lst_from_rank0", lambda lst: lst),
                                ("assert_lst_len_same_as_other_ranks", lambda lst: None),
@@ -136,9 +136,10 @@ def replace_functions_that_need_data() -> None:
 
 
 def fewer_micro_batches(plan: Plan) -> Plan:
-    """Return a plan with only as many micro-batches as matter for the memory of a step.
+    """Return a plan without the micro-batches that do not change the memory of a step.
 
-    That is one more than the pipeline stages, and at least two, so that gradients are accumulated.
+    The plan keeps one micro-batch more than there are pipeline stages, and at least two, so that gradients are
+    accumulated. It has no more micro-batches than the given plan.
     """
     steps = min(plan.layout.gradient_accumulation_steps, max(2, plan.layout.pipeline_stages + 1))
     batch = steps * plan.layout.micro_batch_size * plan.layout.data_parallel_size
@@ -148,14 +149,14 @@ def fewer_micro_batches(plan: Plan) -> Plan:
 
 
 def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
-    """Replace `_recv_tensor_meta`: the shape of a pipeline stage's input is known and is not received."""
+    """Replace `_recv_tensor_meta`: the shape of a pipeline stage's input is known, so it need not be received."""
     shape = [plan.layout.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
     dtype = _DTYPES[plan.layout.precision]
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 
 def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
-    """Return {"held", "peak_bytes", "notes"} of one rank. Raises ConfigError."""
+    """Simulate one rank. Return the fields of a SimulatedRank as JSON. Raises ConfigError."""
     plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
     replace_functions_that_need_data()
     replace_loops_over_ranks()

@@ -1,8 +1,9 @@
 """Simulate single ranks of large runs: the real engine and model, on tensors that have sizes but no memory.
 
-DeepSpeed runs as it is, with torch's fake process group (collectives that do nothing) and torch's FakeTensorMode.
-Forward pass, backward pass, reduction and optimizer step all happen, so every buffer is allocated as in a real run, and
-`tensor_inventory` and `storage_tracker` count the tensors in the same way. Only code that needs data is replaced:
+DeepSpeed runs with torch's fake process group (collectives that do nothing) and torch's FakeTensorMode. Forward pass,
+backward pass, reduction and optimizer step all happen, so every buffer is allocated as in a real run. As in a
+measurement, `tensor_inventory` and `storage_tracker` count the tensors. Only two kinds of code are replaced: loops over
+all ranks (fake_collectives.py), and code that needs data (fake_world.py):
 
 - A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
 - DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
@@ -10,8 +11,8 @@ Forward pass, backward pass, reduction and optimizer step all happen, so every b
 - A pipeline stage does not receive the shape of its input from the stage before it. It always gets one hidden state
   [B, T, D] in the model's precision.
 
-Only the CPU as accelerator is simulated. Locations are those of a GPU run; sizes are those of CPU kernels. They differ
-from a GPU run only in activations: on CUDA attention keeps other tensors.
+The simulated accelerator is always the CPU. Locations are those of a GPU run, but sizes are those of CPU kernels. Only
+the activations differ from a GPU run: on CUDA, attention saves other tensors.
 """
 
 import functools
@@ -34,7 +35,7 @@ from pretrain.errors import ConfigError
 from pretrain.memory.footprint import Footprint
 
 _STEPS = 2
-_PROGRESS_PREFIX = "simulating request "  # of a line that the process prints before each request
+_PROGRESS_PREFIX = "simulating request "  # the process prints this and the index before each request
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class SimulatedRank:
 
 def simulate_ranks(requests: Sequence[SimulationRequest],
                    on_start: Callable[[int], None] = lambda index: None) -> list[SimulatedRank | ConfigError]:
-    """Return the result of each request, or why it has none.
+    """Simulate every request. Return the results in the same order, with a ConfigError for each request that failed.
 
-    A run that train.py would reject has its ConfigError, and so has a layout that cannot be simulated. One process
-    imports torch and DeepSpeed, and forks a process for each request. Raises ConfigError if that process crashes.
+    A request fails if train.py would reject its run, or if its layout cannot be simulated. One new process imports
+    torch and DeepSpeed, and forks a process for each request. Raises ConfigError if the new process crashes.
 
     Args:
         on_start: called before each request, with its index.
@@ -80,7 +81,7 @@ def simulate_ranks(requests: Sequence[SimulationRequest],
 
 
 def _rejection(request: SimulationRequest) -> ConfigError | None:
-    """Return why a request is rejected before DeepSpeed is imported; None if it is not."""
+    """Validate a request before DeepSpeed is imported. Return the error, or None if the request is valid."""
     if not 0 <= request.rank < request.world_size:
         return ConfigError("simulate", found=f"rank {request.rank} of {request.world_size}",
                            expected=f"0 to {request.world_size - 1}")
@@ -133,7 +134,7 @@ def main(path: Path) -> None:
 
     from pretrain.memory.simulate import fake_world
 
-    gc.freeze()  # DeepSpeed calls gc.collect often: let it skip the imported modules
+    gc.freeze()  # DeepSpeed calls gc.collect often; the collections then skip the imported modules
     answers = []
     for index, values in enumerate(json.loads(path.read_text())):
         print(f"{_PROGRESS_PREFIX}{index}", flush=True)
@@ -160,7 +161,7 @@ def _answer(fake_world: Any, request: SimulationRequest) -> dict[str, Any]:
 
 
 def _in_fork(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `action` returns in a fork of this process, where it may replace functions of torch and DeepSpeed."""
+    """Return the result of `action`, run in a fork, where it may replace functions of torch and DeepSpeed."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

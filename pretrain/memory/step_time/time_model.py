@@ -12,8 +12,8 @@ from pretrain.memory.estimate.pipeline_stages import layer_work, pipeline_stage_
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer, forward_passes
 
-KERNEL_EFFICIENCY = 0.55  # fraction of the peak rate while the device computes and waits for nothing
-LINK_EFFICIENCY = 0.8  # fraction of a link's stated bandwidth
+KERNEL_EFFICIENCY = 0.55  # fraction of the peak rate while the device computes: an assumption
+LINK_EFFICIENCY = 0.8  # fraction of a link's stated bandwidth that transfers reach: an assumption
 HOST_ADAM_RATE = 100e9  # bytes a second of a node's memory that DeepSpeedCPUAdam reads and writes: an assumption
 _COMPUTE_FRACTION = {"forward": 1 / 3, "backward": 2 / 3}  # of a step's FLOPs without recomputation
 
@@ -22,11 +22,11 @@ _COMPUTE_FRACTION = {"forward": 1 / 3, "backward": 2 / 3}  # of a step's FLOPs w
 class StepTime:
     """Seconds of one step on the slowest pipeline stage. The field names are keys of `compare_zero.py --json`.
 
-    Transfers count only as far as the computation waits for them.
+    Transfers count only for the time that the computation waits for them.
     """
 
     compute_seconds: float  # all micro-batches, recomputation included
-    bubble_seconds: float
+    bubble_seconds: float  # the stage idles while the pipeline fills and drains
     network_seconds: float
     pcie_seconds: float
     disk_seconds: float
@@ -56,7 +56,7 @@ class StepTime:
 
 
 def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_length: int) -> float:
-    """Return the FLOPs of forward and backward pass per token, without recomputation (as model/flops.py).
+    """Return the FLOPs of forward and backward pass per token, without recomputation (like model/flops.py).
 
     6 * (parameters that a token is multiplied with) + 12 * layers * heads * head_size * seq_length. Without a shape:
     6 * num_parameters.
@@ -116,8 +116,8 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, tran
 def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute: float) -> dict[str, float]:
     """Return the seconds that a phase waits for each link.
 
-    Transfers that overlap run at the same time as the computation and as each other, so that only the slowest link
-    among them can cause a wait.
+    Overlapping transfers run at the same time as the computation and as one another, so that only the slowest of their
+    links can cause a wait.
 
     Args:
         compute: seconds of the phase's computation.
@@ -136,7 +136,7 @@ def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute:
 def _link_rate(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
     """Return the bytes per second that one rank gets.
 
-    A ring of ranks is as fast as its slowest link. Between nodes it uses the network adapters of all its GPUs in a
+    A ring of ranks is as fast as its slowest link. Between nodes it uses the network adapters of all its GPUs in one
     node.
     """
     if transfer.link == "pcie":
@@ -152,8 +152,8 @@ def _link_rate(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
 def _optimizer_seconds(layout: Layout, cluster: Cluster, elements: float) -> float:
     """Return the seconds of the optimizer's memory traffic.
 
-    In fp32 it reads gradient, master weight and states, and writes the last two; it writes the parameter in the
-    model's precision.
+    The optimizer reads gradient, master weight and states in fp32. It writes master weight and states in fp32, and the
+    parameter in the model's precision.
     """
     traffic = elements * (4 + 8 * (1 + layout.optimizer_moments) + layout.element_bytes)  # bytes
     if layout.offload_optimizer == "none":

@@ -1,8 +1,8 @@
-"""Bytes that one rank transfers in a step: over the ranks' network, over PCIe, and to and from local disks.
+"""Bytes that one rank transfers in a step: to and from other ranks, over PCIe, and to and from local disks.
 
-Counted as DeepSpeed 0.19.8 does it. At ZeRO stages 1 and 2 that is more than the ZeRO paper says: DeepSpeed all-reduces
-the gradients, and each rank keeps its part (runtime/zero/stage_1_and_2.py, allreduce_and_scatter). Latencies, norms and
-losses are not counted. tests/distributed/memory/test_traffic.py compares with real engines.
+The counts follow DeepSpeed 0.19.8. At ZeRO stages 1 and 2 it transfers more than the ZeRO paper says: it all-reduces
+the gradients, and each rank keeps its part (runtime/zero/stage_1_and_2.py, allreduce_and_scatter). Norms and losses are
+not counted. tests/distributed/memory/test_traffic.py compares the counts with real engines.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pretrain.config.layout import DTYPE_BYTES, Layout
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.pipeline_stages import local_size, pipeline_stage_tensors
 
-LINKS = ("network", "pcie", "disk")
+LINKS = ("network", "pcie", "disk")  # "network": between ranks, also those of one node
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
 
 
@@ -23,9 +23,9 @@ class Transfer:
     link: str  # network, pcie, disk
     phase: str  # forward, backward, step
     bytes: float  # of a collective: what one rank sends, and also receives, in a ring
-    ranks: int = 1  # that take part
+    ranks: int = 1  # number of ranks that take part
     stride: int = 1  # difference between the numbers of neighbouring ranks
-    overlaps: bool = False  # with the computation of its phase
+    overlaps: bool = False  # whether it runs at the same time as the computation of its phase
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RankParameters:
 
 
 def rank_parameters(layout: Layout, shape: ModelShape | None, num_parameters: int) -> RankParameters:
-    """Return the parameters of a rank of the largest pipeline stage."""
+    """Return the parameters of a rank of the largest pipeline stage. Without a shape, all stages are assumed equal."""
     if shape is None:
         return RankParameters(num_parameters / layout.pipeline_stages / layout.tensor_parallel_size)
     tied = shape.vocab_size * shape.hidden_size / layout.tensor_parallel_size if shape.tie_word_embeddings else 0.0
@@ -83,29 +83,29 @@ def _reduced_element_bytes(layout: Layout) -> int:
 def _zero_collectives(layout: Layout, parameters: RankParameters) -> list[Transfer]:
     """Collectives of gradients and parameters among the ranks that ZeRO divides over; experts use fewer ranks."""
     transfers = []
-    for of_what, elements, ranks, stride in (
+    for suffix, elements, ranks, stride in (
             ("", parameters.dense, layout.zero_size, layout.tensor_parallel_size),
             (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
              layout.tensor_parallel_size * layout.expert_parallel_size)):
         if layout.zero_stage == 3:
-            transfers += _zero3_collectives(layout, parameters, of_what, elements, ranks, stride)
+            transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride)
         else:
-            transfers += _zero012_collectives(layout, of_what, elements, ranks, stride)
+            transfers += _zero012_collectives(layout, suffix, elements, ranks, stride)
     return transfers
 
 
-def _zero012_collectives(layout: Layout, of_what: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
-    """All-reduce of gradients once a step (ZeRO stage 2: once a micro-batch), then all-gather of updated parameters.
+def _zero012_collectives(layout: Layout, suffix: str, elements: float, ranks: int, stride: int) -> list[Transfer]:
+    """All-reduce of gradients, once a step or (ZeRO stage 2) once a micro-batch; then all-gather of updated parameters.
 
-    At ZeRO stage 0 only bf16 has an all-gather, as DeepSpeed then uses its BF16_Optimizer, which divides the states.
+    At ZeRO stage 0 only bf16 has an all-gather, because its BF16_Optimizer divides the states among the ranks.
     """
     ring = (ranks - 1) / ranks
     reductions = layout.gradient_accumulation_steps if layout.zero_stage == 2 else 1
     overlaps = layout.overlap_comm and layout.zero_stage == 2
-    transfers = [Transfer(f"gradients{of_what}: all-reduce", "network", "backward" if overlaps else "step",
+    transfers = [Transfer(f"gradients{suffix}: all-reduce", "network", "backward" if overlaps else "step",
                           2 * ring * elements * _reduced_element_bytes(layout) * reductions, ranks, stride, overlaps)]
     if layout.zero_stage > 0 or layout.precision == "bf16":
-        transfers.append(Transfer(f"parameters{of_what}: all-gather", "network", "step",
+        transfers.append(Transfer(f"parameters{suffix}: all-gather", "network", "step",
                                   ring * elements * layout.element_bytes, ranks, stride))
     return transfers
 
@@ -114,8 +114,8 @@ def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple
     """Return how often ZeRO stage 3 gathers a parameter for (the forward, the backward pass), on average.
 
     The backward pass reuses the parameters that the forward pass used last (Layout.reused_parameters). With
-    recomputation, one gather serves the recomputed forward pass and the backward pass after it. A tied matrix is
-    gathered for both of its layers, because too many parameters lie between them.
+    recomputation, the recomputed forward pass and the backward pass after it need only one gather together. A tied
+    matrix is gathered for both of its layers, because too many parameters lie between these layers.
     """
     elements = parameters.dense + parameters.experts
     if elements <= layout.reused_parameters:
@@ -124,7 +124,7 @@ def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple
     return gathers, gathers - layout.reused_parameters / elements
 
 
-def _zero3_collectives(layout: Layout, parameters: RankParameters, of_what: str, elements: float, ranks: int,
+def _zero3_collectives(layout: Layout, parameters: RankParameters, suffix: str, elements: float, ranks: int,
                        stride: int) -> list[Transfer]:
     """All-gathers of parameters for both passes, and reduce-scatter of gradients after each backward pass.
 
@@ -138,16 +138,16 @@ def _zero3_collectives(layout: Layout, parameters: RankParameters, of_what: str,
     backward_ring = (backward_ranks - 1) / backward_ranks
     overlaps = layout.overlap_comm
     return [
-        Transfer(f"parameters{of_what}: all-gather", "network", "forward", ring * gathered * forward, ranks, stride,
+        Transfer(f"parameters{suffix}: all-gather", "network", "forward", ring * gathered * forward, ranks, stride,
                  overlaps),
-        Transfer(f"parameters{of_what}: all-gather", "network", "backward", backward_ring * gathered * backward,
+        Transfer(f"parameters{suffix}: all-gather", "network", "backward", backward_ring * gathered * backward,
                  backward_ranks, stride, overlaps),
-        Transfer(f"gradients{of_what}: reduce-scatter", "network", "backward",
+        Transfer(f"gradients{suffix}: reduce-scatter", "network", "backward",
                  ring * elements * _reduced_element_bytes(layout) * steps, ranks, stride, overlaps)]
 
 
 def _offload(layout: Layout, parameters: RankParameters) -> list[Transfer]:
-    """Traffic over PCIe, to and from the disk, of the states that one rank owns."""
+    """Traffic of offloaded states that one rank owns: over PCIe, and to and from the disk."""
     owned = parameters.after_zero(layout)
     transfers = []
     if layout.offload_optimizer != "none":
@@ -177,9 +177,9 @@ def _offloaded_optimizer(layout: Layout, owned: float) -> list[Transfer]:
 
 
 def _offloaded_parameters(layout: Layout, owned: float, gathers: tuple[float, float]) -> list[Transfer]:
-    """Parameters to the device for every gather; with NVMe, read from disk and written after the step.
+    """Parameters that go to the device for every gather. With NVMe they are read from disk, and written after the step.
 
-    Each rank keeps `offload_param.max_in_cpu` elements in host memory, which are not on the disk.
+    Each rank keeps `offload_param.max_in_cpu` elements in host memory. These are not read or written.
     """
     size = owned * layout.element_bytes
     on_disk = max(0.0, 1 - layout.offload_param_max_in_cpu / owned) if layout.offload_param == "nvme" else 0.0
