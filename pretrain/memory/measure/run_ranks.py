@@ -103,8 +103,8 @@ def failure_error(name: str, rank: FailedRank, oom_kills: int | None) -> ConfigE
     evidence that memory ran out.
 
     Args:
-        name: of the run.
-        oom_kills: processes that the kernel killed for lack of memory during the run; None if the kernel has no counter.
+        name: name of the run.
+        oom_kills: processes that the kernel killed for lack of memory during the run. None: the kernel has no counter.
     """
     if rank.code == _REJECTED and rank.reason:
         return ConfigError.from_line(rank.reason)

@@ -82,7 +82,8 @@ def _parser() -> Parser:
                        help="find the largest model, sequence or micro-batch that fits each layout")
     group.add_argument("--tokens", type=number(1, 1e20),
                        help="tokens of the run, for its cost (default: 20 per parameter)")
-    group.add_argument("--mfu", type=number(1e-4, 1), help="MFU (fraction of the peak rate) for the cost, instead of the predicted MFU")
+    group.add_argument("--mfu", type=number(1e-4, 1),
+                       help="MFU (fraction of the peak rate) for the cost, instead of the predicted MFU")
     group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,
                        help=f"fraction of the peak rate that kernels reach (default: {KERNEL_EFFICIENCY})")
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
