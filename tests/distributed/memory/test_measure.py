@@ -197,10 +197,10 @@ def test_a_run_is_measured_even_if_its_port_is_taken(folder: Path, monkeypatch: 
 
 
 def test_impossible_runs_are_rejected(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="launch 2, 4 or 6 ranks"):
+    with pytest.raises(ConfigError, match="Launch 2, 4 or 6 ranks"):
         measure_run(arguments("pipeline2_zero1_bf16", folder), 1)
     indivisible, no_rank = simulate_ranks([SimulationRequest(arguments("pipeline2_zero1_bf16", folder), 0, 3),
                                            SimulationRequest(arguments("zero1_bf16", folder), 2, 2)])
-    assert "launch 2, 4 or 6 ranks" in str(indivisible)
+    assert "Launch 2, 4 or 6 ranks" in str(indivisible)
     assert "found rank 2 of 2" in str(no_rank)
     assert {type(indivisible), type(no_rank)} == {ConfigError}
