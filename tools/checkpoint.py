@@ -36,7 +36,8 @@ def _list(args: argparse.Namespace) -> int:
     checkpoints = find_checkpoints(args.run)
     for found in checkpoints:
         if found.manifest is None:
-            table.add_row(str(found.step), "", "", "", "", "no")
+            name = str(found.step) if found.step >= 0 else found.folder.name
+            table.add_row(name, "", "", "", "", "no")
         else:
             loss = "" if found.manifest.eval_loss is None else f"{found.manifest.eval_loss:.4f}"
             table.add_row(str(found.step), f"{found.num_bytes / 1e6:,.1f}", layout_summary(found.manifest),

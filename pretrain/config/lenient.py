@@ -30,14 +30,16 @@ def lenient_layout(config: Mapping[str, Any], *, world_size: int, seq_length: in
     """
     notes = _key_notes(config, name)
     filled = _copy(config)
+    _remove_auto_offload(filled)
     rename_old_keys(filled)
     _fill_auto(filled, hidden_size, notes)
     layout = parse_layout(filled, world_size=world_size, seq_length=seq_length, device_kind=device_kind, name=name)
     total = filled.get("train_batch_size")
+    has_total = isinstance(total, (int, float)) and not isinstance(total, bool)
     micro, steps, _ = complete_batch_sizes(
         layout.micro_batch_size if "train_micro_batch_size_per_gpu" in filled else micro_batch_size,
         layout.gradient_accumulation_steps if "gradient_accumulation_steps" in filled else gradient_accumulation_steps,
-        int(total) if total else None, layout.data_parallel_size)
+        int(total) if has_total and total else None, layout.data_parallel_size)
     layout = replace(layout, micro_batch_size=max(1, micro), gradient_accumulation_steps=max(1, steps))
     if num_parameters is not None:
         layout = replace(layout, reduce_bucket_size=min(layout.reduce_bucket_size, num_parameters))
@@ -77,6 +79,14 @@ def _fill_auto(config: dict[str, Any], hidden_size: int | None, notes: list[str]
     if "auto" in states:
         config[auto_precision(*states)]["enabled"] = True
     _remove_auto(config)
+
+
+def _remove_auto_offload(config: dict[str, Any]) -> None:
+    """Remove "auto" from the offload blocks, so that it does not override "cpu_offload", their older spelling."""
+    for name in ("offload_optimizer", "offload_param"):
+        block = get_value(config, f"zero_optimization.{name}")
+        if isinstance(block, dict):
+            _remove_auto(block)
 
 
 def _remove_auto(config: dict[str, Any]) -> None:

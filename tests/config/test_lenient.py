@@ -1,5 +1,7 @@
 """Layout of a DeepSpeed JSON that was written for another program."""
 
+import pytest
+
 from pretrain.config.lenient import lenient_layout
 
 
@@ -14,3 +16,21 @@ def test_auto_values_are_filled_and_unknown_keys_noted() -> None:
     assert (layout.sub_group_size, layout.offload_optimizer, layout.overlap_comm) == (10**9, "cpu", True)
     assert any("zero_optimisation" in note for note in layout.notes)
     assert any("made_up" in note for note in layout.notes)
+
+
+@pytest.mark.parametrize(("old", "block", "device"), [
+    (True, True, "cpu"), (True, {"device": "auto"}, "cpu"), (True, {"pin_memory": False}, "cpu"),
+    ("auto", None, "none"), (False, None, "none"), (False, {"device": "cpu"}, "cpu"),
+])
+def test_old_spelling_of_offload(old: object, block: object, device: str) -> None:
+    zero = {"stage": 2, "cpu_offload": old, **({} if block is None else {"offload_optimizer": block})}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    assert lenient_layout(config, world_size=2).offload_optimizer == device
+
+
+@pytest.mark.parametrize("total", ["see note", [1], {"a": 1}, True])
+def test_batch_size_that_is_no_number_is_noted(total: object) -> None:
+    config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    layout = lenient_layout(config, world_size=2)
+    assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size) == (2, 3, 12)
+    assert any("train_batch_size" in note for note in layout.notes)

@@ -1,4 +1,4 @@
 """Save checkpoints: snapshot, background writer, atomic commit, retention and mirror.
 
-Imports format/, config, engine, monitor, console, distributed and errors; never load/ or convert/.
+Imports format/, config, engine, monitor, terminal, distributed and errors; never load/ or convert/.
 """

@@ -63,8 +63,9 @@ def rename_old_keys(config: dict[str, Any]) -> list[tuple[str, str]]:
     zero = config.get("zero_optimization")
     renamed = []
     for old, new in OLD_OFFLOAD.items():
-        if isinstance(zero, dict) and zero.pop(old, None):
-            zero[new] = {"device": "cpu", **(zero.get(new) or {})}
+        if isinstance(zero, dict) and zero.pop(old, None) is True:
+            block = zero.get(new)
+            zero[new] = {"device": "cpu", **(block if isinstance(block, dict) else {})}
             renamed.append((old, new))
     return renamed
 
