@@ -1,4 +1,4 @@
-"""Suggestions for misspelt words. A word without a clear match gets no suggestion."""
+"""Suggestions for misspelt words. A word that resembles no known word gets no suggestion."""
 
 import pytest
 

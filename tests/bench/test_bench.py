@@ -161,7 +161,7 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 
 
 def test_highest_speedup_of_1f1b() -> None:
-    """With p equal stages and m micro-batches, the bubble is (p - 1) / (m + p - 1). Unequal stages have a larger one.
+    """With p equal stages and m micro-batches, the bubble is (p - 1) / (m + p - 1). Unequal stages have larger bubbles.
     """
     assert highest_speedup([1.0, 1.0], 8) == pytest.approx(2 * (1 - 1 / 9))
     assert highest_speedup([1.0] * 4, 16) == pytest.approx(4 * (1 - 3 / 19))

@@ -48,7 +48,7 @@ def write_files(temporary: Path, rank: int, num_bytes: int = FILE_BYTES) -> dict
 
 
 def save(checkpoints: Path, step: int, *, eval_loss: float | None = None, num_bytes: int = FILE_BYTES) -> Path:
-    """Save as `RANKS` ranks, one after another in this process. Raises SaveError."""
+    """Save the files of `RANKS` ranks, one rank after another in this process. Raises SaveError."""
     temporary = temporary_folder(checkpoints, step)
     temporary.mkdir(parents=True)
     for rank in range(RANKS):

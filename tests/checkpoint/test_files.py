@@ -1,4 +1,4 @@
-"""Files are hashed while they are written. Every damage to real checkpoints is detected, and the checkpoint skipped."""
+"""Files are hashed during writing. All damage to real checkpoints is detected, and damaged checkpoints are skipped."""
 
 import hashlib
 import itertools
@@ -41,7 +41,7 @@ def _newest(checkpoints: Path) -> Path:
 
 
 def _is_detected(checkpoints: Path, name: str) -> bool:
-    """Return whether the newest checkpoint is rejected with the file's name, and the previous one is chosen."""
+    """Return whether the newest checkpoint is rejected with the file's name, and the previous checkpoint is chosen."""
     folder = _newest(checkpoints)
     try:
         problems = find_damage(folder, read_manifest(folder))

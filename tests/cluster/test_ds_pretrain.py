@@ -1,4 +1,4 @@
-"""`ds-pretrain`: its command line, validation before torch is imported, one run, and signals."""
+"""`ds-pretrain`: command line, validation before torch is imported, one run, and signals."""
 
 import os
 import signal

@@ -91,7 +91,7 @@ def test_openmpi_and_mpich_give_equal_losses(hosts: Hosts, mpi: None, corpus: st
         (folder / "mpirun").chmod(0o755)
         environ = {**hosts.environ, "PATH": os.pathsep.join([str(folder), hosts.environ["PATH"]]),
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # With MPICH, the hosts connect back to this machine. They cannot resolve its name, but need its address.
+        # With MPICH, the hosts connect back to this machine. The hosts cannot resolve its name, so pass its address.
         network = hosts.a.address.rpartition(".")[0]
         own_address = [f"--launcher_args=-localhost {network}.254"] if launcher == "mpich" else []
         command = [*_command(hosts, tmp_path, "--launcher", launcher, *own_address), "--"]

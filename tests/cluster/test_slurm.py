@@ -39,7 +39,7 @@ def submit(slurm: SlurmCluster, config: str, run: Path, *flags: str, minutes: in
 
 
 def losses(run: Path) -> dict[int, tuple[float, float]]:
-    """Return {step: (loss, grad_norm)}. If a step was repeated, its last row counts."""
+    """Return {step: (loss, grad_norm)}. The last row of a repeated step counts."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if "loss" in row}
 
 

@@ -57,7 +57,7 @@ def ranks(supervisor: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def killed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Kill a random rank KILLS times, stop the run with SIGUSR1 to its supervisor, and finish it with another one."""
+    """Kill a random rank KILLS times, send SIGUSR1 to the supervisor, and finish the run with a second supervisor."""
     folder, chance, codes, walls = tmp_path_factory.mktemp("supervised"), random.Random(3), [], []
     run, victims = folder / "run", []
     for kills in (KILLS, 0):

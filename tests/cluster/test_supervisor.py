@@ -98,7 +98,7 @@ def test_the_files_of_the_run_take_precedence_over_the_exit_code(code: int, even
     assert classify_exit(code, RunProgress(events, [], 0, kept), last_step=9) == expected
 
 
-# A rank that saves on SIGUSR1. Its launcher is a shell, which SIGUSR1 would kill.
+# A rank that saves on SIGUSR1. SIGUSR1 would kill its launcher, which is a shell.
 RANK = f"""import signal, time
 def save(*_):
     open('events.jsonl', 'a').write('{json.dumps({**STOPPED, "reason": "SIGUSR1"})}' + chr(10)); raise SystemExit(75)

@@ -1,4 +1,4 @@
-"""Reading a DeepSpeed JSON, and filling its "auto" values."""
+"""Reading of a DeepSpeed JSON, and values for "auto"."""
 
 import dataclasses
 import json

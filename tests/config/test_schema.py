@@ -90,7 +90,7 @@ def test_blocks_without_a_pydantic_model_have_the_keys_of_deepspeed() -> None:
     from deepspeed.runtime.model_checkpointing import constants as checkpointing
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    # "thread_count" is an earlier name; it gets a note
+    # the earlier name "thread_count" is accepted with a note
     assert set(ds_schema.TREE["aio"]) == set(AIO_DEFAULT_DICT) | {"thread_count"}
     assert set(ds_schema.ACTIVATION_CHECKPOINTING) == set(ACT_CHKPT_DEFAULT)
     flops = {getattr(profiling, name) for name in vars(profiling)

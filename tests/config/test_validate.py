@@ -32,7 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(world: Path, json_changes: dict[str, Any], flags: dict[str, Any]) -> list[str]:
-    """Return the command line of a valid run with changes. `{world}` in a flag stands for the folder."""
+    """Return the command line of a valid run with changes. `{world}` in a flag becomes the path of the folder."""
     document = json.loads(json.dumps(BASE))
     for dotted, value in json_changes.items():
         change(document, dotted, value)

@@ -1,4 +1,4 @@
-"""Every file of ds_configs/ trains two steps with standard flags, on the number of ranks in its name."""
+"""Every file of ds_configs/ trains two steps with standard flags, on the number of ranks in its line `// ranks: N`."""
 
 import re
 from pathlib import Path

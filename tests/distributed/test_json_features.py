@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and monitors of the DeepSpeed JSON, beyond those of ds_configs/."""
+"""Optimizers, schedulers and monitors of DeepSpeed JSONs that no file of ds_configs/ has."""
 
 from pathlib import Path
 from typing import Any

@@ -60,7 +60,7 @@ def one(name: str, config: dict[str, Any], given: dict[str, Any], job: str = "tr
 
 
 def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
-    """Cases for A, B, K and bf16 checkpoints at ZeRO stage 0: two pipeline stages that share the embedding."""
+    """Return cases for A, B, K and bf16 checkpoints at ZeRO stage 0: two pipeline stages that share the embedding."""
     fp16, tied = flags(corpus, **EMULATE), flags(corpus)
     half = {"fp16": FP16, **TWO_STAGES}
     torch_adam = {**ADAM, "params": {**ADAM["params"], "torch_adam": True}}
@@ -81,7 +81,7 @@ def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
 
 
 def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """Cases for C: sub-groups that remain in memory (under 1 MiB), swapped sub-groups, and swapped parameters."""
+    """Return cases for C: sub-groups that remain in memory (under 1 MiB), swapped sub-groups, swapped parameters."""
     if not HAS_LIBAIO:
         return []
     nvme = {"device": "nvme", "nvme_path": str(folder)}
@@ -96,7 +96,7 @@ def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """Cases for D to I with plain DeepSpeed, and initial weights under ZeRO-3."""
+    """Return cases for D to I with plain DeepSpeed, and a case for initial weights under ZeRO-3."""
     return [
         one("initial_zero3", ds_config(3, **BF16), flags(corpus), job="initial_weights"),
         {"name": "nvme_below_stage_3", "job": "nvme_below_stage_3", "folder": str(folder)},
@@ -107,7 +107,7 @@ def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Results of all cases by name, from one launch of two ranks."""
+    """Return the results of all cases by name. One launch of two ranks runs all cases."""
     folder, *disks = (tmp_path_factory.mktemp(name) for name in ("upstream", "nvme", "nvme"))
     cases = [*pipeline_cases(corpus), *nvme_cases(corpus, disks[0]), *plain_cases(corpus, disks[1])]
     return run_worker("upstream_worker.py", cases, 2, folder)

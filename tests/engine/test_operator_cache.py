@@ -13,7 +13,7 @@ from pretrain.engine import operator_cache
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT
 
-# In toy.cc, not toy.cpp: only .cpp sources get torch's headers. Without them, it compiles in a fraction of a second.
+# The file is toy.cc, not toy.cpp, because .cpp sources get torch's headers, which take seconds to compile.
 TOY = """
 #include <Python.h>
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "toy", nullptr, -1, nullptr};

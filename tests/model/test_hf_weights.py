@@ -16,8 +16,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def both_models(name, tmp_path):
-    """Return our module and that of transformers, with equal weights. The weights are large, so that every term counts.
-    """
+    """Return our module and the module of transformers with equal weights. Large weights make every term count."""
     path = write_config(tmp_path, SHAPES[name])
     config = load_model_config(path)
     theirs = transformers.AutoModelForCausalLM.from_config(

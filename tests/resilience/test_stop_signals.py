@@ -27,7 +27,7 @@ while time.monotonic() < deadline:
 ranks = [subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True) for _ in range(2)]
 try:
     ready = [rank.stdout.readline().strip() for rank in ranks]
-    # The test uses the second rank: if the first rank was ready before the second one started, it watches no rank.
+    # Signal the second rank: a rank that was ready before the other rank started does not watch the other rank.
     last = ranks[1]
     last.send_signal(signal.SIGTERM)
     request = last.stdout.readline().strip()

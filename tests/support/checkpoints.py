@@ -36,7 +36,7 @@ def copy_checkpoints(run: Path, to: Path) -> Path:
 
 
 def newest_verified(checkpoints: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest checkpoint whose file hashes all match. A starting run would choose it, too."""
+    """Return the newest checkpoint in which all file hashes match. A starting run chooses the same checkpoint."""
     for folder, manifest in complete_checkpoints(checkpoints)[0]:
         if not find_damage(folder, manifest):
             return folder, manifest

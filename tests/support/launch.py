@@ -66,7 +66,7 @@ def tails(folder: Path, ranks: int) -> str:
 
 
 class FailedCase(dict[str, Any]):
-    """Result of a case whose ranks failed. A test that reads a value fails with the end of the ranks' output."""
+    """Result of a failed case. A test that reads a value from this result fails with the end of the ranks' output."""
 
     def __missing__(self, key: str) -> Any:
         raise AssertionError(f"the case failed on its ranks:\n{dict(self)}")

@@ -26,7 +26,7 @@ RAW: dict[str, bytes] = {  # file contents that are not a JSON object
 class Case:
     """A command line, the files that it needs, and the text that the error must contain.
 
-    {world} stands for the folder with the files.
+    {world} is replaced by the path of the folder with the files.
     """
 
     name: str

@@ -80,10 +80,10 @@ def run_case(case: Case, world: Path) -> str:
         for folder in made:
             folder.rmdir()
     left = [str(path) for path in after if path not in before] + [str(path) for path in before if path not in after]
-    said = err.splitlines()
+    lines = err.splitlines()
     culprit = case.culprit.replace("{world}", str(world))
     for wrong, problem in ((left, f"left behind or removed: {left[:3]}"), (code != 2, f"exit code {code}"),
-                           (out != "", "output"), ("Traceback" in err, "traceback"), (len(said) != 1, "lines"),
+                           (out != "", "output"), ("Traceback" in err, "traceback"), (len(lines) != 1, "lines"),
                            (len(err) > 2000, "a line of over 2000 characters"),
                            (not err.startswith("ds-pretrain: error: "), "start"),
                            (culprit not in err, f"no {culprit} in it")):

@@ -171,7 +171,7 @@ def _bridge(pair: int) -> str:
 
 
 def _free_pair() -> int:
-    """Return a number whose bridge and network no other test run on this machine uses."""
+    """Return a number for the names of bridge and network that no other test run on this machine uses."""
     used = _run("ip", "-o", "addr") + _run("ip", "netns", "list")
     while True:
         pair = random.SystemRandom().randrange(500)

@@ -23,7 +23,7 @@ LAYOUTS = ("zero1", "zero3", "nvme", "pipeline2")
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is killed a few times. With `thorough`, it is killed after each sub-step and more often at random."""
+    """A run with a few kills. With `thorough`, there is a kill after each sub-step, and more kills at random times."""
 
     layout: str
     is_async: bool

@@ -63,7 +63,7 @@ def _case(name: str, job: str, layout: Layout, run_flags: dict[str, Any], **othe
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of saving in every layout, of loading and saving in another one, and of loading back."""
+    """Return the results of saving in every layout, of loading and saving in another layout, and of loading back."""
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")

@@ -18,8 +18,7 @@ NO_NVME = missing_operator("AsyncIOBuilder")
 
 
 def _small_zero3(live: int, reuse: int, prefetch: int = 20_000, **others: Any) -> dict[str, Any]:
-    """Return a JSON for ZeRO stage 3 with small limits (in elements), so that they affect the small model of the test.
-    """
+    """Return a JSON for ZeRO stage 3. Its limits (in elements) are small, so that the small test model reaches them."""
     values = config(3, precision="bf16", stage3_max_reuse_distance=reuse, stage3_max_live_parameters=live,
                     **DIVIDE_ALL, **others)
     values["zero_optimization"]["stage3_prefetch_bucket_size"] = prefetch
@@ -92,5 +91,5 @@ def test_predicted_disk_bytes_equal_measured_bytes(measured: dict[str, list[dict
     values = config(3, precision="bf16", offload_optimizer=nvme("/"), **DIVIDE_ALL)
     expected = sum(transfer.bytes for transfer in predicted("nvme", values, NVME_FLAGS) if transfer.link == "disk")
     for rank in measured["nvme"]:
-        # tensors below 1 MiB stay on the host
+        # tensors below 1 MiB remain on the host
         assert 0.95 * expected <= rank["read_bytes"] + rank["write_bytes"] <= 1.01 * expected

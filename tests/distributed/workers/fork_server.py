@@ -75,7 +75,7 @@ def fork(command: list[str], environ: dict[str, str], log: Path) -> int:
 
 
 def run_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Run all ranks and wait for them. GRACE_S after one rank fails, kill the others, which wait for the failed one."""
+    """Run all ranks. GRACE_S after a failure, kill the remaining ranks, because they wait for the failed rank."""
     cwd, deadline = Path(request["cwd"]), time.monotonic() + request["timeout"]
     running = {fork(request["command"], environ, cwd / f"rank{rank}.log"): rank
                for rank, environ in enumerate(request["environs"])}

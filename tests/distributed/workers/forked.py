@@ -230,8 +230,8 @@ if __name__ == "__main__":
     results = {}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
-        kinds = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
-                 "signalled": signalled, "killed": killed, "poisoned": poisoned}
-        results[case["name"]] = kinds[case["kind"]](case)
+        actions = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
+                   "signalled": signalled, "killed": killed, "poisoned": poisoned}
+        results[case["name"]] = actions[case["kind"]](case)
         Path(sys.argv[2]).write_text(json.dumps(results))
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)

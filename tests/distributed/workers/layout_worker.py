@@ -82,7 +82,7 @@ def load_universal(case: Case) -> dict[str, Any]:
 
 
 def memory_of_load(case: Case) -> dict[str, Any]:
-    """Load a large checkpoint into another layout, and return anonymous memory before, at its peak, and afterwards."""
+    """Load a large checkpoint into another layout. Return the anonymous memory before, at the peak, and afterwards."""
     plan = plan_of(case)
     engine = engine_of(plan)
     source = Path(case["source"])

@@ -1,4 +1,4 @@
-"""Shapes of models: parameter counts equal those of the presets, or those of transformers for other architectures."""
+"""Shapes of models: parameter counts equal the presets' counts and, for other architectures, transformers' counts."""
 
 import json
 from dataclasses import replace
