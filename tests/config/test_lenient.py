@@ -22,14 +22,14 @@ def test_auto_values_are_filled_and_unknown_keys_noted() -> None:
     (True, True, "cpu"), (True, {"device": "auto"}, "cpu"), (True, {"pin_memory": False}, "cpu"),
     ("auto", None, "none"), (False, None, "none"), (False, {"device": "cpu"}, "cpu"),
 ])
-def test_old_spelling_of_offload(old: object, block: object, device: str) -> None:
+def test_the_old_key_cpu_offload_is_read(old: object, block: object, device: str) -> None:
     zero = {"stage": 2, "cpu_offload": old, **({} if block is None else {"offload_optimizer": block})}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     assert lenient_layout(config, world_size=2).offload_optimizer == device
 
 
 @pytest.mark.parametrize("total", ["see note", [1], {"a": 1}, True])
-def test_batch_size_that_is_no_number_is_noted(total: object) -> None:
+def test_a_batch_size_that_is_not_a_number_gets_a_note(total: object) -> None:
     config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     layout = lenient_layout(config, world_size=2)
     assert (layout.micro_batch_size, layout.gradient_accumulation_steps, layout.global_batch_size) == (2, 3, 12)
