@@ -3,12 +3,13 @@
 #
 #   launch/mpi.sh -np 2 -- --config run.yaml
 #   launch/mpi.sh -np 16 --hostfile hosts -- --config run.yaml     # a hostfile in mpirun's own format
-#   srun --mpi=pmix python pretrain/train.py --config run.yaml     # under SLURM without mpirun
+#   srun --mpi=pmix python pretrain/train.py --config run.yaml     # under SLURM, without mpirun and without this script
 #
-# Rank numbers come from the launcher's variables. On several hosts mpi4py distributes rank 0's address, unless
-# MASTER_ADDR is set. MASTER_PORT defaults to a free port of this host. Variables for NCCL, gloo, torch and others are
-# passed on to all ranks. MPIRUN selects another mpirun. Open MPI does not run as root by default; this script allows
-# it, because every process in a container is root. On SIGUSR1, which mpirun passes on, all ranks save and exit with 75.
+# pretrain/train.py reads rank numbers from the launcher's variables. On several hosts it gets rank 0's address through
+# mpi4py, unless MASTER_ADDR is set. MASTER_PORT defaults to a port that is free on this host. The variables of NCCL,
+# gloo, torch and others are passed on to all ranks. MPIRUN names another mpirun. By default Open MPI does not start
+# programs as root. This script allows it, because in a container every process is root. mpirun passes SIGUSR1 on: all
+# ranks save and exit with 75.
 set -euo pipefail
 code=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="${VENV:-$code/.venv}/bin:$PATH"
@@ -23,12 +24,12 @@ mpirun=${MPIRUN:-mpirun}
 command -v "$mpirun" >/dev/null ||
     die "$mpirun is not installed. Remedy: install Open MPI or MPICH, or set MPIRUN=/path/to/mpirun"
 
-# Validate the run before mpirun starts: mpirun prints ten lines about a rank that ends with an error.
+# Validate the run before mpirun starts, because mpirun prints ten lines about each rank that ends with an error.
 ranks=
 for ((i = 0; i < ${#flags[@]}; i++)); do
     case ${flags[i]} in
         -np | -n | -c | --np) ranks=${flags[i + 1]:-} ;;
-        *host* | -H | -f) ranks= && break ;;  # skip the validation: other hosts may have other devices
+        *host* | -H | -f) ranks= && break ;;  # no validation: the other hosts may have other devices
     esac
 done
 [ -z "$ranks" ] || PYTHONPATH=$code python "$code/tools/check_config.py" --world_size "$ranks" "$@" > /dev/null || exit

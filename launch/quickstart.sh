@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From a fresh machine to a trained model: environment, corpus, tokenizer, training, evaluation, a sample.
+# Train a small model on a fresh machine: environment, corpus, tokenizer, training, summary, generated text.
 #
 #   launch/quickstart.sh [RUN_FOLDER]     (default: runs/quickstart)
 #
 # SETUP=done: skip launch/setup.sh and use the environment VENV.
 # The corpus is the source code of Python's standard library (about 30 MB), so nothing is downloaded for it.
-# The script can be run again: it keeps finished parts, and the training resumes or reports that it is complete.
+# The script can be run again: it skips finished parts. The training resumes, or reports that it is complete.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 run=$(realpath -m "${1:-$here/runs/quickstart}")
@@ -52,7 +52,7 @@ python tools/generate.py "$run" --prompt 'def read_' --max_new_tokens 120 --seed
 cat <<END
 
 Done in $((SECONDS - start)) s. All files are in $run:
-  corpus/ tokenizer/ data/      text, SentencePiece model, .bin/.idx tokens
+  corpus/ tokenizer/ data/      text, SentencePiece model, tokens (.bin and .idx)
   checkpoints/                  DeepSpeed's sharded checkpoints
   metrics.jsonl events.jsonl    losses and events of the run
   run.json                      settings, versions and data of the run

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Set up a Python environment for this checkout: launch/setup.sh [--offload] [--dev]
 #
-#   --offload  also compile the operators for offload to host memory and NVMe (needs Debian's libaio-dev). Without this
-#              flag, the first run that needs such an operator compiles it.
-#   --dev      --offload, and the packages of the tests (pytest, ruff, mypy, tensorboard)
+#   --offload  also compile DeepSpeed's operators for offload to host memory and NVMe (needs Debian's libaio-dev).
+#              Without this flag, the first run that needs such an operator compiles it.
+#   --dev      do what --offload does, and install the packages of the tests (pytest, ruff, mypy, tensorboard ...)
 #
-# VENV is the folder of the environment (default: .venv in the checkout). The script can be run again: it skips steps
-# that are up to date.
+# VENV is the folder of the environment (default: .venv in the checkout). PYTHON is the interpreter (default: python3).
+# The script can be run again: it skips steps that are up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-$PWD/.venv}
@@ -23,7 +23,7 @@ done
 say() { printf '\033[1m[set-up] %s\033[0m\n' "$*"; }
 die() { echo "launch/setup.sh: $*" >&2; exit 2; }
 
-# Install a Debian package as root; otherwise end with the command that installs it.
+# Install a Debian package if this user is root; otherwise print the command that installs it, and exit.
 need() { # need PACKAGE COMMAND..., where COMMAND succeeds if the package is installed
     local package=$1; shift
     "$@" >/dev/null 2>&1 && return
@@ -46,7 +46,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 [ -z "$offload" ] || need libaio-dev test -e /usr/include/libaio.h
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-# jemalloc is optional: with it a training step on CPUs needs a fifth less memory than with glibc's malloc.
+# jemalloc is optional. On CPUs a training step needs a fifth less memory with jemalloc than with glibc's malloc.
 has_gpu || ( need libjemalloc2 sh -c '/sbin/ldconfig -p | grep -q libjemalloc.so.2' ) ||
     say "continuing without jemalloc"
 want="$(cat launch/constraints.txt pyproject.toml | sha256sum | cut -c1-16) gpu=$(has_gpu && echo 1 || true) $PWD"

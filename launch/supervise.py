@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Supervise a run: launch/supervise.py [flags] -- COMMAND..., where COMMAND starts pretrain/train.py in any way."""
+"""Supervise a run: launch/supervise.py [flags] -- COMMAND...
+
+COMMAND is any command that starts pretrain/train.py.
+"""
 
 import sys
 from dataclasses import fields
@@ -14,8 +17,8 @@ _DEFAULTS = {field.name: field.default for field in fields(SupervisorSettings)}
 _SECONDS = number(0, LONGEST_SECONDS)
 _FLAGS = {
     "max_restarts": (whole_number(), "give up after this many restarts in a row without a new step"),
-    "min_hosts": (whole_number(1), "continue with at least N healthy hosts while others are unhealthy, at the same "
-                                   "global batch (default: wait for all hosts)"),
+    "min_hosts": (whole_number(1), "if at least this many hosts are healthy, start without the unhealthy ones, at the "
+                                   "same global batch (default: wait for all hosts)"),
     "backoff_s": (_SECONDS, "pause in seconds before a restart; doubled for each restart without a new step"),
     "backoff_max_s": (_SECONDS, "longest pause in seconds"),
     "grace_s": (_SECONDS, "seconds that the run has to save and stop after a signal"),
@@ -30,12 +33,15 @@ def _print_line(line: str) -> None:
 
 
 def main() -> int:
-    """Return the exit code of the last start, as train.py gives it; 75 after a signal. Raises ConfigError."""
+    """Return the exit code that train.py would have returned for the last start; 75 after a signal.
+
+    Raises ConfigError.
+    """
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     parser = Parser(prog="launch/supervise.py", usage="%(prog)s [flags] -- COMMAND...",
-                    description="Runs COMMAND, and restarts it after a signal, a hang or a crash, but never after it "
-                                "was rejected (exit code 2). RUN/restarts.jsonl gets a row for each start.")
+                    description="Runs COMMAND, and restarts it after a crash or a save on a signal, but never after "
+                                "the run was rejected (exit code 2). RUN/restarts.jsonl gets a row for each start.")
     parser.add_argument("--save", type=path_text, help="run folder (default: --save of COMMAND or of its YAML)")
     parser.add_argument("--hostfile", type=path_text,
                         help="hosts to check before each start (default: --hostfile of COMMAND)")

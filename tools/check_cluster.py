@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Check whether a cluster is fit for a long job. The launcher of the job starts this tool on every rank:
+"""Check whether a cluster is fit for a long job. Start this tool with the launcher of the job, on every rank:
 
     deepspeed --hostfile HOSTS tools/check_cluster.py --save runs/gpt2
     srun python tools/check_cluster.py --config run.yaml
 
-With the flags of pretrain/train.py, the run is also validated on every host, and its checkpoint must fit on the disk.
-Exit codes: 0 no findings; 1 findings, one line each, which names the host; 2 bad input.
+With the flags of a run (--model, --deepspeed_config or a --config with these), every host also validates the run and
+checks that its checkpoint fits on the disk.
+The tool prints one line for each finding, with the name of the host.
+
+Exit codes: 0 no findings; 1 findings, or rank 0 cannot be reached; 2 bad input.
 """
 
 import dataclasses
@@ -36,24 +39,25 @@ _NUMBERS = (  # name, type, default, help
     ("message_mib", whole_number(1, _MAX_MIB), None, "MiB of a transfer (default: 16 on CPUs, otherwise 256)"),
     ("disk_mib", whole_number(1, _MAX_MIB), 256, "MiB written on each host (default: %(default)s)"),
     ("rounds", whole_number(), 32,
-     "number of other hosts that each host is measured with; 0: all (default: %(default)s)"),
-    ("timeout", _SECONDS, 60.0, "seconds that one measurement may take; ranks may start within twice that time "
+     "number of other hosts with which each host is measured; 0: all (default: %(default)s)"),
+    ("timeout", _SECONDS, 60.0, "seconds that one measurement may take; ranks may start within twice this time "
      "(default: %(default)s)"),
     ("min_ratio", number(0.001, 1), None,
-     "report a rate below this fraction of the median, and a latency above the median divided by it (default: matrix "
-     "products and free memory 0.8, memory and all-reduce inside a host 0.7, network 0.6, disk 0.4, latency 0.25)"),
-    ("min_gbit", number(0, 1e6), 0.0, "Gbit/s that every pair of hosts must reach (default: no minimum)"),
+     "report a value below this fraction of the median, or a latency above the median divided by this fraction "
+     "(default: matrix products and free memory 0.8, memory and all-reduce inside a host 0.7, network 0.6, disk 0.4, "
+     "latency 0.25)"),
+    ("min_gbit", number(0, 1e6), 0.0, "Gbit/s that each pair of hosts must reach (default: no minimum)"),
     ("max_clock_skew", number(0, LONGEST_SECONDS), 1.0,
-     "largest allowed difference in seconds between a host's clock and the others (default: %(default)s)"),
+     "largest allowed difference in seconds of a host's clock from the median clock (default: %(default)s)"),
 )
 
 
 def parse(words: list[str]) -> tuple[ClusterCheckSettings, bool]:
     """Return (settings, whether to print JSON). Raises ConfigError; `--help` exits with 0."""
     parser = Parser(prog="tools/check_cluster.py", description="Check whether a cluster is fit for a long job.",
-                    epilog="--save RUN: folder whose disk is measured (default: the current folder). With other flags "
-                           "of pretrain/train.py, such as --config, the run is also validated, and its checkpoint "
-                           "must fit on that disk.")
+                    epilog="The flags of pretrain/train.py are accepted too. --save RUN: folder whose disk is measured "
+                           "(default: the current folder). If the flags or --config give a --model or a "
+                           "--deepspeed_config, the run is also validated, and its checkpoint must fit on that disk.")
     for name, parse_number, default, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=parse_number, default=default, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -75,7 +79,7 @@ def main(words: list[str]) -> int:
         world = running_environment()
         settings, as_json = parse(words)
         prepare_deepspeed(detect_device())
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # errors are reported below, in one line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints no error: this tool prints it in one line
         from pretrain.cluster.health.check import check_cluster  # imports torch and deepspeed
         from pretrain.cluster.health.report import report_lines, report_table
 
@@ -89,7 +93,7 @@ def main(words: list[str]) -> int:
     if world.rank == 0 and as_json:
         print(report.to_json())
     elif world.rank == 0:
-        # A fixed width: a launcher's pipe has none, and rich would cut the rows.
+        # Set the width: under a launcher, stdout is a pipe without a width, and rich would cut off the rows.
         Console(width=200, highlight=False, markup=False).print(report_table(report))
         print("\n".join(report_lines(report)))
     return 1 if report.findings else 0

@@ -25,7 +25,7 @@ from pretrain.cluster.health.connections import ClockServer, ConnectionResult, m
 from pretrain.cluster.health.devices import DeviceHealth, device_health
 from pretrain.cluster.health.findings import report_connections, report_devices, report_links
 from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round_robin
-from pretrain.cluster.health.outliers import faulty_hosts, slow
+from pretrain.cluster.health.outliers import faulty_hosts, slow_indices
 from pretrain.cluster.health.report import ClusterReport
 from pretrain.errors import ConfigError
 from tests.support.launch import ROOT, free_port, run_ranks
@@ -52,9 +52,9 @@ def test_partners_have_the_same_index_on_their_hosts() -> None:
 
 
 def test_outliers_are_values_far_below_the_upper_median() -> None:
-    assert slow([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
-    assert slow([1.0, 0.5], 0.8) == [1]
-    assert slow([1.0, 0.85, 0.9], 0.8) == []
+    assert slow_indices([1.0, 0.9, 1.1, 0.5], 0.8) == [3]
+    assert slow_indices([1.0, 0.5], 0.8) == [1]
+    assert slow_indices([1.0, 0.85, 0.9], 0.8) == []
     assert faulty_hosts({("a", "d"), ("b", "d"), ("c", "d"), ("a", "b")}) == [("d", ["a", "b", "c"]), ("a and b", [])]
 
 

@@ -1,7 +1,7 @@
 """Run the cluster health check: every rank measures its device, disk, clock and links; rank 0 evaluates the results.
 
-A measurement is an outlier if it is below a fraction of the median (`measures.py`). Faults (a wrong matrix product, a
-corrupted byte, a full disk, a wrong clock, a silent rank) are findings of their own.
+Rank 0 reports two kinds of findings. An outlier is a measurement below a fraction of the median (`measures.py`). A
+fault is a wrong matrix product, a corrupted byte, a full disk, a wrong clock or a silent rank.
 """
 
 import os
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs, and how other hosts reach its clock server."""
+    """The host of a rank, and the address and port of the rank's clock server."""
 
     host: str
     local_rank: int
@@ -73,7 +73,7 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class RankResult(Generic[T]):
-    """Result of one rank's measurement. If `error` is set, `value` is meaningless."""
+    """Result of one rank's measurement. If `error` is set, `value` is None."""
 
     value: T
     error: Exception | None = None
@@ -81,25 +81,30 @@ class RankResult(Generic[T]):
 
 @dataclass(frozen=True)
 class CheckContext:
-    """All ranks and their hosts, and the report of rank 0."""
+    """The objects that all phases of the check need."""
 
     store: RankStore
     world: World
     settings: ClusterCheckSettings
     hosts: dict[str, list[int]]  # host -> its ranks
-    report: ClusterReport
+    report: ClusterReport  # rank 0 adds the measurements and findings
 
     def run_phase(self, phase: str, measure: Callable[[], T], evaluate: Callable[[list[T]], None],
                   name_of: Callable[[int], str] | None = None) -> bool:
         """Run `measure` on every rank, then `evaluate` on rank 0. Returns whether all ranks succeeded in time.
 
-        `name_of` names a rank's host or hosts in findings. Raises SilentRanksError; raises ConfigError on every rank if
-        it was raised on one.
+        Raises SilentRanksError. If `measure` raises ConfigError on one rank, all ranks raise it.
+
+        Args:
+            phase: name of the phase, for findings.
+            measure: returns this rank's measurement.
+            evaluate: gets the measurements of all ranks in rank order, if none failed.
+            name_of: returns the host or hosts of a rank, for findings about its failure (default: `host_of`).
         """
         start = time.monotonic()
-        result = _run(partial(self._on_device, measure), self.settings.timeout_s)
+        result = _measure_with_timeout(partial(self._on_device, measure), self.settings.timeout_s)
 
-        def digest(results: list[RankResult[T]]) -> bool | ConfigError:
+        def evaluate_all(results: list[RankResult[T]]) -> bool | ConfigError:
             errors = {rank: each.error for rank, each in enumerate(results) if each.error is not None}
             for rank, error in errors.items():
                 if isinstance(error, ConfigError):
@@ -109,14 +114,15 @@ class CheckContext:
                 evaluate([each.value for each in results])
             return not errors
 
-        left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)  # all ranks began at the same time
-        answer = self.store.exchange(phase, result, digest, wait_s=left_s)
+        # All ranks began the phase at the same time, so all have the same time left.
+        left_s = max(self.settings.timeout_s - (time.monotonic() - start), 0)
+        answer = self.store.exchange(phase, result, evaluate_all, wait_s=left_s)
         if isinstance(answer, ConfigError):
             raise answer
         return answer
 
     def _on_device(self, measure: Callable[[], T]) -> T:
-        get_accelerator().set_device(self.world.local_rank)  # the current device is a setting of each thread
+        get_accelerator().set_device(self.world.local_rank)  # each thread has a current device of its own
         return measure()
 
     def host_of(self, rank: int) -> str:
@@ -128,7 +134,8 @@ class CheckContext:
         return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
 
 
-def _run(measure: Callable[[], T], timeout_s: float) -> RankResult[T]:
+def _measure_with_timeout(measure: Callable[[], T], timeout_s: float) -> RankResult[T]:
+    """Run `measure`. A failure or a time-out becomes the result's `error`."""
     try:
         return RankResult(run_with_timeout(measure, timeout_s))
     except ConfigError as error:
@@ -138,9 +145,9 @@ def _run(measure: Callable[[], T], timeout_s: float) -> RankResult[T]:
 
 
 def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport:
-    """Measure and evaluate; all ranks call this. Rank 0 returns the full report, the other ranks only its findings.
+    """Run the check; all ranks must call this. Rank 0 returns the full report, the other ranks only its findings.
 
-    Raises ConfigError (bad input, on every rank) and ConnectionError (rank 0 cannot be reached).
+    Raises ConfigError on every rank for bad input, and ConnectionError if this rank cannot reach rank 0.
     """
     store = connect_store(world, settings.timeout_s)
     report, server = ClusterReport(ranks=world.size), ClockServer()
@@ -165,7 +172,7 @@ def check_cluster(settings: ClusterCheckSettings, world: World) -> ClusterReport
 
 
 def _report_silent_ranks(report: ClusterReport, error: SilentRanksError, hosts: dict[str, list[int]]) -> None:
-    """Report silent ranks with their hosts. The host of a rank that never started is unknown."""
+    """Add a finding for each silent rank. If ranks never started, their hosts are unknown; name the other hosts."""
     known = sorted({location.host for location in error.received.values() if isinstance(location, RankLocation)})
     for rank in error.ranks:
         host = next((host for host, ranks in hosts.items() if rank in ranks), f"rank {rank}")
@@ -179,7 +186,7 @@ def ranks_by_host(locations: list[RankLocation]) -> dict[str, list[int]]:
     hosts: dict[str, list[int]] = {}
     counts: dict[tuple[str, int], int] = {}
     for rank, location in enumerate(locations):
-        key = location.host, location.local_rank  # unique on one host: a repetition means another host of that name
+        key = location.host, location.local_rank  # unique on one host: the second one is on another host of this name
         counts[key] = counts.get(key, 0) + 1
         name = location.host if counts[key] == 1 else f"{location.host}#{counts[key]}"
         hosts.setdefault(name, []).append(rank)
@@ -187,7 +194,10 @@ def ranks_by_host(locations: list[RankLocation]) -> dict[str, list[int]]:
 
 
 def _measure(context: CheckContext, addresses: dict[str, tuple[str, int]]) -> None:
-    """Run all phases. After a failure, phases that depend on it are skipped."""
+    """Run all phases. Transfers are not measured if a device failed or hosts cannot connect to each other.
+
+    `addresses`: host -> (address, port) of the clock server of its first rank.
+    """
     settings, report = context.settings, context.report
     own_host = context.host_of(context.world.rank)
     is_first = context.hosts[own_host][0] == context.world.rank  # first rank of its host
@@ -212,7 +222,7 @@ def _measure(context: CheckContext, addresses: dict[str, tuple[str, int]]) -> No
 
 
 def _disk(context: CheckContext) -> DiskHealth:
-    """Measure the disk. Raises ConfigError if the run is invalid on this host."""
+    """Measure the disk. If the settings have a run, also validate it. Raises ConfigError if it is invalid here."""
     needed, run = 0, context.settings.run
     if run is not None:
         plan = check_run(run, world_size=context.world.size, device=detect_device())
@@ -221,7 +231,7 @@ def _disk(context: CheckContext) -> DiskHealth:
 
 
 def _measure_links(context: CheckContext, message_bytes: int) -> None:
-    """Measure the process group, the collectives, and the pairs of hosts round by round."""
+    """Create the process group, then measure the collectives and the pairs of hosts, one round after another."""
     report, settings = context.report, context.settings
     if context.world.size == 1:
         return
@@ -245,7 +255,10 @@ def _measure_links(context: CheckContext, message_bytes: int) -> None:
 
 def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int]], message_bytes: int,
                    links: dict[tuple[str, str], list[Link]]) -> bool:
-    """Measure these pairs of hosts at the same time and add the results to `links`. Returns whether all succeeded."""
+    """Measure the given pairs of hosts at the same time, and add the results to `links` on rank 0.
+
+    Returns whether all ranks succeeded in time.
+    """
     names, rank = list(context.hosts), context.world.rank
     pair_of = {names[host]: (names[a], names[b]) for a, b in pairs for host in (a, b)}
     partner = partner_of(rank, pairs, list(context.hosts.values()))
@@ -264,7 +277,11 @@ def _measure_round(context: CheckContext, phase: str, pairs: list[tuple[int, int
 
 
 def _collectives(message_bytes: int, hosts: list[list[int]]) -> dict[str, Collective]:
-    """Measure collectives, by name. `inside` (within each host) is measured only if some host has several ranks."""
+    """Measure the collectives. Returns name -> measurement.
+
+    "inside" is the all-reduce among the ranks of one host. It is measured if there are several hosts, and some host
+    has several ranks.
+    """
     found = {"all-reduce": all_reduce(message_bytes), "all-gather": all_gather(message_bytes)}
     if len(hosts) > 1 and max(map(len, hosts)) > 1:
         group, _ = dist.new_subgroups_by_enumeration(hosts)

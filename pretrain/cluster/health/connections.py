@@ -1,4 +1,4 @@
-"""TCP connections between all hosts: which hosts can connect, the round-trip time, and the clock difference."""
+"""Open TCP connections between all hosts, and measure the round-trip time and the difference of the clocks."""
 
 import contextlib
 import os
@@ -17,15 +17,15 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class ConnectionResult:
-    """Connection attempt from one host to another."""
+    """Result of a connection attempt from one host to another."""
 
-    round_trip_s: float = 0.0  # to open a connection and receive 8 bytes
+    round_trip_s: float = 0.0  # time to open a connection and receive 8 bytes
     clock_offset_s: float = 0.0  # the other host's clock minus this host's
-    error: str = ""  # why the connection failed
+    error: str = ""  # why the connection failed; "": it succeeded
 
 
 class ClockServer:
-    """Sends this host's time to every client, from a thread, until it is closed."""
+    """Server thread that sends this host's time to every client, until `close` is called."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         dual = socket.has_dualstack_ipv6()
@@ -36,6 +36,7 @@ class ClockServer:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
+        """Send the time, as 8 bytes, to one client after another."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -55,9 +56,10 @@ class ClockServer:
 
 
 def own_address(master: str) -> str:
-    """Return this host's address on the network to rank 0's host `master`. Raises OSError.
+    """Return this host's address on the network that leads to `master`, the host of rank 0. Raises OSError.
 
-    On rank 0's host, `master` may resolve to the loopback address. Then return `master`, which other hosts can resolve.
+    On the host of rank 0, `master` may resolve to the loopback address. Then the result is the name `master`, which
+    other hosts can resolve.
     """
     family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -67,7 +69,7 @@ def own_address(master: str) -> str:
 
 
 def measure_connection(address: tuple[str, int]) -> ConnectionResult:
-    """Connect several times to a ClockServer. Returns the fastest attempt, or the first error."""
+    """Connect several times to the ClockServer at (address, port). Returns the fastest attempt or the first error."""
     found: list[ConnectionResult] = []
     for _ in range(_ATTEMPTS):
         try:
@@ -83,11 +85,11 @@ def measure_connection(address: tuple[str, int]) -> ConnectionResult:
 
 
 def measure_connections(addresses: dict[str, tuple[str, int]]) -> dict[str, ConnectionResult]:
-    """Call `measure_connection` for each host's address, several hosts in parallel."""
+    """Call `measure_connection` for each host, for up to 16 hosts in parallel. Returns host -> result."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(addresses, pool.map(measure_connection, addresses.values()), strict=True))
 
 
 def host_name() -> str:
-    """Return the scheduler's name of this host, or its own host name."""
+    """Return SLURM's name of this host, or the host name outside SLURM."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,4 +1,4 @@
-"""Health of one rank's device and of one host's disk. Failures are returned as problems (texts), not raised."""
+"""Test one rank's device and one host's disk. Failures are returned as texts in `problems`, not raised."""
 
 import os
 import tempfile
@@ -11,9 +11,9 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.format.files import free_bytes
 
-_PIECE_BYTES = 2**26
-_LARGEST_SUM = 256  # integers up to 256 are exact in bf16
-_REPETITIONS = 5
+_PIECE_BYTES = 2**26  # size of the tensors that fill the memory
+_MAX_EXACT_INTEGER = 256  # bf16 represents all integers up to 256 exactly
+_REPETITIONS = 5  # of the matrix product, after one to warm up
 _PATTERNS = (0x55555555, -0x55555556)  # bits 0101... and 1010...
 
 
@@ -22,7 +22,7 @@ class DeviceHealth:
     """Measurements of one rank's device."""
 
     product_tflops: float  # speed of matrix products
-    free_memory_bytes: int  # before the test
+    free_memory_bytes: int  # free before the test
     memory_gb_per_s: float  # speed of filling memory
     problems: tuple[str, ...]
 
@@ -37,28 +37,35 @@ class DiskHealth:
 
 
 def device_health(size: int, memory_bytes: int | None) -> DeviceHealth:
-    """Test matrix products (`size` x `size`) and memory (`memory_bytes`; None: see `_default_block_bytes`)."""
+    """Test matrix products of `size` x `size`, and `memory_bytes` of memory (None: see `_default_block_bytes`)."""
     accelerator = get_accelerator()
     free = int(accelerator.available_memory())
-    tflops, problems = _products(size)
+    tflops, problems = _test_matrix_products(size)
     block = _default_block_bytes(free) if memory_bytes is None else memory_bytes
     if block > free:
         return DeviceHealth(tflops, free, 0.0, (*problems, f"only {free / 2**20:,.0f} MiB of memory are free; the test "
                                                            f"needs {block / 2**20:,.0f} MiB"))
-    gb_per_s, found = _memory(block)
-    return DeviceHealth(tflops, free, gb_per_s, (*problems, *found))
+    gb_per_s, memory_problems = _test_memory(block)
+    return DeviceHealth(tflops, free, gb_per_s, (*problems, *memory_problems))
 
 
 def _default_block_bytes(free: int) -> int:
-    """Return 80% of an accelerator's free memory, to find bad pages anywhere, but little of a host's shared memory."""
+    """Return the number of bytes to test: 80% of a GPU's free memory, so that bad pages are found.
+
+    On CPUs, all ranks of a host share the memory: return at most 256 MiB.
+    """
     return min(free // 4, 2**28) if get_accelerator().device_name() == "cpu" else free * 8 // 10
 
 
-def _products(size: int) -> tuple[float, tuple[str, ...]]:
-    """Return (TFLOP/s, problems). Sums of small integers are exact in every precision: any difference is a fault."""
+def _test_matrix_products(size: int) -> tuple[float, tuple[str, ...]]:
+    """Test products of random matrices with entries -1, 0 and 1. Returns (TFLOP/s, problems).
+
+    The entries of the product are integers with a standard deviation of at most 32. Such small integers are exact in
+    bf16, so any difference from the expected result is a fault of the device.
+    """
     accelerator = get_accelerator()
     dtype = torch.float32 if accelerator.device_name() == "cpu" else torch.bfloat16
-    density = min(1.0, _LARGEST_SUM / 8 / size**0.5)  # of non-zero entries: sums have a standard deviation <= 32
+    density = min(1.0, _MAX_EXACT_INTEGER / 8 / size**0.5)  # fraction of non-zero entries
     numbers = torch.Generator().manual_seed(size)
     left, right = ((torch.randint(0, 2, (size, size), generator=numbers) * 2.0 - 1.0)
                    * (torch.rand(size, size, generator=numbers) < density) for _ in range(2))
@@ -78,7 +85,7 @@ def _products(size: int) -> tuple[float, tuple[str, ...]]:
     return 2 * size**3 / min(times[1:]) / 1e12, problems
 
 
-def _memory(num_bytes: int) -> tuple[float, tuple[str, ...]]:
+def _test_memory(num_bytes: int) -> tuple[float, tuple[str, ...]]:
     """Fill a block of memory with two patterns and read it back. Returns (GB/s of filling, problems)."""
     accelerator = get_accelerator()
     try:
@@ -117,7 +124,7 @@ def disk_health(folder: Path, num_bytes: int, needed_bytes: int) -> DiskHealth:
 
 
 def _write_and_read(folder: Path, num_bytes: int) -> tuple[float, tuple[str, ...]]:
-    """Return (MB/s of writing, problems). Raises OSError."""
+    """Write a temporary file, then read it back. Returns (MB/s of writing, problems). Raises OSError."""
     piece = os.urandom(min(num_bytes, 2**20))
     count = max(num_bytes // len(piece), 1)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # deleted even if this process is killed
@@ -127,7 +134,7 @@ def _write_and_read(folder: Path, num_bytes: int) -> tuple[float, tuple[str, ...
                 raise OSError(None, "no space left on device")
         os.fsync(file.fileno())
         seconds = time.perf_counter() - start
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not the cache
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from the cache
         file.seek(0)
         wrong = sum(file.read(len(piece)) != piece for _ in range(count))
     problems = (f"{folder}: {wrong} of {count} MiB read back differ from what was written",) if wrong else ()

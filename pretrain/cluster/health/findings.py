@@ -1,4 +1,4 @@
-"""Turn the measurements of all ranks into the report's values and findings. Runs on rank 0."""
+"""Turn the measurements of all ranks into values and findings of the report. This code runs on rank 0 only."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -21,10 +21,10 @@ from pretrain.cluster.health.measures import (
 from pretrain.cluster.health.outliers import (
     clock_skews,
     faulty_hosts,
-    reference,
-    slow,
+    slow_indices,
     typical_latency,
     typical_rate,
+    upper_median,
 )
 from pretrain.cluster.health.report import ClusterReport, LinkRow
 
@@ -34,7 +34,7 @@ HostPair = tuple[str, str]
 
 def report_connections(report: ClusterReport, hosts: HostRanks, max_skew_s: float,
                        results: Sequence[dict[str, ConnectionResult]]) -> None:
-    """Report hosts that cannot connect, and clocks that differ. `results`: rank -> other host -> result."""
+    """Report hosts that cannot connect, and clocks that differ. `results`: by rank, other host -> result."""
     by_host = {host: results[ranks[0]] for host, ranks in hosts.items()}
     errors = {(host, other): result.error for host, row in by_host.items() for other, result in row.items()
               if result.error}
@@ -101,7 +101,10 @@ def report_collectives(report: ClusterReport, hosts: HostRanks, min_ratio: float
 
 def report_links(report: ClusterReport, results: dict[HostPair, list[Link]], min_ratio: float | None,
                  min_gbit_per_s: float) -> None:
-    """Report pairs of hosts that are slower than the others or than required, by the host that they have in common."""
+    """Report corrupted transfers, and pairs of hosts that are slower than the others or slower than required.
+
+    If slow pairs have a host in common, the finding names this host.
+    """
     if not results:
         return
     for pair, links in results.items():
@@ -121,7 +124,7 @@ def report_links(report: ClusterReport, results: dict[HostPair, list[Link]], min
 
 def _report_pairs(report: ClusterReport, measure: Measure, values: dict[HostPair, float], bad: set[HostPair],
                   expected: str) -> None:
-    """Set each host's value to the median of its links, and report the bad pairs."""
+    """Set each host's value to the median of its links, and report the bad pairs. `expected`: end of the finding."""
     for host in report.hosts:
         of_host = [value for pair, value in values.items() if host in pair]
         if of_host:
@@ -137,27 +140,32 @@ def _report_pairs(report: ClusterReport, measure: Measure, values: dict[HostPair
 
 
 def _pair_named(name: str, pairs: set[HostPair]) -> HostPair:
+    """Return the pair of hosts whose name in findings is `name`, such as "a and b"."""
     return next(pair for pair in pairs if " and ".join(sorted(pair)) == name)
 
 
 def _gbit_per_s(links: list[Link]) -> float:
-    """Return the rate of all ranks of both hosts together. The slowest rank determines the time.
+    """Return the rate between two hosts, over all pairs of ranks together. The slowest pair determines the time.
 
-    Both ends report each transfer, and the data goes in both directions: the two factors of 2 cancel out.
+    Two factors of 2 cancel out: `links` has each transfer twice, once from each end, and `seconds` is the time to send
+    `num_bytes` in one direction and then in the other.
     """
     return sum(link.num_bytes for link in links) * 8 / max(link.seconds for link in links) / 1e9
 
 
 def _compare(report: ClusterReport, measure: Measure, min_ratio: float | None,
              values: list[tuple[str, str, float]]) -> None:
-    """Set each host's value to its worst one, and report outliers. `values`: (host, prefix of the finding, value)."""
+    """Set each host's value to the lowest of its values, and report outliers.
+
+    `values`: (host, prefix of the finding's text, value).
+    """
     ratio = min_ratio or measure.min_ratio
     numbers = [value for *_, value in values]
     for host, _, value in values:
         row = report.hosts[host]
         row[measure.name] = min(value, row.get(measure.name, value))
-    for i in slow(numbers, ratio):
+    for i in slow_indices(numbers, ratio):
         host, prefix, value = values[i]
         text = f"{prefix}{measure.name} of {format_number(value)} {measure.unit}; the median is " \
-               f"{format_number(reference(numbers))}, expected at least {ratio:.0%} of it"
+               f"{format_number(upper_median(numbers))}, expected at least {ratio:.0%} of it"
         report.add_outlier(host, measure, text)

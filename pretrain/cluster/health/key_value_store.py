@@ -1,7 +1,7 @@
 """Exchange values between ranks through a key-value store on rank 0's host, without the process group.
 
-A rank that hangs or never starts would block all others in a collective. Here the other ranks notice which rank is
-missing.
+A rank that hangs or never starts would block all other ranks in a collective. With the store, the other ranks find out
+which rank is missing.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from pretrain.distributed.world import World
 
 T = TypeVar("T")
 D = TypeVar("D")
-START_TIMEOUT_FACTOR = 2.0  # times the time-out, until all ranks have started: importing torch from a cold disk is slow
-_GRACE_S = 5.0  # ranks with the same time-out finish at most this far apart
+START_TIMEOUT_FACTOR = 2.0  # ranks may start within this times the time-out: torch loads slowly from a cold disk
+_GRACE_S = 5.0  # largest difference in time between two ranks that end at the same time-out
 
 
 class SilentRanksError(Exception):
@@ -34,43 +34,44 @@ class SilentRanksError(Exception):
         self.phase = phase
         self.ranks = ranks
         self.waited_s = waited_s
-        self.received = received  # rank -> value that another rank posted
+        self.received = received  # rank -> value, for the ranks that posted one
 
 
 @dataclass(frozen=True)
 class RankStore:
-    """One rank's access to the values that all ranks post."""
+    """One rank's connection to the store, in which all ranks post their values."""
 
     store: Store
     rank: int
     size: int  # number of ranks
-    timeout_s: float  # of one phase
+    timeout_s: float  # time-out of one phase
 
-    def exchange(self, phase: str, value: T, digest: Callable[[list[T]], D], *, wait_s: float | None = None) -> D:
-        """Post `value`. Rank 0 computes `digest` of all ranks' values, and every rank returns the result.
+    def exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], *, wait_s: float | None = None) -> D:
+        """Post `value`. Rank 0 calls `combine` with the values of all ranks, and every rank returns its result.
 
-        Each exchange needs a `phase` name of its own. Raises SilentRanksError on every rank if some ranks post nothing
-        within `wait_s` (default `timeout_s`) plus 5 s, and ConnectionError if rank 0 does not answer.
+        `phase` is a name that no other exchange has. If some ranks post nothing within `wait_s` (default: `timeout_s`)
+        plus 5 s, every rank raises SilentRanksError. Raises ConnectionError if rank 0 does not answer.
         """
         wait_s = self.timeout_s if wait_s is None else wait_s
         try:  # the store's own time-outs have no effect when the network drops all packets
-            answer = run_with_timeout(lambda: self._exchange(phase, value, digest, wait_s), wait_s + 3 * _GRACE_S)
+            answer = run_with_timeout(lambda: self._exchange(phase, value, combine, wait_s), wait_s + 3 * _GRACE_S)
         except (DistError, RuntimeError, TimeoutError) as error:
             raise ConnectionError(f"rank 0 does not answer ({phase}): {first_line(error)}") from None
         if isinstance(answer, SilentRanksError):
             raise answer
         return answer
 
-    def _exchange(self, phase: str, value: T, digest: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
+    def _exchange(self, phase: str, value: T, combine: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
         self.store.set(f"{phase}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
         if self.rank == 0:
-            answer = self._answer(phase, digest, wait_s + _GRACE_S)
+            answer = self._combine_values(phase, combine, wait_s + _GRACE_S)
             self.store.set(f"{phase}/answer", pickle.dumps(answer))  # type: ignore[arg-type]
             return answer
         self.store.wait([f"{phase}/answer"], timedelta(seconds=wait_s + 2 * _GRACE_S))
         return pickle.loads(self.store.get(f"{phase}/answer"))
 
-    def _answer(self, phase: str, digest: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
+    def _combine_values(self, phase: str, combine: Callable[[list[T]], D], wait_s: float) -> D | SilentRanksError:
+        """On rank 0: wait for the values of all ranks, and return the result of `combine` or the error."""
         names = [f"{phase}/{rank}" for rank in range(self.size)]
         try:
             self.store.wait(names, timedelta(seconds=wait_s))
@@ -80,12 +81,12 @@ class RankStore:
                 received = {rank: pickle.loads(self.store.get(name)) for rank, name in enumerate(names)
                             if rank not in silent}
                 return SilentRanksError(phase, silent, max(wait_s, self.timeout_s + _GRACE_S), received)
-        return digest([pickle.loads(text) for text in self.store.multi_get(names)])
+        return combine([pickle.loads(text) for text in self.store.multi_get(names)])
 
     def leave(self, silent: list[int]) -> None:
-        """Leave the store; every rank calls this at its end. Rank 0, which runs the store, leaves last.
+        """Leave the store; every rank calls this at its end. Rank 0 runs the store, so it waits for the other ranks.
 
-        Rank 0 waits for all ranks except `silent`.
+        `silent`: ranks that rank 0 does not wait for.
         """
         with contextlib.suppress(DistError, RuntimeError, TimeoutError):  # missing ranks have been reported already
             run_with_timeout(lambda: self._leave(silent), 2 * _GRACE_S)
@@ -98,13 +99,13 @@ class RankStore:
 
 
 def connect_store(world: World, timeout_s: float) -> RankStore:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, which the process group will use too.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. The process group will use the same store.
 
     Raises ConnectionError, and ConfigError if another program listens on the port.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     start_s = START_TIMEOUT_FACTOR * timeout_s
-    runs_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun runs its own
+    runs_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun runs one
     if runs_store and not port_is_free(port):
         raise taken_port(world)
     try:
@@ -119,7 +120,10 @@ def connect_store(world: World, timeout_s: float) -> RankStore:
 
 
 def run_with_timeout(action: Callable[[], T], timeout_s: float) -> T:
-    """Return or raise what `action` does. Raises TimeoutError after `timeout_s`; `action` then keeps running."""
+    """Run `action` in a thread. Returns its result, or raises its error.
+
+    Raises TimeoutError after `timeout_s`; the thread of `action` then keeps running.
+    """
     outcome: list[Any] = []
 
     def run() -> None:

@@ -15,25 +15,28 @@ _PINGS = 20
 
 @dataclass(frozen=True)
 class Link:
-    """One rank's measurement with its partner on another host, both directions together."""
+    """One rank's measurement with its partner rank on another host."""
 
-    seconds: float  # to send `num_bytes` and receive as many
-    num_bytes: int
-    latency_us: float  # in one direction
-    corrupted: bool  # the received bytes differ from the sent ones
+    seconds: float  # time to send `num_bytes` in one direction, then in the other
+    num_bytes: int  # size of one transfer
+    latency_us: float  # half the round-trip time of 4 bytes
+    corrupted: bool  # whether the received bytes differ from the sent bytes
 
 
 @dataclass(frozen=True)
 class Collective:
     """One rank's measurement of a collective."""
 
-    gb_per_s: float  # bus bandwidth: comparable across numbers of ranks
-    latency_us: float  # of a collective with a single element
-    wrong: bool  # this rank got a wrong result
+    gb_per_s: float  # bus bandwidth, which is comparable between different numbers of ranks
+    latency_us: float  # time of a collective with a single element
+    wrong: bool  # whether this rank got a wrong result
 
 
 def round_robin(count: int) -> list[list[tuple[int, int]]]:
-    """Return every pair of `count` hosts once, in rounds in which no host occurs twice (a round-robin schedule)."""
+    """Return a round-robin schedule: rounds of pairs of hosts (by index). No host occurs twice in a round.
+
+    Each pair of the `count` hosts occurs in one round.
+    """
     hosts: list[int | None] = list(range(count))
     if count % 2:
         hosts.append(None)  # the host paired with None pauses
@@ -53,7 +56,10 @@ def choose_evenly(rounds: list[list[tuple[int, int]]], limit: int) -> list[list[
 
 
 def partner_of(rank: int, pairs: list[tuple[int, int]], hosts: list[list[int]]) -> int | None:
-    """Return the rank to measure with, or None. The nth rank of a host is paired with the nth rank of the other."""
+    """Return the partner rank of `rank`: rank number n of a host is paired with rank number n of the other host.
+
+    Returns None if there is no such rank, or if the host is in none of the `pairs`. `hosts`: ranks of each host.
+    """
     (own_host,) = (i for i, ranks in enumerate(hosts) if rank in ranks)
     for pair in pairs:
         if own_host in pair:
@@ -64,7 +70,10 @@ def partner_of(rank: int, pairs: list[tuple[int, int]], hosts: list[list[int]]) 
 
 
 def measure_link(rank: int, partner: int, num_bytes: int) -> Link:
-    """Send data to the partner and back. Both ranks call this and measure nearly the same."""
+    """Send `num_bytes` to the partner and receive them back, several times. Both ranks must call this.
+
+    Both ranks measure nearly the same times.
+    """
     device = get_accelerator().current_device_name()
     sent = torch.arange(251, dtype=torch.uint8, device=device).repeat(num_bytes // 251 + 1)[:num_bytes]
     received = torch.zeros_like(sent)
@@ -76,6 +85,7 @@ def measure_link(rank: int, partner: int, num_bytes: int) -> Link:
 
 
 def _there_and_back(rank: int, partner: int, sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Transfer `sent` from the lower rank to the higher rank, which sends the received data back."""
     if rank < partner:
         dist.send(sent, partner)
         dist.recv(received, partner)
@@ -86,13 +96,14 @@ def _there_and_back(rank: int, partner: int, sent: torch.Tensor, received: torch
 
 
 def _timed(action: Callable[[], None]) -> float:
+    """Return the seconds that `action` takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def all_reduce(num_bytes: int, group: dist.ProcessGroup | None = None) -> Collective:
-    """Measure the all-reduce of all ranks, or of the ranks in `group`. All ranks call this at the same time."""
+    """Measure an all-reduce of `num_bytes` among all ranks, or among the ranks of `group`. All ranks must call this."""
     device, size = get_accelerator().current_device_name(), dist.get_world_size(group)
     large, small = (torch.zeros(max(count, 1), device=device) for count in (num_bytes // 4, 1))
     latency = _median_time(lambda: dist.all_reduce(small, group=group), _PINGS)
@@ -104,7 +115,7 @@ def all_reduce(num_bytes: int, group: dist.ProcessGroup | None = None) -> Collec
 
 
 def all_gather(num_bytes: int) -> Collective:
-    """Measure the all-gather of all ranks, with a result of `num_bytes`."""
+    """Measure an all-gather among all ranks, with a result of `num_bytes`. All ranks must call this."""
     device, rank, size = get_accelerator().current_device_name(), dist.get_rank(), dist.get_world_size()
     count = max(num_bytes // 4 // size, 1)
 
@@ -120,7 +131,7 @@ def all_gather(num_bytes: int) -> Collective:
 
 
 def _median_time(action: Callable[[], object], repetitions: int) -> float:
-    """Return the median seconds from a common start until the device has finished."""
+    """Return the median time in seconds of `action`, from a common start of all ranks until the device has finished."""
     times, token = [], torch.zeros(1, device=get_accelerator().current_device_name())
     for _ in range(repetitions + 1):
         dist.all_reduce(token)  # aligns the ranks; NCCL's barrier() would guess the device

@@ -1,39 +1,44 @@
-"""Statistics of the health check: which measurements are outliers, and which host causes them."""
+"""Statistics of the health check: find the outliers among measurements, and the host that causes them."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median_high, median_low
 
 
-def reference(values: Sequence[float]) -> float:
-    """Return the median. For an even count, the higher middle value, so that one of two hosts can be an outlier."""
+def upper_median(values: Sequence[float]) -> float:
+    """Return the median; for an even count, the higher of the two middle values.
+
+    With the mean of the two, the slower one of two hosts would hardly ever be an outlier.
+    """
     return median_high(values)
 
 
-def slow(values: Sequence[float], min_ratio: float) -> list[int]:
-    """Return the indices of the values below `min_ratio` times the median."""
-    return [i for i, value in enumerate(values) if value < min_ratio * reference(values)] if values else []
+def slow_indices(values: Sequence[float], min_ratio: float) -> list[int]:
+    """Return the indices of the values below `min_ratio` times the upper median."""
+    return [i for i, value in enumerate(values) if value < min_ratio * upper_median(values)] if values else []
 
 
 def typical_rate(links: dict[tuple[str, str], float]) -> float:
-    """Return the rate that a healthy link has: the median over hosts of each host's best link.
+    """Estimate the rate of a healthy link: the median, over all hosts, of the rate of the host's fastest link.
 
-    A slow host slows down one link of every other host, but not the best link of any other host.
+    A slow host slows down one link of every other host. With three hosts or more, the fastest link of a healthy host is
+    therefore a link to another healthy host.
     """
     hosts = {host for pair in links for host in pair}
-    return reference([max(value for pair, value in links.items() if host in pair) for host in hosts])
+    return upper_median([max(value for pair, value in links.items() if host in pair) for host in hosts])
 
 
 def typical_latency(links: dict[tuple[str, str], float]) -> float:
-    """Return the latency that a healthy link has: the median over hosts of each host's lowest latency."""
+    """Estimate the latency of a healthy link: the median, over all hosts, of the host's lowest latency."""
     hosts = {host for pair in links for host in pair}
     return median_low([min(value for pair, value in links.items() if host in pair) for host in hosts])
 
 
 def faulty_hosts(bad_pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Attribute each bad pair of hosts to one host. Returns (host, its partners in bad pairs), the worst host first.
+    """Attribute each bad pair to one of its hosts. Returns (host, its partners in bad pairs), the worst host first.
 
-    A pair that shares no host with another bad pair is returned as ("a and b", []): the cause may be either host.
+    If a pair shares no host with another remaining bad pair, either host may be the cause: it is returned as
+    ("a and b", []).
     """
     remaining, found = sorted(set(bad_pairs)), []
     while remaining:
@@ -46,6 +51,9 @@ def faulty_hosts(bad_pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[s
 
 
 def clock_skews(offsets_s: Sequence[float]) -> list[float]:
-    """Return the difference of each clock from the median clock, in seconds. Of two clocks, from the first."""
+    """Return the difference of each clock from the median clock, in seconds.
+
+    With only two clocks, the first clock is the reference.
+    """
     typical = sorted(offsets_s)[len(offsets_s) // 2] if len(offsets_s) > 2 else offsets_s[0]
     return [offset - typical for offset in offsets_s]

@@ -1,4 +1,4 @@
-"""Report of the cluster health check: measurements by host, findings, and their output as a table or JSON."""
+"""Report of the cluster health check: measurements of each host and findings, printed as a table or as JSON."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ from pretrain.cluster.health.measures import LATENCY, MEASURES, Measure, format_
 class Finding:
     """A problem of a host, or of the link between two hosts."""
 
-    where: str
+    where: str  # host, "host and host", or "rank N" if the host is unknown
     text: str
 
     def __str__(self) -> str:
@@ -22,42 +22,42 @@ class Finding:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """Link between two hosts, measured with all their ranks at once."""
+    """Measurement of the link between two hosts, with all their ranks at once."""
 
     hosts: tuple[str, str]
     gbit_per_s: float
     latency_us: float
-    bad: bool
+    bad: bool  # whether the rate or the latency is an outlier
 
 
 @dataclass
 class ClusterReport:
-    """Results of the check. Rank 0 fills it while the check runs."""
+    """Results of the check. Rank 0 fills in this object while the check runs."""
 
     ranks: int
     hosts: dict[str, dict[str, float]] = field(default_factory=dict)  # host -> name of the measure -> value
     outliers: set[tuple[str, str]] = field(default_factory=set)  # (host, name of the measure)
-    clocks_ms: dict[str, float] = field(default_factory=dict)  # host -> how far its clock is ahead of the others
-    free_disk_gb: dict[str, float] = field(default_factory=dict)
-    collectives: dict[str, dict[str, float]] = field(default_factory=dict)  # name -> gb_per_s (bus), latency_us
+    clocks_ms: dict[str, float] = field(default_factory=dict)  # host -> its clock minus the median clock
+    free_disk_gb: dict[str, float] = field(default_factory=dict)  # host -> free GB on the checkpoint's disk
+    collectives: dict[str, dict[str, float]] = field(default_factory=dict)  # name -> gb_per_s (of the bus), latency_us
     links: list[LinkRow] = field(default_factory=list)
-    rounds: tuple[int, int] = (0, 0)  # rounds of host pairs: measured, total
+    rounds: tuple[int, int] = (0, 0)  # rounds of host pairs: (measured, all)
     findings: list[Finding] = field(default_factory=list)
     unreachable: bool = False  # some host cannot connect to another host
-    skipped: str = ""  # what was not measured, and why
+    skipped: str = ""  # sentence that says what was not measured, and why
 
     def add(self, where: str, text: str) -> None:
-        """Add a finding, unless it is there already."""
+        """Add a finding, unless the report already has the same one."""
         if Finding(where, text) not in self.findings:
             self.findings.append(Finding(where, text))
 
     def add_outlier(self, host: str, measure: Measure, text: str) -> None:
-        """Add a finding about a value of the table, and mark the value there."""
+        """Add a finding about a value of the table, and mark this value as an outlier in the table."""
         self.outliers.add((host, measure.name))
         self.add(host, text)
 
     def to_json(self) -> str:
-        """Return the report as a JSON object. Units are in the names of its keys or in MEASURES."""
+        """Return the report as a JSON object. The units are in the names of the keys, or in MEASURES."""
         record: dict[str, Any] = {"ok": not self.findings, **asdict(self)}
         record["outliers"] = sorted(self.outliers)
         record["findings"] = [asdict(finding) for finding in self.findings]
