@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare ZeRO stages, offload and pipeline stages for a model: memory and step time of each layout.
+"""Compare layouts of a model (ZeRO stage, offload, pipeline stages, ...): memory and step time of each one.
 
     python tools/compare_zero.py --model gpt3-13b --world_size 64
 """

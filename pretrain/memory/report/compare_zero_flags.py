@@ -34,7 +34,7 @@ _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
                          "dtypes of accumulated gradients (default: the precision)"),
     "activation_checkpoint_interval": (
         "activation_checkpoint_intervals", int, None,
-        "number of blocks that are recomputed together; 0: no recomputation (default: 0 1)"),
+        "number of layers that are recomputed together; 0: no recomputation (default: 0 1)"),
     "micro_batch_size": ("micro_batch_sizes", int, None, "samples per micro-batch (default: the best power of two)"),
     "seq_length": ("seq_lengths", int, None,
                    f"tokens per sample (default: {DEFAULT_SEQ_LENGTH}, or the model's positions if there are fewer)"),
