@@ -144,7 +144,7 @@ def make_cluster(*, gpu: str | None, world_size: int | None, nodes: int | None, 
     if not 0 <= margin < 1:
         raise ConfigError("--margin", found=margin, expected="a fraction from 0 to below 1")
     model = find_gpu(gpu)
-    nodes, gpus_per_node = _split(world_size, nodes, gpus_per_node)
+    nodes, gpus_per_node = _nodes_and_gpus(world_size, nodes, gpus_per_node)
     for flag, number in (("host_memory_gib", host_memory_gib), ("nvme_gb", nvme_gb), ("nvme_gbps", nvme_gbps),
                          ("network_gbps", network_gbps)):
         if number is not None and not 0 <= number < 1e9:
@@ -164,7 +164,7 @@ def _check_counts(**numbers: int | None) -> None:
             raise ConfigError(f"--{flag}", found=number, expected="a whole number of at least 1")
 
 
-def _split(world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
+def _nodes_and_gpus(world_size: int | None, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
     """Return (nodes, GPUs per node). Numbers that are None follow from the other ones, or from the defaults."""
     if world_size is None:
         if nodes is None and gpus_per_node is None:

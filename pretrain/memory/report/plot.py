@@ -114,6 +114,7 @@ def _legend() -> str:
 
 
 def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
+    """Return the SVG of bar `number`, at `scale` pixels per GiB, to the right of labels `left` pixels wide."""
     y, x = _TOP + number * (_BAR + _GAP), float(left)
     drawn = []
     for role, gib in bar.parts:
@@ -128,6 +129,7 @@ def _bar(bar: Bar, number: int, scale: float, left: int) -> str:
 
 
 def _figure(report: ComparisonReport) -> Any:
+    """Return the chart as a matplotlib figure. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

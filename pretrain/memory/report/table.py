@@ -188,6 +188,7 @@ def report_csv(report: ComparisonReport) -> str:
 
 
 def _csv_row(row: ComparisonRow) -> dict[str, Any]:
+    """Return one row of the CSV: {column: value}."""
     layout, peak, time = row.candidate.layout, row.estimate.peak, row.time
     return {
         "name": row.candidate.name, **_layout_columns(row.candidate),

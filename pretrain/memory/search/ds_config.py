@@ -44,6 +44,7 @@ def make_config(choice: Combination, *, micro_batch_size: int, accumulation_step
 
 
 def _zero_block(choice: Combination, cluster: Cluster, shape: ModelShape | None) -> dict[str, Any]:
+    """Make the zero_optimization block."""
     zero: dict[str, Any] = {"stage": choice.zero_stage}
     if choice.zero_stage:
         zero["reduce_bucket_size"] = "auto"
