@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Measure this project next to other training programs and next to the limits of the machine.
+"""Compare the speed and memory of this project with other training programs and with the limits of the machine.
 
-    python tools/bench.py                                            # a training step on this machine
-    python tools/bench.py --what all --write tools/performance.md    # every section, into that page
+    python tools/bench.py                                            # one training step on this machine
+    python tools/bench.py --what all --write tools/performance.md    # all sections; writes the tables into this page
     python tools/bench.py --preset h200-llama-1b --seq_length 8192 --json
-    python tools/bench.py --explain                                  # profile of a step: which operators take the time
+    python tools/bench.py --explain                                  # time of each operator in a training step
 
-tools/performance.md explains what makes training fast here. Flags of pretrain/train.py go to this project only, not to
-the other programs. Exit codes: 0 everything was measured; 1 something failed, one line each; 2 bad input.
+tools/performance.md describes the optimizations of this project. Flags of pretrain/train.py are passed to this project
+only, not to the other programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad
+input.
 """
 
 import dataclasses
@@ -34,23 +35,23 @@ from pretrain.errors import ConfigError
 
 
 def main() -> int:
-    """Measure, and print or write the tables. Returns the exit code. Raises ConfigError."""
-    parser = Parser(prog="tools/bench.py", description="Measure this project next to other training programs and next "
-                                                       "to the limits of the machine.")
+    """Measure, print the tables or JSON, and with --write update a page. Return the exit code. Raises ConfigError."""
+    parser = Parser(prog="tools/bench.py", description="Compare the speed and memory of this project with other "
+                                                       "training programs and with the limits of the machine.")
     add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", type=Path, metavar="FILE",
                         help="write the tables into FILE, between the two markers of the preset")
     parser.add_argument("--explain", action="store_true",
-                        help="instead of --what, profile a training step: which operators take the time")
+                        help="profile a training step, instead of --what: print the time of each operator")
     flags, train_flags = parser.parse_known_args()
     gpus = gpu_names()
     settings = validate_flags(flags, train_flags, gpus=len(gpus))
     if flags.explain:
         settings = dataclasses.replace(settings, sections=("profile",))
         if flags.write is not None:
-            raise ConfigError("--write", problem="it writes the tables of --what, and --explain replaces --what",
-                              remedy="leave out one of the two flags")
+            raise ConfigError("--write", problem="it cannot be combined with --explain, which replaces --what",
+                              remedy="omit one of the two flags")
     if flags.write is not None:
         check_markers(flags.write, settings.preset_name)
     head = heading(settings, _without_write(sys.argv[1:]))

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Validate a run as pretrain/train.py does, without training: print the plan and exit 0, or one line and exit 2."""
+"""Validate a run like pretrain/train.py, but do not train.
+
+Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, with one line of explanation.
+"""
 
 import sys
 
@@ -13,7 +16,7 @@ _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Summarize the run."""
+    """Return the lines that describe a run."""
     train = plan.datasets["train"]
     layout = plan.layout
     ranks = f"ZeRO-{layout.zero_stage}, {_count(layout.pipeline_stages, 'pipeline stage')} x " \
@@ -48,12 +51,12 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """`2 ranks`, `1 rank`."""
+    """Return a number with its noun: "1 rank", "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the plan. Raises ConfigError for a run that pretrain/train.py rejects."""
+    """Print the plan of a run. Raises ConfigError if pretrain/train.py would reject the run."""
     words = sys.argv[1:] if argv is None else argv
     own = Parser(add_help=False)
     own.add_argument("--world_size", type=whole_number(1, 10**7), default=1)

@@ -27,8 +27,8 @@ from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
-_CHECKPOINT_HELP = "global_stepN folder, or run folder: then its newest complete checkpoint is taken"
-_LOG_WIDTH = 200  # columns of the table where there is no terminal
+_CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest complete checkpoint"
+_LOG_WIDTH = 200  # columns of the table if the output is not a terminal
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _verify_and_print(found: FoundCheckpoint) -> int:
-    """Read every file, print each problem, and return 0 if there is none, else 1."""
+    """Read every file and print each problem. Return 0 if there are no problems, else 1."""
     with ProgressBar(f"verifying {found.folder.name}", found.num_bytes) as progress:
         problems = verify(found, progress.advance)
     if found.manifest is not None and not problems:
@@ -135,18 +135,20 @@ def _parser() -> Parser:
     pruning.add_argument("run", type=path, help="run folder, or its checkpoints folder")
     count = whole_number()
     pruning.add_argument("--keep_checkpoints", type=count, required=True,
-                         help="keep the newest K, but at least two; 0: keep all")
-    pruning.add_argument("--keep_every", type=count, default=0, help="also keep those of every Nth step; 0: off")
-    pruning.add_argument("--keep_best", type=count, default=0, help="also keep the N of lowest validation loss")
-    converting = add("convert", _convert, "convert to DeepSpeed's universal format, for plain DeepSpeed")
+                         help="keep the newest N checkpoints, but at least two; 0: keep all")
+    pruning.add_argument("--keep_every", type=count, default=0,
+                         help="also keep checkpoints whose step is a multiple of N; 0: off")
+    pruning.add_argument("--keep_best", type=count, default=0,
+                         help="also keep the N checkpoints with the lowest validation loss")
+    converting = add("convert", _convert, "convert to the universal format, which plain DeepSpeed can load")
     converting.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
     converting.add_argument("out", type=path, help="new folder")
-    merging = add("consolidate", _consolidate, "write the weights alone, unsharded, as safetensors")
+    merging = add("consolidate", _consolidate, "write only the weights, as unsharded safetensors files")
     merging.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
     merging.add_argument("out", type=path, help="new folder")
     merging.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
                          help="data type of the weights (default: %(default)s)")
-    comparing = add("diff", _diff, "compare weights and optimizer states, across layouts")
+    comparing = add("diff", _diff, "compare the weights and optimizer states of two checkpoints")
     comparing.add_argument("a", type=path, help=_CHECKPOINT_HELP)
     comparing.add_argument("b", type=path, help=_CHECKPOINT_HELP)
     return parser

@@ -9,7 +9,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("out", metavar="OUT", type=path, help="folder for train.jsonl and valid.jsonl")
     parser.add_argument("--megabytes", type=number(above=True), default=30,
-                        help="largest size of the text in MB (%(default)s)")
+                        help="largest size of the text in MB (default: %(default)s)")
     args = parser.parse_args()
     corpus = python_corpus(args.out, megabytes=args.megabytes)
     print(f"{corpus.train} and {corpus.valid}: {corpus.num_documents} files, {corpus.num_bytes / 1e6:.1f} MB of text")

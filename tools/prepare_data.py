@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize text, .jsonl and .gz files into OUT.bin and OUT.idx (Megatron's format) and OUT.meta.json."""
+"""Tokenize text files, and write OUT.bin and OUT.idx (Megatron's format) and OUT.meta.json."""
 
 import argparse
 
@@ -10,11 +10,12 @@ from pretrain.data.prepare import prepare
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
-                        help="text file (one document) or .jsonl (one document per line), also with .gz")
+                        help="text file (one document) or .jsonl file (one document per line); either may end with .gz")
     parser.add_argument("--tokenizer", type=path_text, required=True,
-                        help="SentencePiece .model, tokenizer.json, or a folder with one")
-    parser.add_argument("--out", type=prefix, required=True, help="prefix of the files to write")
-    parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
+                        help="SentencePiece .model, tokenizer.json, or a folder with one of them")
+    parser.add_argument("--out", type=prefix, required=True, help="path of the files to write, without the extension")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a .jsonl line (default: %(default)s)")
     parser.add_argument("--workers", type=whole_number(1, 1024), help="worker processes (default: one per CPU core)")
     parser.add_argument("--append_eod", action=argparse.BooleanOptionalAction, default=True,
                         help="end each document with the end-of-document token (default: yes)")

@@ -1,4 +1,4 @@
-"""Print progress and losses of a run: tools/summarize.py RUN"""
+"""Print progress and losses of a run, and draw its loss curve: tools/summarize.py RUN [--plot FILE.svg]"""
 
 from pretrain.analysis.loss_plot import save_loss_plot
 from pretrain.analysis.summary import Summary, summarize
@@ -17,10 +17,10 @@ def _lines(summary: Summary) -> list[str]:
 
 
 def main() -> int:
-    parser = Parser(description="Print progress and losses of a run.")
+    parser = Parser(description="Print progress and losses of a run, and draw its loss curve.")
     parser.add_argument("run", type=path, help="run folder (--save of the run)")
     parser.add_argument("--below_unigram_entropy", action="store_true",
-                        help="exit with 1 unless the validation loss is below the unigram entropy of its data")
+                        help="exit with 1 unless the validation loss is below the unigram entropy")
     parser.add_argument("--plot", type=path, metavar="FILE.svg", help="draw the loss curve (needs matplotlib)")
     args = parser.parse_args()
     summary = summarize(args.run)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a SentencePiece tokenizer on text, .jsonl and .gz files; writes OUT/tokenizer.model."""
+"""Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model."""
 
 import time
 
@@ -9,15 +9,18 @@ from pretrain.data.train_tokenizer import train_sentencepiece
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text, help="text file or .jsonl, also with .gz")
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
+                        help="text file or .jsonl file; either may end with .gz")
     parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
-                        help="number of pieces, including 256 bytes (%(default)s)")
-    parser.add_argument("--jsonl_key", type=text, default="text", help="key of the text in JSON lines (%(default)s)")
+                        help="number of pieces, including 256 for single bytes (default: %(default)s)")
+    parser.add_argument("--jsonl_key", type=text, default="text",
+                        help="key of the text in a .jsonl line (default: %(default)s)")
     parser.add_argument("--max_megabytes", type=number(above=True), default=100,
-                        help="train on a random sample of this size if the inputs are larger (%(default)s)")
+                        help="train on a random sample of this size if the inputs are larger (default: %(default)s)")
     parser.add_argument("--character_coverage", type=number(0, 1, above=True), default=0.9995,
-                        help="fraction of the text whose characters get pieces; others become bytes (%(default)s)")
+                        help="fraction of the text's characters that get pieces; the others become bytes "
+                             "(default: %(default)s)")
     parser.add_argument("--threads", type=whole_number(1, 1024), help="training threads (default: one per CPU core)")
     parser.add_argument("--verbose", action="store_true", help="show SentencePiece's messages")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint of any layout, with the transformers model and its `generate`."""
+"""Generate text from a checkpoint of any layout, with `generate` of the transformers model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pretrain.model.hf_weights import to_transformers
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen. Temperature 0 is greedy decoding."""
+    """Settings of text generation. Temperature 0 is greedy decoding."""
 
     max_new_tokens: int = 100
     temperature: float = 0.8
@@ -30,13 +30,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint as a transformers model."""
+    """A checkpoint that is loaded into a transformers model, with its tokenizer."""
 
     folder: Path
     model: Any  # PreTrainedModel
     tokenizer: Tokenizer
     max_positions: int
-    unused_tokens: list[int]  # rows of the embedding without a token of the tokenizer
+    unused_tokens: list[int]  # rows of the embedding that belong to no token of the tokenizer
 
 
 def load_trained_model(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> TrainedModel:

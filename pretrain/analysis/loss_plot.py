@@ -1,4 +1,4 @@
-"""Loss curve of a run, drawn as an SVG."""
+"""Draw the loss curve of a run as an SVG file."""
 
 from pathlib import Path
 
@@ -8,9 +8,10 @@ from pretrain.monitor.read_run_folder import read_metrics
 
 
 def save_loss_plot(run: Path, target: Path) -> None:
-    """Draw the training and validation loss of `run` over its steps, and the unigram entropy of the validation data.
+    """Draw the training and validation loss of `run` over its steps, and the unigram entropy of its `Summary`.
 
-    The same metrics give the same file. Raises ConfigError without matplotlib, or if `target` cannot be written.
+    The same metrics produce the same file. Raises ConfigError if matplotlib is not installed, if `target` does not end
+    with .svg or cannot be written, or if a file of the run cannot be read.
     """
     try:
         import matplotlib
@@ -27,7 +28,7 @@ def save_loss_plot(run: Path, target: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     if entropy is not None:
-        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the validation data")
+        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy")
     axes.set(xlabel="step", ylabel="nats per token")
     axes.legend(frameon=False)
     try:

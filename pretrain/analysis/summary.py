@@ -1,4 +1,4 @@
-"""Summary of a run folder: progress, losses, and the unigram entropy to compare them with."""
+"""Summarize a run folder: progress, losses, and the unigram entropy of its data for comparison."""
 
 import json
 import math
@@ -15,14 +15,15 @@ from pretrain.monitor.read_run_folder import newest_start, read_metrics
 class Summary:
     """Progress and losses of a run. Losses are in nats per token.
 
-    A value is None if the run has not reported it yet, or if the data has no .meta.json.
+    A value is None if the run has not reported it yet. The unigram entropy is None if the data file has no .meta.json.
     """
 
-    step: int
+    step: int  # of the last logged training step
     train_steps: int
-    loss: float | None
+    loss: float | None  # of the last logged training step
     valid_loss: float | None
-    unigram_entropy: float | None  # of the validation tokens: the loss of a model that knows only frequencies
+    # loss of a model that only knows how frequent each token is: in --valid_data or, without this flag, in --train_data
+    unigram_entropy: float | None
     tokens_per_second: float | None
 
     @property
@@ -32,7 +33,11 @@ class Summary:
 
 
 def summarize(run: Path) -> Summary:
-    """Read run.json and metrics.jsonl. Raises ConfigError if they are missing or damaged."""
+    """Read run.json, metrics.jsonl and the .meta.json of the data.
+
+    Raises ConfigError if run.json is missing or damaged, if a .meta.json is damaged, or if a value is not a number. A
+    missing metrics.jsonl and its incomplete lines are ignored.
+    """
     start, rows = newest_start(run), read_metrics(run)
     training = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if row.get("split") == "valid"]
@@ -54,5 +59,5 @@ def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{path}: {key}", found=json.dumps(value), expected="a finite number",
-                          remedy="The file is damaged")
+                          remedy="correct this value, or remove it from the file")
     return value

@@ -1,4 +1,4 @@
-"""Sections as tables on a terminal, as JSON, and as Markdown between two markers of a page."""
+"""Print sections as tables or JSON, and write them as Markdown between two markers of a page."""
 
 import datetime
 import json
@@ -22,14 +22,14 @@ _BUSY_LOAD = 0.25  # load average per core
 
 
 def gpu_names() -> list[str]:
-    """Names of the visible GPUs, as nvidia-smi lists them; empty if there is no nvidia-smi."""
+    """Return the names of the visible GPUs, according to nvidia-smi; an empty list if nvidia-smi fails."""
     names = nvidia_smi("name")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if visible is None else names[: len([word for word in visible.split(",") if word.strip()])]
 
 
 def device_name(settings: BenchSettings) -> str:
-    """Name of the GPU, or number of cores and name of the CPU."""
+    """Return the name of the GPU, or the number of cores and the name of the CPU."""
     if settings.device.kind == "cuda":
         return gpu_names()[0]
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
@@ -37,14 +37,14 @@ def device_name(settings: BenchSettings) -> str:
 
 
 def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
-    """Date, device, model, command, versions, and the load of the machine before the measurement."""
+    """Return date, device, model, command, versions, and the load of the machine before the measurement."""
     return {"date": datetime.date.today().isoformat(), "device": device_name(settings), "preset": settings.preset_name,
             "shape": describe(settings), "command": " ".join(["python tools/bench.py", *words]),
             "rounds": settings.repetitions, "load_before": os.getloadavg()[0], "versions": versions()}
 
 
 def busy_warning(head: dict[str, Any], settings: BenchSettings) -> str:
-    """Warning that other processes use the CPU, which changes every figure; "" if they do not."""
+    """Return a warning if the machine was busy before the measurement, which changes every figure; else ""."""
     if head["load_before"] / len(settings.cores) <= _BUSY_LOAD:
         return ""
     return f"Warning: the machine was busy before the start (load average {head['load_before']:.1f}), which changes " \
@@ -52,7 +52,7 @@ def busy_warning(head: dict[str, Any], settings: BenchSettings) -> str:
 
 
 def as_json(head: dict[str, Any], sections: Sequence[BenchSection]) -> str:
-    """One JSON object: the heading, the failures, and the figures of each section by its name."""
+    """Return one JSON object: the heading, the failures, and the figures of each section by the section's name."""
     return json.dumps({**head, "failures": [line for section in sections for line in section.failures],
                        "sections": {section.name: section.data for section in sections}}, indent=1)
 
@@ -75,7 +75,7 @@ def print_section(section: BenchSection, console: Console) -> None:
 
 
 def markdown(head: dict[str, Any], sections: Sequence[BenchSection], warning: str) -> str:
-    """Markdown: date, device and command, then one table per section."""
+    """Return Markdown: date, device and command, then one table for each section."""
     lines = [f"{head['date']}, {head['device']}, torch {head['versions']['torch']}, "
              f"DeepSpeed {head['versions']['deepspeed']}, transformers {head['versions']['transformers']}: "
              f"`{head['command']}`", "", f"{head['shape']}.", *(["", warning] if warning else [])]
@@ -93,12 +93,12 @@ def _table_line(cells: Sequence[str]) -> str:
 
 
 def markers(preset: str) -> tuple[str, str]:
-    """The lines before and after a preset's tables on the page."""
+    """Return the lines that stand before and after a preset's tables on the page."""
     return f"<!-- bench {preset}: begin -->", f"<!-- bench {preset}: end -->"
 
 
 def check_markers(path: Path, preset: str) -> None:
-    """Check that a file has both markers and is writable, before hours of measuring. Raises ConfigError."""
+    """Raise ConfigError unless a file has both markers and is writable. Call this before the long measurement."""
     begin, end = markers(preset)
     try:
         text = path.read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def check_markers(path: Path, preset: str) -> None:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError("--write", problem=f"cannot read {path}: {reason}") from None
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ConfigError(f"--write {path}", problem="the file does not mark where the tables go",
+        raise ConfigError(f"--write {path}", problem="the file has no markers for the tables of this preset",
                           remedy=f'add a line "{begin}" and, after it, a line "{end}"')
     if not os.access(path, os.W_OK):
         raise ConfigError("--write", problem=f"{path} is not writable")

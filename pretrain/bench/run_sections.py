@@ -23,10 +23,10 @@ _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
 
 
 def run_sections(settings: BenchSettings, report: ReportProgress, *, devices: int) -> Iterator[BenchSection]:
-    """Yield each section as soon as it is measured. Raises ConfigError before anything runs.
+    """Yield each section as soon as it is measured. Raises ConfigError before the first measurement.
 
     Args:
-        devices: number of GPUs, or of CPU cores.
+        devices: number of GPUs, or on a CPU the number of cores.
     """
     with tempfile.TemporaryDirectory(prefix="ds-pretrain-bench-") as folder:
         context = BenchContext(settings, Path(folder))
@@ -40,7 +40,7 @@ def run_sections(settings: BenchSettings, report: ReportProgress, *, devices: in
 
 
 def _missing(name: str, settings: BenchSettings, devices: int) -> str:
-    """Why a section cannot be measured on this machine or with these flags; "" if it can."""
+    """Return why a section cannot be measured on this machine or with these flags; "" if it can."""
     if (name == "pipeline" and devices < STAGES) or (name == "scaling" and len(settings.rank_counts) < 2):
         return "it needs two GPUs, or two cores of a CPU"
     return "it needs --nvme_path" if name == "offload" and settings.nvme_path is None else ""

@@ -1,4 +1,4 @@
-"""Presets and flags of tools/bench.py. This module imports no torch."""
+"""Presets and flags of tools/bench.py. This module does not import torch."""
 
 import argparse
 import os
@@ -24,9 +24,9 @@ class Preset:
     seq_length: int  # tokens
     micro_batch_size: int  # samples
     steps: int  # timed optimizer steps of a repetition
-    warmup_steps: int  # before the first repetition
-    product_size: int  # rows of the square matrices whose product measures the machine's rate
-    side_by_side: bool = True  # False: the baselines do not fit on one device together; they run one after another
+    warmup_steps: int  # untimed optimizer steps before the first repetition
+    product_size: int  # rows of the square matrices that measure the machine's rate of matrix products
+    side_by_side: bool = True  # False: the baselines do not fit on one device together, so they run one after another
 
 
 PRESETS = {
@@ -51,14 +51,14 @@ class BenchSettings:
 
     sections: tuple[str, ...]  # --what
     preset_name: str
-    preset: Preset  # with the sizes that flags override
+    preset: Preset  # with the sizes from --seq_length, --micro_batch_size and --steps
     device: Device
     precision: str  # bf16, fp32
     repetitions: int  # --rounds
-    timeout_s: float  # a baseline that does not answer for so long has failed
+    timeout_s: float  # a baseline that does not answer within this time has failed
     rank_counts: tuple[int, ...]  # --ranks, compared by --what scaling; ascending, starts with 1
     nvme_path: str | None
-    train_flags: tuple[str, ...] = field(default=())  # further flags of pretrain/train.py, for this project only
+    train_flags: tuple[str, ...] = field(default=())  # flags of pretrain/train.py, for this project's baselines only
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -66,14 +66,14 @@ class BenchSettings:
         return tuple(sorted(os.sched_getaffinity(0)))
 
     def cores_of(self, rank: int, ranks: int) -> list[int]:
-        """Cores of one rank: an equal part of all cores, disjoint from other ranks' parts, at least one core."""
+        """Return the cores of one rank: an equal part of all cores. Ranks share cores only if there are too few."""
         count = max(len(self.cores) // ranks, 1)
         first = rank * count % len(self.cores)
         return list(self.cores[first : first + count])
 
 
 def add_flags(parser: Parser) -> None:
-    """Declare the flags."""
+    """Add the flags of tools/bench.py, except --json, --write and --explain."""
     parser.add_argument("--what", type=text, default="step", metavar="A,B",
                         help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
     parser.add_argument("--preset", type=text, default=None,
@@ -88,8 +88,8 @@ def add_flags(parser: Parser) -> None:
                         help="interleaved repetitions of every baseline (default: %(default)s)")
     parser.add_argument("--steps", type=whole_number(1), help="timed optimizer steps of one repetition")
     parser.add_argument("--ranks", type=text, default=None, metavar="1,2",
-                        help="numbers of ranks that --what scaling compares (default: 1, 2 and 4, as far as there are "
-                             "devices or cores)")
+                        help="numbers of ranks that --what scaling compares (default: those of 1, 2 and 4 for which "
+                             "there are enough GPUs or cores)")
     parser.add_argument("--nvme_path", type=path_text, default=os.environ.get("DS_PRETRAIN_NVME_PATH"),
                         help="folder on the disk that --what offload measures (default: DS_PRETRAIN_NVME_PATH)")
     parser.add_argument("--timeout", type=number(0, LONGEST_SECONDS, above=True), default=900.0,
@@ -100,7 +100,7 @@ def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: i
     """Return the settings of the parsed flags. Raises ConfigError.
 
     Args:
-        train_flags: words that the parser did not know: flags of pretrain/train.py.
+        train_flags: arguments that the parser does not know, which must be flags of pretrain/train.py.
         gpus: number of GPUs that nvidia-smi lists.
     """
     kind = flags.device or detect_device().kind
@@ -110,13 +110,14 @@ def validate_flags(flags: argparse.Namespace, train_flags: list[str], *, gpus: i
                           remedy="choose --device cpu")
     name = flags.preset or ("cpu" if kind == "cpu" else "h200-gpt3-1.3b")
     preset = _preset(_known("--preset", name, list(PRESETS)), flags)
-    parse_arguments(train_flags)  # reports a misspelt flag now, before any process is started
+    parse_arguments(train_flags)  # raises ConfigError for a misspelt flag before any process is started
     if flags.nvme_path is not None and not os.path.isdir(flags.nvme_path):
         raise ConfigError("--nvme_path", problem=f"{flags.nvme_path} is not a folder",
                           remedy="name a folder on a local disk")
     sections = _sections(flags.what)
     if "offload" in sections and sections != SECTIONS and flags.nvme_path is None:
-        raise ConfigError("--nvme_path", found="nothing", expected="a folder on the disk that --what offload measures")
+        raise ConfigError("--nvme_path", problem="the flag is missing, and --what offload needs it",
+                          remedy="name a folder on the disk to measure")
     most_ranks = gpus if kind == "cuda" else len(os.sched_getaffinity(0))
     return BenchSettings(sections=sections, preset_name=name, preset=preset, device=device, precision=flags.precision,
                          repetitions=flags.rounds, timeout_s=flags.timeout,

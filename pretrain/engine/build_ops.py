@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's operators before the first run, in parallel. A run compiles missing operators one by one.
+"""Compile DeepSpeed's operators in parallel before the first run. Otherwise the run compiles them one after another.
 
     python -m pretrain.engine.build_ops [--offload]
 """
@@ -12,18 +12,21 @@ from pretrain.cli import Parser, run_main
 from pretrain.distributed.device import detect_device, has_nvcc
 from pretrain.engine.prepare import prepare_deepspeed
 
-# op_builder class -> purpose; slowest compilation first
+# name of DeepSpeed's op_builder class -> purpose of the operator; the slowest compilation is first
 _OFFLOAD = {"AsyncIOBuilder": "NVMe offload", "CPUAdamBuilder": "offloaded Adam and AdamW",
             "CPULionBuilder": "offloaded Lion"}
 _OPERATORS = {
     "cpu": {"FusedAdamBuilder": "Adam and AdamW", "ShareMemCommBuilder": "collectives within a host"},
     "cuda": {"FusedAdamBuilder": "Adam and AdamW; without nvcc torch's optimizers are used"},
 }
-_GIB_PER_COMPILER = 1.5
+_GIB_PER_COMPILER = 1.5  # host memory
 
 
-def missing_operator(name: str) -> str:
-    """Return why this machine cannot compile an operator, or "" if it can. `name` is a class of op_builder."""
+def why_not_compilable(name: str) -> str:
+    """Return the reason why this machine cannot compile an operator; "" if it can.
+
+    `name` is the name of an op_builder class, such as "AsyncIOBuilder".
+    """
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(name)
@@ -33,28 +36,32 @@ def missing_operator(name: str) -> str:
 
 
 def _build(name: str) -> str:
-    """Compile an operator if necessary. Return "" if it is available, else the reason."""
+    """Compile an operator if it is not compiled yet. Return "" on success, otherwise the reason for the failure."""
     from deepspeed.accelerator import get_accelerator
 
-    missing = missing_operator(name)
-    if missing:
-        return missing
+    reason = why_not_compilable(name)
+    if reason:
+        return reason
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # compilers fail with any type of error: report its last line
+    except Exception as error:  # a failed compilation can raise any type of exception
         return str(error).strip().splitlines()[-1]
     return ""
 
 
-def _compilers_at_once() -> int:
-    """Return the number of parallel compilers: one per core, or fewer if memory is short."""
+def _num_parallel_compilers() -> int:
+    """Return the number of parallel compilers: one for each core, or fewer if memory is short."""
     import psutil
 
     return max(1, min(len(os.sched_getaffinity(0)), int(psutil.virtual_memory().available / 2**30 / _GIB_PER_COMPILER)))
 
 
 def build_operators(*, offload: bool) -> bool:
-    """Compile the operators of this device. Return whether all of them are available."""
+    """Compile the operators for this device, and print the result for each. Return whether runs have what they need.
+
+    This is True if every operator is ready. On CUDA without nvcc it is always True, because runs then use torch's
+    optimizers instead.
+    """
     prepare_deepspeed(detect_device())
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -62,14 +69,14 @@ def build_operators(*, offload: bool) -> bool:
     deepspeed.utils.logger.setLevel(logging.ERROR)
     accelerator = get_accelerator()
     operators = {**(_OFFLOAD if offload else {}), **_OPERATORS.get(accelerator.device_name(), {})}
-    compilers = _compilers_at_once()
+    compilers = _num_parallel_compilers()
     os.environ.setdefault("MAX_JOBS", str(max(1, compilers // len(operators))))  # ninja's jobs per operator
     start = time.perf_counter()
     with ThreadPoolExecutor(max_workers=compilers) as pool:
         failures = dict(zip(operators, pool.map(_build, operators), strict=True))
     for name, purpose in operators.items():
         print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
-    print(f"  all in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"  compilation took {time.perf_counter() - start:.0f} s", flush=True)
     # without nvcc, torch's optimizers are used instead
     has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
     return has_substitutes or not any(failures.values())

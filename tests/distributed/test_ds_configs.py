@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import case, flags
 from tests.support.launch import ROOT, run_cases
 
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 def ranks_of(path: Path) -> int:

@@ -10,17 +10,17 @@ import torch
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 
-_REPETITION_S = 1.0  # of matrix products
-_TRANSFER_BYTES = 256 * 2**20
+_REPETITION_S = 1.0  # duration of one repetition of `products`
+_TRANSFER_BYTES = 256 * 2**20  # size of the file that `disk` writes and reads
 BLOCK_SIZES = (128 * 2**10, 2**20, 8 * 2**20)  # bytes
 QUEUE_DEPTHS = (8, 32, 128)
 THREADS = (1, 2, 4)
 
 
 def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Measure the highest rate of square matrix products in the training's precision; MFU is a fraction of it.
+    """Measure the highest rate of square matrix products in the training's precision. MFU is relative to this rate.
 
-    A product of n x n matrices has 2 n^3 FLOPs.
+    A product of two n x n matrices has 2 n^3 FLOPs.
     """
     device = "cuda" if job.device_kind == "cuda" else "cpu"
     dtype = torch.bfloat16 if job.option("precision") == "bf16" else torch.float32
@@ -39,20 +39,20 @@ def products(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def disk(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Measure DeepSpeed's aio handle, as its tensor swapper uses it, with every combination of settings.
+    """Measure DeepSpeed's aio handle with every combination of settings, with the calls of DeepSpeed's tensor swapper.
 
-    DeepSpeed's `ds_nvme_tune` measures the same, but starts a process of 5 to 10 s for each combination, and prints
-    keys that are not valid in DeepSpeed's own JSON (DeepSpeed 0.19.8).
+    `ds_nvme_tune` of DeepSpeed 0.19.8 is not used: it starts a process of 5 to 10 s for each combination, and it prints
+    keys that are invalid in the DeepSpeed JSON.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    from pretrain.engine.build_ops import missing_operator
+    from pretrain.engine.build_ops import why_not_compilable
     from pretrain.errors import ConfigError
 
-    missing = missing_operator("AsyncIOBuilder")
-    if missing:
-        raise ConfigError("--what offload", problem=f"DeepSpeed's async_io operator is not available ({missing})",
-                          remedy="launch/setup.sh --offload installs it")
+    reason = why_not_compilable("AsyncIOBuilder")
+    if reason:
+        raise ConfigError("--what offload", problem=f"DeepSpeed's async_io operator is not available ({reason})",
+                          remedy="run launch/setup.sh --offload, which installs it")
     operator = AsyncIOBuilder().load(verbose=False)
     path = Path(job.option("nvme_path"), "ds-pretrain-bench.bin")
     buffer = operator.aio_handle(2**20, 8, False, True, 1).new_cpu_locked_tensor(_TRANSFER_BYTES, torch.empty(

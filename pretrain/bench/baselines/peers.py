@@ -1,7 +1,7 @@
 """Other training programs as baselines. Each public function is the main function of a process, and never returns.
 
-All train transformers' model of the same config.json, from this project's initial weights, on the same samples in the
-same order. The labels are already shifted, as in this project, so that every position has a loss.
+All of them train the transformers model of the same config.json, with this project's initial weights, on the same
+samples in the same order. The labels are already shifted, as in this project, so that every position has a loss.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from pretrain.model.layer_specs import as_module
 
 
 def _model(plan: Plan) -> torch.nn.Module:
-    """transformers' model in training mode, with this project's initial weights."""
+    """Return the transformers model in training mode, with this project's initial weights."""
     ours = as_module(plan.model)
     initialize_parameters(ours, plan.model, seed=plan.args.seed)
     values = {key: value for key, value in plan.model.hf_config.items() if key != "architectures"}
@@ -44,7 +44,7 @@ def _parameters(model: torch.nn.Module) -> int:
 
 
 def _batches(plan: Plan, device: torch.device) -> Any:
-    """Yield (tokens, labels) without end, both int64 [B, T]."""
+    """Yield (tokens, labels) of consecutive micro-batches without end, both int64 [B, T]."""
     loader, consumed_samples = training_loader(plan), 0
     while True:
         for tokens_BT, (labels_BT, _) in loader.step(consumed_samples):
@@ -53,7 +53,7 @@ def _batches(plan: Plan, device: torch.device) -> Any:
 
 
 def torch_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """A plain PyTorch loop, as in tutorials: fp32 weights, autocast, gradient clipping, fused AdamW."""
+    """Train with a plain PyTorch loop, as in tutorials: fp32 weights, autocast, gradient clipping, fused AdamW."""
     plan = job.plan()
     device = torch.device("cuda" if job.device_kind == "cuda" else "cpu")
     model = _model(plan).to(device)
@@ -72,7 +72,7 @@ def torch_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def deepspeed_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """deepspeed.initialize with transformers' model, then forward, backward and step."""
+    """Train the transformers model with the engine of deepspeed.initialize: forward, backward and step."""
     import deepspeed
 
     with deepspeed_output("error"):
@@ -92,7 +92,7 @@ def deepspeed_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
-    """Dataset for the Trainer's data loader: one sample per item."""
+    """Dataset for the Trainer's data loader. Each item is one sample."""
 
     def __init__(self, dataset: SampleDataset, length: int) -> None:
         self._dataset, self._length = dataset, length
@@ -106,7 +106,7 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 def trainer(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """transformers.Trainer with the same DeepSpeed JSON; it neither logs nor saves, all else is its default."""
+    """Train with transformers.Trainer and the same DeepSpeed JSON. It neither logs nor saves."""
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("accelerate", problem="transformers.Trainer needs this package, which is not installed",
                           remedy="pip install -c launch/constraints.txt -e '.[bench]'")

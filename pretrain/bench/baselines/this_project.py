@@ -1,5 +1,6 @@
-"""This project's engine, step loop and checkpoints as baselines. Each public function with a job is the main function
-of a process, and never returns.
+"""This project's engine, step loop and checkpoints as baselines.
+
+Each public function with the parameter `job` is the main function of a process, and never returns.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from pretrain.model.layers import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 
-_COMMIT_TIMEOUT_S = 600  # for a background save
+_COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
 
 
 def _init_process_group() -> None:
@@ -42,14 +43,14 @@ def _engine(plan: Plan) -> DeepSpeedEngine:
 
 
 def training_loader(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
-    """The training data, read as by the step loop."""
+    """Return a loader of the training data, like the step loop's."""
     return Loader(plan.datasets["train"], micro_batch_size=plan.layout.micro_batch_size,
                   gradient_accumulation_steps=plan.layout.gradient_accumulation_steps, data_parallel_rank=rank,
                   data_parallel_size=ranks, pin_memory=torch.cuda.is_available())
 
 
 def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
-    """Parameters of this rank, and FLOPs per token of its pipeline stage, forward and backward (model/flops.py)."""
+    """Return this rank's number of parameters, and the FLOPs per token of its pipeline stage (model/flops.py)."""
     blocks = sum(isinstance(module, Block) for module in engine.module.modules())
     flops = blocks * block_flops_per_token(plan.model, plan.args.seq_length)
     if plan.layout.pipeline_stages == 1 or engine.is_last_stage():
@@ -58,7 +59,7 @@ def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
 
 
 def project(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Call what the step loop calls for a step: Loader.step and train_batch."""
+    """Train with the two functions that the step loop calls in a step: Loader.step and train_batch."""
     _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
@@ -72,7 +73,7 @@ def project(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def bare_engine(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Call the engine directly, with the micro-batches of the first step again and again."""
+    """Call the engine directly, always with the micro-batches of the first step."""
     _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
@@ -85,13 +86,13 @@ def bare_engine(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Run `train` of pretrain/trainer.py with its log, data and signals; it waits before each step's train_batch."""
+    """Run `train` of pretrain/trainer.py, with a train_batch that waits for a request before each step."""
     world, plan = running_environment(), job.plan()
     losses: list[torch.Tensor] = []
 
     def train_batch_on_request(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
         if losses:
-            requests.after_step(losses.pop())  # the time includes all that the loop did after the previous step
+            requests.after_step(losses.pop())  # the time includes everything that the loop does between two steps
         else:
             requests.report_build(**_facts(engine, plan))
         losses.append(train_batch(engine, micro_batches))
@@ -106,7 +107,7 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     """Save one checkpoint per repetition.
 
-    The request is {"async": save in the background or not, "steps": number of steps that measure the usual step time}.
+    Request: "async" is whether to save in the background; "steps" is the number of steps without a save that are timed.
     """
     _init_process_group()
     plan = job.plan()
@@ -144,7 +145,7 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def _committed(checkpoints: Path, name: str, start: float) -> bool:
-    """Return whether the checkpoint is committed. Raises TimeoutError if that takes too long."""
+    """Return whether the checkpoint is committed. Raises TimeoutError after _COMMIT_TIMEOUT_S from `start`."""
     if time.perf_counter() - start > _COMMIT_TIMEOUT_S:
         raise TimeoutError(f"{name} was not committed within {_COMMIT_TIMEOUT_S} s")
     latest = checkpoints / "latest"
@@ -152,7 +153,10 @@ def _committed(checkpoints: Path, name: str, start: float) -> bool:
 
 
 def profile(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Profile steps of `project` with torch.profiler: time of each operator without the operators that it calls."""
+    """Profile the steps of `project` with torch.profiler.
+
+    The time of an operator does not include operators that it calls.
+    """
     _init_process_group()
     plan = job.plan()
     engine = _engine(plan)

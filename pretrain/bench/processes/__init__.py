@@ -1,4 +1,4 @@
-"""Processes of the compared baselines: started, kept waiting, asked for interleaved repetitions, ended.
+"""Run each baseline in processes of its own, and request interleaved repetitions from them.
 
 Imports bench/settings.py, config/, data/, model/, engine/ and distributed/; never bench/baselines/ or bench/sections/.
 """

@@ -1,4 +1,4 @@
-"""BaselineJob: the task of one baseline, as its processes read it from their command line."""
+"""BaselineJob: what the processes of one baseline have to do. They read it as JSON from their command line."""
 
 import json
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device, cpu_device, cuda_device
 
 LEARNING_RATE = 1e-4
-THIS_PROJECT = ("project", "bare_engine", "loop", "checkpoint", "profile")  # baselines that run this project's code
+# baselines that run this project's code
+PROJECT_BASELINES = ("project", "bare_engine", "loop", "checkpoint", "profile")
 
 
 @dataclass(frozen=True)
 class BaselineJob:
     """Which baseline runs, with which flags, on which cores."""
 
-    name: str  # in tables
-    baseline: str  # a key of worker.BASELINES
-    flags: tuple[str, ...]  # of pretrain/train.py
-    device_kind: str  # cpu, cuda
+    name: str  # as tables show it
+    baseline: str  # a key of worker.MAIN_FUNCTIONS
+    flags: tuple[str, ...]  # flags of pretrain/train.py
+    device_kind: str  # "cpu" or "cuda"
     cores: tuple[tuple[int, ...], ...]  # CPU cores of each rank; its length is the number of ranks
-    options: dict[str, Any]
+    options: dict[str, Any]  # further values for the baseline's main function
 
     @property
     def device(self) -> Device:

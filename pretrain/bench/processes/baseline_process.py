@@ -1,4 +1,4 @@
-"""The benchmark's side of a baseline: start its processes, send requests, read answers, end the processes."""
+"""Control a baseline from the benchmark: start its processes, send requests, read answers, end the processes."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.processes.baseline_job import THIS_PROJECT, BaselineJob
+from pretrain.bench.processes.baseline_job import PROJECT_BASELINES, BaselineJob
 from pretrain.distributed.allocator import jemalloc_environment
 from pretrain.distributed.process import free_port, package_environment
 
-_EXIT_S = 10  # for a process to exit after the "end" request, before it is killed
+_EXIT_S = 10  # time for a process to exit after the request "end"; then it is killed
 
 
 class BaselineError(Exception):
@@ -26,16 +26,16 @@ class BaselineError(Exception):
 
 
 def launcher_environment(job: BaselineJob, rank: int, port: int) -> dict[str, str]:
-    """Environment variables of one rank, as a launcher would set them."""
+    """Return the environment variables of one rank, as a launcher would set them."""
     ranks = str(len(job.cores))
     values = {**package_environment(), "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank),
               "LOCAL_WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-              # this environment's ninja first: with another ninja DeepSpeed would recompile its operators
+              # put this environment's ninja first, because DeepSpeed recompiles its operators if ninja changes
               "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
               "DS_ACCELERATOR": job.device_kind, "TOKENIZERS_PARALLELISM": "false"}
     if job.device_kind == "cpu":
         values.update(OMP_NUM_THREADS=str(len(job.cores[rank])), CUDA_VISIBLE_DEVICES="")
-        if job.baseline in THIS_PROJECT:  # train.py restarts itself with jemalloc, too
+        if job.baseline in PROJECT_BASELINES:  # like train.py, which restarts itself with jemalloc
             values.update(jemalloc_environment(values))
     elif job.option("first_device"):
         visible = values.get("CUDA_VISIBLE_DEVICES", "").split(",") if values.get("CUDA_VISIBLE_DEVICES") else None
@@ -95,7 +95,7 @@ class BaselineProcesses:
         return merged
 
     def _exit_reason(self, rank: int) -> str:
-        """Exit code and last line of output of a rank that closed its output."""
+        """Return the exit code and the last line of the log of a rank that closed its standard output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(5)
         log = self._logs[rank].read_text(encoding="utf-8", errors="replace")
@@ -104,7 +104,7 @@ class BaselineProcesses:
         return f"{reason}: {lines[-1][:300]}" if lines else reason
 
     def end(self) -> None:
-        """Ask the processes to exit, and kill those that do not. A second call does nothing."""
+        """Send the request "end", and kill processes that do not exit. A second call does nothing."""
         processes, self._processes = self._processes, []
         for process in processes:
             _send(process, {"do": "end"})
@@ -127,7 +127,7 @@ def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def started(jobs: list[BaselineJob], folder: Path, timeout_s: float) -> Iterator[list[BaselineProcesses]]:
-    """Start all baselines, which import at the same time. End all of them when the block is left."""
+    """Start the processes of all baselines, which import their modules in parallel. End them after the block."""
     baselines: list[BaselineProcesses] = []
     try:
         for job in jobs:

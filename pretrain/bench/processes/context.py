@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.bench.processes.baseline_job import LEARNING_RATE, THIS_PROJECT, BaselineJob
+from pretrain.bench.processes.baseline_job import LEARNING_RATE, PROJECT_BASELINES, BaselineJob
 from pretrain.bench.settings import BenchSettings
 from pretrain.data.indexed import IndexedWriter
 from pretrain.distributed.device import has_nvcc
@@ -16,7 +16,7 @@ _DOCUMENT_TOKENS = 5000
 
 
 class BenchContext:
-    """Writes the corpus and the JSON files, and makes the jobs that use them."""
+    """Writes the corpus and the DeepSpeed JSONs, and creates the jobs that use them."""
 
     def __init__(self, settings: BenchSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -31,11 +31,11 @@ class BenchContext:
 
         Args:
             ranks: number of processes.
-            core_parts: on a CPU, the number of equal parts that the cores are divided into, one part per rank
+            core_parts: on a CPU, the cores are divided into this number of equal parts, and each rank gets one part
                 (default: `ranks`).
-            first_part: part of rank 0; on CUDA, its device.
+            first_part: index of rank 0's part; on CUDA, index of its device.
             stages: pipeline stages.
-            options: values that the baseline reads with `BaselineJob.option`.
+            options: further values for the baseline, which reads them with `BaselineJob.option`.
         """
         settings = self.settings
         path = self.folder / f"{name.replace(' ', '_').replace('/', '_')}.json"
@@ -45,7 +45,7 @@ class BenchContext:
         flags = [f"--deepspeed_config={path}", *self._model_flags, f"--train_data={self.folder / 'corpus'}",
                  "--split=1", f"--seq_length={settings.preset.seq_length}", "--train_steps=1000000",
                  "--lr_schedule=constant", "--lr_warmup_steps=0", "--save_interval=0", "--eval_interval=0",
-                 f"--save={path.with_suffix('')}-run", *(settings.train_flags if baseline in THIS_PROJECT else ())]
+                 f"--save={path.with_suffix('')}-run", *(settings.train_flags if baseline in PROJECT_BASELINES else ())]
         cores = tuple(tuple(settings.cores_of(first_part + rank, core_parts or ranks)) for rank in range(ranks))
         return BaselineJob(name, baseline, tuple(flags), settings.device.kind, cores,
                            {"ds_config": str(path), "precision": settings.precision,
@@ -54,7 +54,7 @@ class BenchContext:
 
 def ds_config(settings: BenchSettings, *, micro_batch_size: int, gradient_accumulation_steps: int,
               stages: int) -> dict[str, Any]:
-    """DeepSpeed JSON with ZeRO-1, AdamW and gradient clipping, and no "auto", so that every baseline can read it."""
+    """Return a DeepSpeed JSON with ZeRO-1, AdamW and clipping. It has no "auto", so every baseline can read it."""
     params: dict[str, Any] = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     if settings.device.kind == "cuda" and not has_nvcc():
         params["torch_adam"] = True  # DeepSpeed's FusedAdam needs nvcc
@@ -71,7 +71,7 @@ def ds_config(settings: BenchSettings, *, micro_batch_size: int, gradient_accumu
 
 
 def write_corpus(prefix: Path, vocab_size: int, tokens: int) -> None:
-    """Write random tokens whose frequencies follow Zipf's law, as in text: the loss falls within a few steps."""
+    """Write random tokens with Zipf's law as in text, so that the loss falls within a few steps."""
     generator = np.random.default_rng(0)
     with IndexedWriter(prefix, np.uint16 if vocab_size < 65500 else np.int32) as writer:
         for _ in range(0, tokens, _DOCUMENT_TOKENS):
@@ -85,12 +85,12 @@ def _overrides(settings: BenchSettings) -> str:
 
 
 def preset_model(settings: BenchSettings) -> ModelConfig:
-    """The preset's model, with as many positions as the sequence length."""
+    """Return the preset's model. Its number of positions is the sequence length where the preset sets it."""
     return load_model_config(settings.preset.model, _overrides(settings) or None)
 
 
 def describe(settings: BenchSettings) -> str:
-    """One line about the model and the batch."""
+    """Describe the model and the batch in one line."""
     model, preset = preset_model(settings), settings.preset
     return f"{model.num_parameters() / 1e6:,.1f} M parameters ({model.num_layers} layers, width {model.hidden_size}, " \
            f"vocabulary {model.vocab_size:,}), sequence {preset.seq_length:,}, micro-batch " \

@@ -1,4 +1,7 @@
-"""Run baselines in interleaved repetitions: while one works, the others sleep, so that all see the same machine."""
+"""Run baselines in interleaved repetitions: the first one of every baseline, then the second one, and so on.
+
+While one baseline works, the others sleep. So changes in the speed of the machine affect all baselines alike.
+"""
 
 import contextlib
 import statistics
@@ -11,17 +14,17 @@ from pretrain.bench.processes.baseline_process import BaselineError, BaselinePro
 from pretrain.bench.processes.context import BenchContext
 
 JobGroup = list[BaselineJob]
-"""Jobs that work at the same time and count as one baseline. It has the name of its first job."""
+"""Jobs that work at the same time and count as one baseline, which has the name of the first job."""
 
 
 @dataclass
 class InterleavedResults:
     """Answers of the baselines, by name. A baseline that failed is in `failures` and not in `answers`."""
 
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # reported after building
-    warmups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # one per request of each repetition
-    failures: list[str] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # values of `RequestLoop.report_build`
+    warmups: dict[str, dict[str, Any]] = field(default_factory=dict)  # answer to the warm-up steps
+    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # one for each request
+    failures: list[str] = field(default_factory=list)  # one line for each failed baseline
 
     def seconds(self, name: str) -> list[float]:
         return [answer["seconds"] for answer in self.answers[name]]
@@ -41,14 +44,14 @@ class InterleavedResults:
 def run_interleaved(groups: list[JobGroup], context: BenchContext, report: Callable[[str], None], *,
                     steps: int | None = None, warmup_steps: int | None = None,
                     requests: list[dict[str, Any]] | None = None) -> InterleavedResults:
-    """Build each baseline, one after another; then run the repetitions, every second one in reverse order.
+    """Build the baselines one after another, then run the repetitions. Every second repetition is in reverse order.
 
     Args:
-        report: called with a line of progress.
+        report: prints a line of progress.
         steps: timed steps of a repetition (default: the preset's).
         warmup_steps: steps before the first repetition (default: the preset's).
-        requests: requests of a repetition. Default: its steps; on a GPU after one untimed step, because the caching
-            allocator was emptied after the last repetition.
+        requests: requests of one repetition. Default: one request for its steps. On a GPU one untimed step precedes
+            them, because the caching allocator was emptied after the previous repetition.
     """
     settings, results = context.settings, InterleavedResults()
     untimed_steps = 1 if settings.device.kind == "cuda" else 0
@@ -61,26 +64,26 @@ def run_interleaved(groups: list[JobGroup], context: BenchContext, report: Calla
 
 def _run_together(groups: list[JobGroup], context: BenchContext, report: Callable[[str], None],
                   requests: list[dict[str, Any]], warmup_steps: int) -> InterleavedResults:
-    """Run baselines whose processes are alive at the same time."""
+    """Run baselines whose processes exist at the same time."""
     settings, results = context.settings, InterleavedResults()
     with started([job for group in groups for job in group], context.folder, settings.timeout_s) as processes:
         unassigned = iter(processes)
         ready = {group[0].name: [next(unassigned) for _ in group] for group in groups}
         for name, group in list(ready.items()):
             report(f"{name}: building")
-            with _dropped_on_failure(name, ready, results):
+            with _record_failure(name, ready, results):
                 _build(name, group, results, warmup_steps)
         for number in range(settings.repetitions):
             report(f"repetition {number + 1} of {settings.repetitions}")
             for name in list(ready) if number % 2 == 0 else list(reversed(ready)):
-                with _dropped_on_failure(name, ready, results):
+                with _record_failure(name, ready, results):
                     results.answers[name] += [_ask(ready[name], do="repeat", **request) for request in requests]
     return results
 
 
 def _build(name: str, group: list[BaselineProcesses], results: InterleavedResults, warmup_steps: int) -> None:
     for processes in group:
-        processes.receive()  # {"imported": True}
+        processes.receive()  # {"imported": True}: the processes have imported their modules
     results.facts[name] = _ask(group, do="build")
     if warmup_steps:
         results.warmups[name] = _ask(group, do="repeat", steps=warmup_steps)
@@ -98,9 +101,9 @@ def _ask(group: list[BaselineProcesses], **request: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _dropped_on_failure(name: str, ready: dict[str, list[BaselineProcesses]],
-                        results: InterleavedResults) -> Iterator[None]:
-    """If the block raises BaselineError, record the failure and end the baseline's processes."""
+def _record_failure(name: str, ready: dict[str, list[BaselineProcesses]],
+                    results: InterleavedResults) -> Iterator[None]:
+    """If the block raises BaselineError, record it, end the baseline's processes and remove it from `ready`."""
     try:
         yield
     except BaselineError as error:

@@ -1,4 +1,4 @@
-"""The baseline's side: run timed steps when the benchmark asks for them, and otherwise sleep on a pipe."""
+"""Answer the benchmark's requests inside a baseline's process: run timed steps, then wait for the next request."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,13 @@ from pretrain.distributed.process import resident_bytes
 
 
 class NoMoreRequests(BaseException):
-    """The benchmark ended. A BaseException, so that no `except Exception` in a training loop catches it."""
+    """The benchmark needs no more steps. This is a BaseException, so that `except Exception` does not catch it."""
 
 
-def forget_peak() -> None:
-    """Reset the peak memory, so that it leaves out what building the engine needed for a short time.
+def reset_peak_memory() -> None:
+    """Reset the peak memory, so that it does not include temporary memory from building the engine.
 
-    Linux: "5" in /proc/self/clear_refs resets VmHWM, see proc(5).
+    On Linux, writing "5" to /proc/self/clear_refs resets VmHWM; see proc(5).
     """
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -33,14 +33,14 @@ def forget_peak() -> None:
 class RequestLoop:
     """Reads the benchmark's requests, one JSON line each, and writes the answers.
 
-    {"do": "repeat", "steps": N, "untimed_steps": M, ...} asks for M + N optimizer steps, of which the last N are timed.
+    The request {"do": "repeat", "steps": N, "untimed_steps": M} means: do M + N optimizer steps, and time the last N.
     """
 
     def __init__(self, answers: TextIO, requests: TextIO, *, cuda: bool) -> None:
         self._answers, self._requests, self._cuda = answers, requests, cuda
         self._losses: list[torch.Tensor] = []
         self._steps_done, self._start = 0, 0.0
-        self._bytes_before_build = 0  # resident before the model was built
+        self._bytes_before_build = 0  # resident memory before the model was built
         self.request: dict[str, Any] = {}
 
     def answer(self, values: dict[str, Any]) -> None:
@@ -58,14 +58,14 @@ class RequestLoop:
         return self.request
 
     def wait_for_build(self) -> None:
-        """Report that all imports are done. Memory and time from here on count for the baseline."""
+        """Report that all imports are done. From this call on, memory is counted for the baseline."""
         self.answer({"imported": True})
         self.wait_for_request()
         self._bytes_before_build = resident_bytes()[0]
 
     def report_build(self, parameters: int, **facts: Any) -> None:
-        """Report that the baseline is ready, with its number of parameters; wait for the first repetition."""
-        forget_peak()
+        """Report that the baseline is ready, and its number of parameters. Then wait for the first repetition."""
+        reset_peak_memory()
         self.answer({"parameters": parameters, **facts})
         self.wait_for_request()
 
@@ -75,9 +75,9 @@ class RequestLoop:
             torch.cuda.synchronize()
 
     def after_step(self, loss: torch.Tensor | None) -> None:
-        """Count a step. Call it after each optimizer step; it returns when another step is wanted.
+        """Count a step. Call this after each optimizer step.
 
-        Raises NoMoreRequests.
+        After the last step of a request, this answers and waits for the next request. Raises NoMoreRequests.
         """
         if loss is not None:
             self._losses.append(loss.detach().reshape(()))
@@ -107,5 +107,5 @@ class RequestLoop:
         return {"peak_memory_bytes": peak - self._bytes_before_build, "resident_bytes": peak}
 
     def end(self) -> NoReturn:
-        """Leave the baseline: its loop has no more steps."""
+        """End the baseline, because its training loop has no more steps."""
         raise NoMoreRequests

@@ -1,14 +1,18 @@
-"""One rank of a baseline: `python -m pretrain.bench.processes.worker RANK JOB`, with JSON lines on stdin and stdout."""
+"""One rank of a baseline: `python -m pretrain.bench.processes.worker RANK JOB`.
+
+It reads requests from its standard input and writes answers to its standard output, both as lines of JSON.
+"""
 
 import importlib
 import os
 import sys
 import traceback
 
-from pretrain.bench.processes.baseline_job import THIS_PROJECT, BaselineJob
+from pretrain.bench.processes.baseline_job import PROJECT_BASELINES, BaselineJob
 from pretrain.engine.prepare import prepare_deepspeed
 
-BASELINES = {  # "module.function" in pretrain/bench/baselines/: (job, request loop) -> never returns
+# baseline -> "module.function" of its main function in pretrain/bench/baselines/
+MAIN_FUNCTIONS = {
     "project": "this_project.project", "bare_engine": "this_project.bare_engine", "loop": "this_project.loop",
     "checkpoint": "this_project.checkpoint", "profile": "this_project.profile",
     "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop", "torch": "peers.torch_loop",
@@ -17,20 +21,20 @@ BASELINES = {  # "module.function" in pretrain/bench/baselines/: (job, request l
 
 
 def main() -> None:
-    """Run the job's baseline until the benchmark sends no more requests. Never returns."""
+    """Run the job's baseline until the benchmark ends it, then exit this process."""
     rank, job = int(sys.argv[1]), BaselineJob.from_json(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print to the log, not between the answers
+    os.dup2(2, 1)  # standard output now leads to the log, so that libraries print nothing between the answers
     if job.device_kind == "cpu":
         os.sched_setaffinity(0, job.cores[rank])
-    if job.baseline in THIS_PROJECT:  # the other baselines run without this project's patches
+    if job.baseline in PROJECT_BASELINES:  # other programs import DeepSpeed without this preparation
         prepare_deepspeed(job.device)
 
     from pretrain.bench.processes.request_loop import NoMoreRequests, RequestLoop  # imports torch
     from pretrain.engine.operator_cache import cache_operators
 
-    cache_operators()  # every baseline uses the same compiled operators
-    module, function = BASELINES[job.baseline].split(".")
+    cache_operators()  # all baselines use the same compiled operators
+    module, function = MAIN_FUNCTIONS[job.baseline].split(".")
     requests, code = RequestLoop(answers, sys.stdin, cuda=job.device_kind == "cuda"), 0
     try:
         baseline = getattr(importlib.import_module(f"pretrain.bench.baselines.{module}"), function)
@@ -44,7 +48,7 @@ def main() -> None:
         requests.answer({"error": text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"})
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # an ordinary exit would wait for the training loops' threads, and the Trainer would save
+    os._exit(code)  # sys.exit would wait for threads of the training loops, such as those of the data loader
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sections of the benchmark, one module for each choice of --what: run the baselines, compute the table.
+"""Sections of the benchmark. Each module runs the baselines of one choice of --what, and computes its table.
 
-Imports bench/processes/, bench/settings.py, model/ and distributed/; the baselines run in processes of their own.
+Imports bench/processes/, bench/settings.py, model/ and distributed/; not the baselines, which run in other processes.
 """

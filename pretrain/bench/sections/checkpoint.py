@@ -1,4 +1,4 @@
-"""--what checkpoint: how long a checkpoint stops training, and what fraction of a run that is."""
+"""--what checkpoint: the time for which a checkpoint stops training, also as a fraction of the training time."""
 
 import statistics
 
@@ -6,16 +6,17 @@ from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import run_interleaved
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
-SAVE_INTERVAL_S = 1800.0
-_LABELS = {False: "synchronous", True: "--async_save"}  # by RunArguments.async_save
+SAVE_INTERVAL_S = 1800.0  # training time between two saves, for the fractions
+_LABELS = {False: "synchronous", True: "--async_save"}  # value of --async_save -> row of the table
 
 
 def checkpoint_stall(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Save with the step loop's own saver, alternately synchronous and in the background.
+    """Save checkpoints with the step loop's `Saver`, alternately synchronously and in the background.
 
-    The stall is the time that `Saver.save` takes. A background save also slows down the steps that run during it,
-    because it uses cores and the disk; this slowdown is reported separately. Both are also given as a fraction of a run
-    that saves every 30 minutes.
+    The stall is the time of `Saver.save`, until the device is idle again. A background save also slows down the steps
+    that run during the save, because it uses cores and the disk. The slowdown is the sum of the additional times of
+    these steps. The stall, and the sum of stall and slowdown, are also
+    reported as fractions of SAVE_INTERVAL_S.
     """
     name = "checkpoints"
     results = run_interleaved([[context.job(name, "checkpoint")]], context, report, warmup_steps=0,
@@ -23,7 +24,8 @@ def checkpoint_stall(context: BenchContext, report: ReportProgress) -> BenchSect
     answers = results.answers.get(name, [])
     rows, data = [], {}
     for number, (is_async, label) in enumerate(_LABELS.items()):
-        saves = answers[number::2][1:] or answers[number::2]  # the first save also creates folders and buffers
+        # leave out the first save, which also creates folders and buffers
+        saves = answers[number::2][1:] or answers[number::2]
         if not saves:
             continue
         blocking_s, slowdown_s = (statistics.median(answer[key] for answer in saves)
@@ -36,8 +38,9 @@ def checkpoint_stall(context: BenchContext, report: ReportProgress) -> BenchSect
     notes = []
     if answers:
         data["checkpoint_bytes"] = answers[-1]["checkpoint_bytes"]
-        notes = [f"A checkpoint of {answers[-1]['checkpoint_bytes'] / 1e9:.2f} GB every {SAVE_INTERVAL_S / 60:.0f} "
-                 "minutes; medians, without the first save of each row."]
+        notes = [f"A checkpoint has {answers[-1]['checkpoint_bytes'] / 1e9:.2f} GB. Fractions are of "
+                 f"{SAVE_INTERVAL_S / 60:.0f} minutes between two saves. Times are medians; the first of several "
+                 "saves is left out."]
     return BenchSection("checkpoint", "Checkpoints",
-                        ["", "training stops for", "fraction of the run", "slowdown of steps during the save",
-                         "both together"], rows, notes, results.failures, data)
+                        ["", "stall", "stall, fraction", "slowdown of steps during the save",
+                         "stall and slowdown, fraction"], rows, notes, results.failures, data)

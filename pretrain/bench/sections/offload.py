@@ -1,4 +1,4 @@
-"""--what offload: find the fastest "aio" settings of the DeepSpeed JSON for a disk."""
+"""--what offload: find the fastest "aio" settings of the DeepSpeed JSON for one disk."""
 
 import json
 import statistics
@@ -8,15 +8,15 @@ from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import run_interleaved
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
-_SHOWN = 5
+_SHOWN = 5  # combinations in the table, besides the slowest one
 _KEYS = ("block_size", "queue_depth", "intra_op_parallelism")
 
 
 def offload(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Measure every combination of block size, queue depth and threads, in interleaved repetitions.
+    """Measure every combination of block size, queue depth and number of threads, in several repetitions.
 
-    The best combination takes the least time for a write and a read of the same bytes together, because a step of NVMe
-    offload does both.
+    Combinations are ranked by the total time for writing some bytes and reading them back, because a training step with
+    NVMe offload does both.
     """
     name = "disk"
     results = run_interleaved([[context.job(name, "disk", nvme_path=context.settings.nvme_path)]], context, report,
@@ -34,7 +34,8 @@ def offload(context: BenchContext, report: ReportProgress) -> BenchSection:
              *(f"{row[f'{direction}_bytes_per_s'] / 1e9:.2f} GB/s" for direction in ("write", "read", "both"))]
             for row in rates]
     return BenchSection("offload", f"NVMe offload: DeepSpeed's aio on {context.settings.nvme_path}",
-                        ["block", "queue depth", "threads", "write", "read", "both"], [*rows[:_SHOWN], rows[-1]],
+                        ["block size", "queue depth", "threads", "write", "read", "write and read"],
+                        [*rows[:_SHOWN], rows[-1]],
                         [f"The {_SHOWN} fastest of {len(rows)} combinations, and the slowest; medians of "
                          f"{context.settings.repetitions} repetitions.",
                          f'For the DeepSpeed JSON: "aio": {json.dumps(aio)}'],
@@ -42,7 +43,7 @@ def offload(context: BenchContext, report: ReportProgress) -> BenchSection:
 
 
 def _median_rates(key: tuple[int, ...], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median rates of one combination, bytes per second."""
+    """Return the settings of one combination and its median rates in bytes per second."""
     write, read = (statistics.median(row[f"{name}_bytes_per_s"] for row in rows) for name in ("write", "read"))
     return {**dict(zip(_KEYS, key, strict=True)), "write_bytes_per_s": write, "read_bytes_per_s": read,
             "both_bytes_per_s": 2 / (1 / write + 1 / read)}

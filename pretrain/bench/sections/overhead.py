@@ -7,14 +7,15 @@ from pretrain.bench.processes.interleave import InterleavedResults, run_interlea
 from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 
 LOOP, BARE = "step loop", "bare engine"
-LOG_INTERVAL = 10  # default of --log_interval: at least one step of a repetition is logged
+LOG_INTERVAL = 10  # default of --log_interval; a repetition has so many steps that at least one is logged
 
 
 def overhead(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Compare `pretrain.trainer.train` with the same engine, called directly with one batch again and again.
+    """Compare `pretrain.trainer.train` with direct calls of the same engine, which always get the same batch.
 
-    The loop reads data, logs at the default interval and checks for signals; it neither saves nor evaluates. The
-    overhead is the median over the repetitions of (loop / bare - 1), of two times that were measured in succession.
+    The step loop reads data, logs at the default interval and checks for signals. It neither saves nor evaluates. The
+    overhead is the median of (loop / bare - 1) over the repetitions. The two times of a repetition are measured one
+    directly after the other.
     """
     steps = max(context.settings.preset.steps, LOG_INTERVAL)
     results = run_interleaved([[context.job(LOOP, "loop")], [context.job(BARE, "bare_engine")]], context, report,
@@ -23,7 +24,7 @@ def overhead(context: BenchContext, report: ReportProgress) -> BenchSection:
 
 
 def overhead_section(results: InterleavedResults, *, steps: int) -> BenchSection:
-    """Compute the table and the figures from the answers; `steps` is the number of steps of a repetition."""
+    """Compute the table and the figures from the answers; a repetition has `steps` steps."""
     times = {name: [1e3 * value / steps for value in results.seconds(name)] for name in results.answers}
     fraction = None
     if len(times) == 2:

@@ -1,4 +1,4 @@
-"""--what pipeline: speed-up of 2 pipeline stages with 8 micro-batches, compared with the bound of 1F1B."""
+"""--what pipeline: speed-up of 2 pipeline stages with 8 micro-batches, compared with the upper bound of 1F1B."""
 
 import statistics
 from typing import Any
@@ -14,8 +14,9 @@ PIPELINE, SINGLE = "2 stages x 8 micro-batches", "1 stage on one rank's cores"
 def highest_speedup(stage_work: list[float], micro_batches: int) -> float:
     """Upper bound of 1F1B's speed-up over one device: m sum(t) / (sum(t) + (m - 1) max(t)).
 
-    t is the work of each stage on one micro-batch. The first micro-batch passes all stages; each further one finishes
-    later by the time of the largest stage. With p equal stages the bound is m p / (m + p - 1).
+    Here t is the list of the stages' work on one micro-batch, and m is the number of micro-batches. The first
+    micro-batch passes through all stages. Each further micro-batch finishes later by the time of the slowest
+    stage. With p equal stages the bound is m p / (m + p - 1).
     """
     return micro_batches * sum(stage_work) / (sum(stage_work) + (micro_batches - 1) * max(stage_work))
 
@@ -23,12 +24,13 @@ def highest_speedup(stage_work: list[float], micro_batches: int) -> float:
 def pipeline(context: BenchContext, report: ReportProgress) -> BenchSection:
     """Compare the pipeline's speed-up with 1F1B's bound, whose bubble is (p - 1) / (m + p - 1) of the time.
 
-    With p stages on p devices and m micro-batches of time t each on one device, 1F1B takes at least
-    (m + p - 1) t / p (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2).
+    Let t be the time of one micro-batch on one device without a pipeline. With p stages on p devices and m
+    micro-batches, 1F1B takes at least (m + p - 1) t / p (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv
+    2104.04473, section 2.2).
 
-    On a GPU machine each stage has a device, and t is the time of one stage on one device. On a CPU the ranks share the
-    machine: each rank has an equal part of the cores, and t is measured with p separate one-stage engines, one on each
-    part, all working at the same time. Then both times include what the cores lose by sharing memory and clock.
+    t is measured with p separate engines without a pipeline, which work at the same time. On GPUs each engine has one
+    device. On a CPU each engine has an equal part of the cores, like a pipeline stage. So the times with and without a
+    pipeline both include the slowdown from sharing memory bandwidth and clock rate.
     """
     preset = context.settings.preset
     micro_batch_size = max(preset.micro_batch_size // 4, 1)
@@ -40,7 +42,7 @@ def pipeline(context: BenchContext, report: ReportProgress) -> BenchSection:
     title = f"Pipeline of 2 stages, 8 micro-batches of {micro_batch_size}"
     if len(results.answers) < 2:
         return BenchSection("pipeline", title, [""], [], [], results.failures)
-    speedups = [single / piped for single, piped in
+    speedups = [single_s / pipeline_s for single_s, pipeline_s in
                 zip(results.seconds(SINGLE), results.seconds(PIPELINE), strict=True)]
     speedup = statistics.median(speedups)
     flops = [facts["stage_flops"] for facts in results.facts[PIPELINE]["ranks"]]

@@ -6,12 +6,12 @@ from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import run_interleaved
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
-_SHOWN = 12
+_SHOWN = 12  # operators with a row of their own
 _PAGE = "tools/performance.md"
 
 
 def profile(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Profile this project's training step. An operator's time excludes the operators that it calls."""
+    """Profile this project's training step. The time of an operator does not include operators that it calls."""
     name, steps = "this project", context.settings.preset.steps
     results = run_interleaved([[context.job(name, "profile")]], context, report, requests=[{"steps": steps}])
     answers = results.answers.get(name, [])
@@ -31,6 +31,6 @@ def profile(context: BenchContext, report: ReportProgress) -> BenchSection:
     return BenchSection(
         "profile", "Operators of a training step", ["", "time per step", "fraction", "calls per step"], rows,
         [f"Means over {len(answers)} repetitions of {steps} steps; the profiler makes a step slower.",
-         f"{_PAGE} explains the optimizations of this project and what each of them gains."], results.failures,
+         f"{_PAGE} explains the optimizations of this project and the speed-up of each."], results.failures,
         {"operators": [{"name": key, "time_ms_per_step": milliseconds[key], "fraction": milliseconds[key] / total_ms}
                        for key in ranked if total_ms]})

@@ -17,10 +17,10 @@ class BenchSection:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # one line per failed baseline
-    data: dict[str, Any] = field(default_factory=dict)  # for --json
+    failures: list[str] = field(default_factory=list)  # one line for each failed baseline
+    data: dict[str, Any] = field(default_factory=dict)  # figures for --json
 
 
 def spread(values: list[float]) -> float:
-    """(highest - lowest) / median of a figure over the repetitions."""
+    """Return (highest - lowest) / median of a value over the repetitions."""
     return (max(values) - min(values)) / statistics.median(values)

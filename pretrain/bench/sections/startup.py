@@ -20,9 +20,10 @@ from pretrain.distributed.process import ROOT, free_port
 
 
 def startup(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Start `python pretrain/train.py` and the `deepspeed` launcher on one rank, until the line of step 1 is printed.
+    """Measure the time until a run prints the line of step 1, with `python pretrain/train.py` and with `deepspeed`.
 
-    The first start of each is not counted, because it may compile operators and fills the page cache.
+    Each run has one rank. The first start of each command is not counted, because it fills the page cache and may
+    compile operators.
     """
     job, repetitions = context.job("start", "project"), context.settings.repetitions
     program = str(ROOT / "pretrain" / "train.py")
@@ -49,7 +50,7 @@ def startup(context: BenchContext, report: ReportProgress) -> BenchSection:
 
 
 def _first_step_s(name: str, command: list[str], job: BaselineJob, context: BenchContext) -> float:
-    """Start a run, and return the seconds until it prints the line "step 1/...". Then end the run."""
+    """Start a run, return the seconds until it prints its first line "step ...", and kill the run."""
     shutil.rmtree(context.folder / "start-run", ignore_errors=True)
     environ = launcher_environment(job, 0, free_port())
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
@@ -71,7 +72,7 @@ def _first_step_s(name: str, command: list[str], job: BaselineJob, context: Benc
 def _seconds_until_line(process: "subprocess.Popen[bytes]", prefix: bytes, start: float, timeout_s: float) -> float:
     """Return the seconds until a line of the output starts with `prefix`.
 
-    Raises TimeoutError, also if the process exits before.
+    Raises TimeoutError if there is no such line within `timeout_s`, or if the process exits before.
     """
     assert process.stdout is not None
     text = b""
@@ -88,7 +89,7 @@ def _seconds_until_line(process: "subprocess.Popen[bytes]", prefix: bytes, start
 
 
 def _kill_with_children(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the launcher and its ranks, which may be in another process group."""
+    """Kill a process and all its descendants; a launcher may start its ranks in another process group."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

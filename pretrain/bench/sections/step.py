@@ -10,12 +10,12 @@ from pretrain.model.flops import flops_per_token
 
 PROJECT, PRODUCTS = "this project", "matrix products"
 PEERS = {"transformers.Trainer": "trainer", "DeepSpeed, bare loop": "deepspeed", "plain PyTorch": "torch"}
-# relative tolerance of the first loss: the same weights and samples, rounded in another order
+# relative tolerance of the first loss, which all baselines compute from the same weights and samples
 _FIRST_LOSS_TOLERANCE = {"bf16": 1e-3, "fp32": 1e-5}
 
 
 def training_step(context: BenchContext, report: ReportProgress) -> BenchSection:
-    """Measure this project, its peers and the machine's rate of matrix products, in interleaved repetitions."""
+    """Measure this project, other training programs and the machine's rate of matrix products."""
     preset = context.settings.preset
     groups = [[context.job(PRODUCTS, "products", product_size=preset.product_size)],
               [context.job(PROJECT, "project")],
@@ -24,7 +24,7 @@ def training_step(context: BenchContext, report: ReportProgress) -> BenchSection
 
 
 def step_section(context: BenchContext, results: InterleavedResults) -> BenchSection:
-    """Compute the table and the figures from the baselines' answers."""
+    """Compute the table and the figures from the answers of the baselines."""
     tflops = max((answer["tflops"] for answer in results.answers.get(PRODUCTS, [])), default=None)
     figures = {name: _figures(name, context, results, tflops)
                for name in (PROJECT, *PEERS) if name in results.answers}
@@ -44,12 +44,12 @@ def step_section(context: BenchContext, results: InterleavedResults) -> BenchSec
 
 
 def tokens_per_second(context: BenchContext, seconds: list[float], steps: int, *, samples: int) -> list[float]:
-    """Rate of each repetition, from its time; `samples` is the global batch size."""
+    """Return the rate of each repetition. `seconds` are their times, and `samples` is the global batch size."""
     return [steps * samples * context.settings.preset.seq_length / value for value in seconds]
 
 
 def _figures(name: str, context: BenchContext, results: InterleavedResults, tflops: float | None) -> dict[str, Any]:
-    """Figures of one baseline. `tflops` is the machine's rate of matrix products."""
+    """Return the figures of one baseline. `tflops` is the machine's rate of matrix products in TFLOP/s."""
     preset = context.settings.preset
     rates = tokens_per_second(context, results.seconds(name), preset.steps, samples=preset.micro_batch_size)
     rate, answers = statistics.median(rates), results.answers[name]
@@ -64,7 +64,7 @@ def _figures(name: str, context: BenchContext, results: InterleavedResults, tflo
 
 
 def _mismatches(figures: dict[str, dict[str, Any]], precision: str) -> list[str]:
-    """One line per baseline that does other work than this project: another model size or another first loss."""
+    """Return one line for each baseline that does not do the same work: its model size or its first loss differs."""
     ours, lines = figures.get(PROJECT), []
     for name, values in figures.items() if ours else ():
         assert ours is not None
@@ -97,5 +97,5 @@ def _notes(context: BenchContext, tflops: float | None) -> list[str]:
         notes.append(f"MFU: fraction of {tflops:.3g} TFLOP/s, the highest measured rate of {settings.precision} "
                      f"products of matrices with {settings.preset.product_size:,} rows, in the same repetitions.")
     if not settings.preset.side_by_side:
-        notes.append("The baselines ran one after another, because they do not fit on one device together.")
+        notes.append("The repetitions are not interleaved, because the baselines do not fit on one device together.")
     return notes

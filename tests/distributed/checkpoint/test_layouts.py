@@ -14,12 +14,12 @@ import pytest
 from pretrain.checkpoint.convert.diff import diff
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from tests.conftest import selected_params
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, relative_difference, run_layouts
 
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 @dataclass(frozen=True)

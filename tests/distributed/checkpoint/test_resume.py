@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
 
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.model.architectures import model_config_from
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
@@ -18,7 +18,7 @@ from tests.support.launch import run_cases
 
 LAYOUTS: dict[str, dict[str, Any]] = {"zero1": config(1), "zero2": config(2), "zero3": config(3),
                                       "pipeline2": config(1, stages=2, accumulation=4)}
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
@@ -29,7 +29,7 @@ from pretrain.memory.simulate.simulate_ranks import SimulatedRank, SimulationReq
 from tests.conftest import selected_params
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (NO_NVME and "nvme" in path.stem)]
 MEASURED = {  # number of ranks -> names of the files
     1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero1_fp16_static", "zero2_fp16", "zero3_fp16",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pretrain.config.lenient import lenient_layout
-from pretrain.engine.build_ops import missing_operator
+from pretrain.engine.build_ops import why_not_compilable
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.architectures import load_model_config
@@ -14,7 +14,7 @@ from tests.support.launch import run_worker
 
 RANKS = 2
 DIVIDE_ALL = {"stage3_param_persistence_threshold": 0}  # small parameters are partitioned, too
-NO_NVME = missing_operator("AsyncIOBuilder")
+NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 def _small_zero3(live: int, reuse: int, prefetch: int = 20_000, **others: Any) -> dict[str, Any]:
