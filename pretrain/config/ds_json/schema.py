@@ -1,6 +1,6 @@
 """Legal keys of a DeepSpeed 0.19.8 JSON at every depth, without importing deepspeed.
 
-`tests/config/test_resolve.py` compares this tree with DeepSpeed's own models and constants.
+`tests/config/test_schema.py` compares this tree with DeepSpeed's own models and constants.
 """
 
 from dataclasses import dataclass
