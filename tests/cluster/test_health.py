@@ -274,7 +274,7 @@ def test_a_port_in_use_is_rejected_with_a_remedy(tmp_path: Path) -> None:
                               env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_PORT": port})
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(f"ds-pretrain: error: MASTER_PORT: another program listens on port {port} of")
-    assert "unset MASTER_PORT" in done.stderr
+    assert "Unset MASTER_PORT" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

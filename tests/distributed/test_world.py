@@ -64,7 +64,7 @@ def test_one_process_takes_a_free_port() -> None:
 def test_the_remedy_for_a_port_in_use_depends_on_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1234")
     for launcher, variable, remedy in (
-            ("none", "X", "unset MASTER_PORT"), ("torch", "CROSS_RANK", "deepspeed --master_port N"),
+            ("none", "X", "Unset MASTER_PORT"), ("torch", "CROSS_RANK", "deepspeed --master_port N"),
             ("torch", "TORCHELASTIC_RUN_ID", "torchrun --master_port N"), ("openmpi", "X", "mpirun -x MASTER_PORT=N"),
             ("slurm", "X", "before srun"), ("torch", "X", "MASTER_PORT=N")):
         with monkeypatch.context() as context:
