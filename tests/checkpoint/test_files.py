@@ -205,7 +205,7 @@ def test_torch_save_writes_to_a_hashed_file(tmp_path: Path) -> None:
     abandoned = HashedFile(tmp_path / "abandoned")
     with pytest.raises(TypeError, match="module"), abandoned:
         torch.save({"not": sys}, abandoned)
-    with pytest.raises(OSError, match="abandoned after an error"):
+    with pytest.raises(OSError, match="not completed, because of an earlier error"):
         abandoned.close()
 
 

@@ -51,7 +51,7 @@ class Manifest:
     data_fingerprint: str
     tokenizer_fingerprint: str | None
     versions: dict[str, str]
-    eval_loss: float | None = None  # validation loss at this step; None: not evaluated here, or not finite
+    eval_loss: float | None = None  # validation loss at this step; None: no evaluation at this step, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step

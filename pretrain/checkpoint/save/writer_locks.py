@@ -1,4 +1,4 @@
-"""Locks that show which background writers are running.
+"""Lock files that show which background writers are running.
 
 Each writer locks a file in the checkpoints folder until its last save is committed or its process ends for any reason.
 A file server releases the locks of a host that stops responding. Some file systems have no locks. On others (BeeGFS and
