@@ -176,7 +176,10 @@ def parse_slurm_time(text: str) -> float:
 
 
 def failed_nodes(nodes: Sequence[str], *, since: float) -> list[str]:
-    """Return a line for each node that is down, or whose slurmd started after `since` (seconds since 1970)."""
+    """Return a line for each node that is down, drained or failing, or whose slurmd started after `since`.
+
+    `since`: time in seconds since 1970.
+    """
     text = _output("scontrol", "show", "node", ",".join(nodes), "--oneliner")
     lines = []
     for words in (dict(word.partition("=")[::2] for word in line.split()) for line in text.splitlines()):

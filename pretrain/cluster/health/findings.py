@@ -72,7 +72,7 @@ def report_devices(report: ClusterReport, hosts: HostRanks, min_ratio: float | N
 
 def report_disks(report: ClusterReport, hosts: HostRanks, min_ratio: float | None,
                  results: Sequence[DiskHealth | None]) -> None:
-    """Report disks that fail, are full, or are slower than the others."""
+    """Report disks that fail, have too little free space, or are slower than the others."""
     disks = {host: health for host, ranks in hosts.items() if (health := results[ranks[0]]) is not None}
     for host, health in disks.items():
         report.free_disk_gb[host] = health.free_bytes / 1e9
