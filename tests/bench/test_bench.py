@@ -128,7 +128,7 @@ def test_a_baseline_that_fails_is_reported_and_the_others_continue(context: Benc
     (["--rounds", "0"], "--rounds: found '0'"),
     (["--ranks", "2,3"], "--ranks"),
     (["--nvme_path", "/nowhere"], "--nvme_path: /nowhere is not a folder"),
-    (["--what", "step,offload"], "--nvme_path: found nothing"),
+    (["--what", "step,offload"], "--nvme_path: the flag is missing"),
     (["--lr_warmup_stepz", "3"], "lr_warmup_steps"),
     (["--device", "cuda"], "no GPU"),
 ])
