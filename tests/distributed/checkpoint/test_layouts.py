@@ -23,24 +23,24 @@ NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """A number of ranks and a DeepSpeed JSON. Every layout has 8 samples per step."""
 
     ranks: int
     config: dict[str, Any]
 
 
-def _layouts(swap: Path) -> dict[str, Layout]:
+def _layouts(swap: Path) -> dict[str, RunLayout]:
     found = {
-        "zero0": Layout(1, config(0, micro=4, accumulation=2)),
-        "zero1": Layout(2, config(1, micro=2, accumulation=2)),
-        "zero2": Layout(2, config(2, micro=2, accumulation=2)),
-        "zero3": Layout(2, config(3, micro=2, accumulation=2)),
-        "nvme": Layout(2, config(3, micro=2, accumulation=2, offload_optimizer=nvme(swap),
+        "zero0": RunLayout(1, config(0, micro=4, accumulation=2)),
+        "zero1": RunLayout(2, config(1, micro=2, accumulation=2)),
+        "zero2": RunLayout(2, config(2, micro=2, accumulation=2)),
+        "zero3": RunLayout(2, config(3, micro=2, accumulation=2)),
+        "nvme": RunLayout(2, config(3, micro=2, accumulation=2, offload_optimizer=nvme(swap),
                                  offload_param=nvme_param(swap))),
-        "pipeline2": Layout(2, config(1, micro=2, accumulation=4, stages=2)),
-        "pipeline2_data2": Layout(4, config(1, micro=2, accumulation=2, stages=2)),
-        "pipeline4": Layout(4, config(0, micro=2, accumulation=4, stages=4)),
+        "pipeline2": RunLayout(2, config(1, micro=2, accumulation=4, stages=2)),
+        "pipeline2_data2": RunLayout(4, config(1, micro=2, accumulation=2, stages=2)),
+        "pipeline4": RunLayout(4, config(0, micro=2, accumulation=4, stages=4)),
     }
     if NO_NVME:
         del found["nvme"]
@@ -57,7 +57,7 @@ PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     for pair in permutations(NAMES, 2)]
 
 
-def _case(name: str, job: str, layout: Layout, run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
+def _case(name: str, job: str, layout: RunLayout, run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
     return case(name, job, layout.config, run_flags, saved_step=SAVED, **others)
 
 
