@@ -2,5 +2,5 @@
 
 A baseline is anything that is measured: a part of this project, another training program, or a limit of the machine.
 
-Imports trainer.py and the folders below it; only tools/bench.py imports it.
+Imports trainer.py and the folders below it; only tools/bench.py and its tests import it.
 """

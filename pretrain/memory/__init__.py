@@ -1,4 +1,5 @@
 """Memory of a layout: estimated by formulas, simulated with an engine on tensors without data, or measured in a run.
 
-Imports cli, config, data, distributed, engine, model, monitor and patches; never checkpoint/ or the trainer.
+Imports cli, config, data, distributed, engine, model, monitor, patches, paths and errors; never checkpoint/ or the
+trainer.
 """
