@@ -63,8 +63,9 @@ def _transformers_model(folder: Path, config: ModelConfig) -> Any:
 def generate(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
     """Return the prompt and its continuation.
 
-    The continuation ends at the end-of-document token, after max_new_tokens, or at the model's last position. Raises
-    ConfigError if the prompt is empty or too long.
+    The continuation ends at the end-of-document token, after max_new_tokens, or at the model's last position. An empty
+    prompt begins a new document. Raises ConfigError if the prompt is empty and the tokenizer has no end-of-document
+    token, or if the prompt leaves no free position.
     """
     tokens = trained.tokenizer.encode(prompt)
     if not tokens and trained.tokenizer.eod_token is not None:

@@ -15,28 +15,29 @@ from pretrain.monitor.read_run_folder import newest_start, read_metrics
 class Summary:
     """Progress and losses of a run. Losses are in nats per token.
 
-    A value is None if the run has not reported it yet. The unigram entropy is None if the data file has no .meta.json.
+    A loss or the speed is None, and the step is 0, if the run has not reported it yet. The unigram entropy is None if
+    the .meta.json of the data does not have it.
     """
 
     step: int  # of the last logged training step
     train_steps: int
     loss: float | None  # of the last logged training step
     valid_loss: float | None
-    # loss of a model that only knows how frequent each token is: in --valid_data or, without this flag, in --train_data
+    # loss of a model that only knows the token frequencies of --valid_data, or of --train_data without that flag
     unigram_entropy: float | None
     tokens_per_second: float | None
 
     @property
     def below_unigram_entropy(self) -> bool:
-        """True if the model has learned more than the frequency of each token."""
+        """True if both values are known and the loss is lower: the model has learned more than token frequencies."""
         return None not in (self.valid_loss, self.unigram_entropy) and self.valid_loss < self.unigram_entropy  # type: ignore[operator]
 
 
 def summarize(run: Path) -> Summary:
     """Read run.json, metrics.jsonl and the .meta.json of the data.
 
-    Raises ConfigError if run.json is missing or damaged, if a .meta.json is damaged, or if a value is not a number. A
-    missing metrics.jsonl and its incomplete lines are ignored.
+    Raises ConfigError if run.json is missing or damaged, if a .meta.json is damaged, or if a value is not a finite
+    number. A missing metrics.jsonl counts as empty, and lines in it that are not valid JSON are skipped.
     """
     start, rows = newest_start(run), read_metrics(run)
     training = [row for row in rows if "loss" in row]

@@ -59,8 +59,8 @@ def _num_parallel_compilers() -> int:
 def build_operators(*, offload: bool) -> bool:
     """Compile the operators for this device, and print the result for each. Return whether runs have what they need.
 
-    This is True if every operator is ready. On CUDA without nvcc it is always True, because runs then use torch's
-    optimizers instead.
+    This is True if every operator is ready. On CUDA without nvcc it is always True: Adam and AdamW without offload then
+    use torch's optimizers. Operators for offload have no substitute; their failure is only printed.
     """
     prepare_deepspeed(detect_device())
     import deepspeed
@@ -77,7 +77,7 @@ def build_operators(*, offload: bool) -> bool:
     for name, purpose in operators.items():
         print(f"  {name.removesuffix('Builder')} ({purpose}): {failures[name] or 'ready'}")
     print(f"  compilation took {time.perf_counter() - start:.0f} s", flush=True)
-    # without nvcc, torch's optimizers are used instead
+    # without nvcc, torch's Adam is used instead of FusedAdam
     has_substitutes = accelerator.device_name() == "cuda" and not has_nvcc()
     return has_substitutes or not any(failures.values())
 

@@ -76,10 +76,10 @@ def test_conversion_is_atomic_and_skips_an_equal_result(work: Path, saved: dict[
     written = (out / "source.json").stat().st_mtime_ns
     convert(source, out)
     assert (out / "source.json").stat().st_mtime_ns == written, "converted again"
-    with pytest.raises(ConfigError, match="the folder exists and has other content"):
+    with pytest.raises(ConfigError, match="the folder exists and is not the output of this conversion"):
         convert(Path(saved["stage0"]["folder"]), out)
     os.truncate(next(out.glob("zero/*/fp32.pt")), 100)
-    with pytest.raises(ConfigError, match="the folder exists and has other content"):
+    with pytest.raises(ConfigError, match="the folder exists and is not the output of this conversion"):
         convert(source, out)
 
 

@@ -16,7 +16,7 @@ SOURCE = "source.json"
 
 
 def check_new_folder(out: Path) -> None:
-    """Raise ConfigError unless `out` can be created or is the output of an earlier conversion."""
+    """Raise ConfigError if `out` exists and is not the output of a conversion, or if it cannot be written."""
     try:
         exists, is_output = out.exists(), (out / SOURCE).is_file()
     except OSError:
@@ -55,7 +55,7 @@ def fill_new_folder(folder: Path, out: Path, conversion: str, write: Callable[[P
         fsync(out.parent)
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(temporary):
-            raise ConfigError(str(error.filename), problem=f"the file cannot be read: {error.strerror}") from error
+            raise ConfigError(str(error.filename), problem=f"it cannot be read or created: {error.strerror}") from error
         raise ConfigError(str(out), problem=f"the folder cannot be written: {error.strerror or error}",
                           remedy="name a new folder on a disk with enough free space") from error
     finally:
@@ -63,7 +63,9 @@ def fill_new_folder(folder: Path, out: Path, conversion: str, write: Callable[[P
 
 
 def _already_exists_error(out: Path) -> ConfigError:
-    problem = "the folder exists and has other content" if out.is_dir() else "a file with this name exists"
+    problem = "a file with this name exists"
+    if out.is_dir():
+        problem = "the folder exists and is not the output of this conversion"
     return ConfigError(str(out), problem=problem, remedy="remove it, or name a new folder")
 
 

@@ -1,7 +1,8 @@
-"""Read and write `manifest.json`, which describes a checkpoint folder, without importing torch.
+"""Read `manifest.json`, which describes a checkpoint folder, and produce its text. Imports no torch.
 
-A checkpoint is complete if its manifest is intact and every file that the manifest names has the recorded size.
-This module does not read those files; `verify.find_damage` compares their hashes.
+A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
+step in the folder's name is that of the manifest. This module does not read the files; `verify.find_damage` compares
+their hashes.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from pretrain.checkpoint.format.files import FileRecord
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 
-if TYPE_CHECKING:  # validate.py imports numpy and transformers, which the background writer does not need
+if TYPE_CHECKING:  # validate.py imports numpy, which the background writer does not need
     from pretrain.config.validate import Plan
 
 MANIFEST = "manifest.json"
@@ -61,7 +62,8 @@ class Manifest:
     def layout(self) -> Layout:
         """Layout of the run that wrote the checkpoint.
 
-        Values that the manifest does not record, such as the micro-batch size, have their defaults.
+        Values that the manifest does not record, such as the micro-batch size, have their defaults. Therefore use the
+        `global_batch_size` of the manifest, not that of the layout.
         """
         return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
                       precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
@@ -148,8 +150,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"the manifest is damaged: {error}"
         raise ConfigError(str(path), problem=problem, remedy="use another checkpoint") from None
     if step_of(folder) not in (-1, manifest.step):
-        raise ConfigError(str(path), found=f"step {manifest.step}", expected=f"step {step_of(folder)}, as in the "
-                          "folder's name", remedy="give the folder its original name")
+        problem = f"the manifest is of step {manifest.step}, but the folder's name says step {step_of(folder)}"
+        raise ConfigError(str(path), problem=problem, remedy=f"rename the folder to global_step{manifest.step}")
     for name, record in manifest.files.items():
         file = folder / name
         found_bytes = _size(file)
@@ -175,7 +177,7 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List every folder that is named global_stepN, complete or not, newest first."""
+    """List every folder that is named global_stepN, complete or not, the highest step first ("newest")."""
     folders = (path for path in checkpoints.glob("global_step*") if step_of(path) >= 0)
     return sorted(folders, key=step_of, reverse=True)
 
@@ -195,7 +197,7 @@ def manifests_or_errors(checkpoints: Path) -> Iterator[tuple[Path, Manifest | Co
 
 
 def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """Return (folder and manifest of each complete checkpoint, newest first; errors of the other folders)."""
+    """Return two lists: folder and manifest of each complete checkpoint, newest first; errors of the other folders."""
     complete: list[tuple[Path, Manifest]] = []
     errors: list[str] = []
     for folder, found in manifests_or_errors(checkpoints):
@@ -207,7 +209,7 @@ def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]]
 
 
 def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """Return (folder, manifest, errors of newer folders) of the newest complete checkpoint; None without checkpoints.
+    """Return folder and manifest of the newest complete checkpoint, and the errors of newer folders. None without any.
 
     The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
     Raises ConfigError if there are checkpoints but none is complete.
@@ -223,10 +225,10 @@ def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | Non
 
 
 def no_complete_checkpoint(checkpoints: Path, errors: list[str]) -> ConfigError:
-    """Return the error for a checkpoints folder without a complete checkpoint.
+    """Return the error for a checkpoints folder without a usable checkpoint.
 
     Args:
-        errors: why each checkpoint cannot be used, newest first. The message has only the first of them.
+        errors: problems of the checkpoints, newest first, and of the mirror. The message has only the first of them.
     """
     return ConfigError(str(checkpoints), problem=f"no checkpoint is complete ({errors[0]})",
                        remedy="restore one, or choose another --save")

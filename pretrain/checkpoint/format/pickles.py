@@ -53,9 +53,10 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
 
 
 def _zero_stage(*arguments: Any) -> ZeroStageEnum:
-    """Replace `getattr` in pickles: return a member of ZeroStageEnum, and raise UnpicklingError for any other call.
+    """Stand in for `getattr` while a pickle is loaded.
 
-    Python 3.11.0 to 3.11.3 pickle a member as this call of `getattr`.
+    Python 3.11.0 to 3.11.3 pickle a member as `getattr(ZeroStageEnum, NAME)`: return this member. Raises
+    UnpicklingError for any other arguments.
     """
     for member in ZeroStageEnum:
         if arguments == (ZeroStageEnum, member.name):
@@ -63,13 +64,13 @@ def _zero_stage(*arguments: Any) -> ZeroStageEnum:
     raise pickle.UnpicklingError(f"GLOBAL builtins.getattr called with {arguments!r:.150}")
 
 
-# classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers; their construction runs no code from
-# the file
+# Classes in checkpoints of DeepSpeed 0.19.8, besides tensors and plain containers, and the stand-in for getattr.
+# Creating them runs no code from the file.
 _ALLOWED: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address,
                        (_zero_stage, "builtins.getattr")]
 
 
 def _rejected_class(message: str) -> str:
-    """Extract the class that torch's unpickler rejected from its message."""
+    """Describe a rejected pickle, with the class that the error message of torch's unpickler names, if it names one."""
     match = re.search(r"(?:GLOBAL|Global|global|class|Class|type) `?([\w.]+)`?", message)
     return f"a pickle that needs {match.group(1)}" if match else f"a pickle that is rejected ({message[:200]!r})"

@@ -1,4 +1,4 @@
-"""Write the shard index: one JSON file for each rank, with the location of every fragment in that rank's files.
+"""Text of the shard index: one JSON file for each rank, with the location of every fragment in that rank's files.
 
 `load/reader.py` reads the shard indexes.
 """
@@ -22,7 +22,7 @@ def index_json(engine: DeepSpeedEngine) -> str:
 
     - "optimizer": class name of the base optimizer;
     - "groups": numeric settings (lr, betas ...) of each parameter group of this optimizer;
-    - "tensors": location, fragments and optimizer states of each flat tensor that this rank writes.
+    - "tensors": location, fragments and optimizer states of each flat tensor that this rank writes, padding aside.
 
     A tensor's entry lists an optimizer state under "elementwise" if the state has a number for each weight, under
     "scalars" if it is a single number (step ...), and under "other" if it is a tensor of another size.

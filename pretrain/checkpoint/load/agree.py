@@ -20,7 +20,7 @@ from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers
-from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints
+from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
@@ -33,8 +33,9 @@ Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or wh
 def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None:
     """Return the newest checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
 
-    Raises ConfigError, on every rank, if all existing checkpoints are damaged, or if this run cannot resume from the
-    newest undamaged one.
+    Raises ConfigError, on every rank, if no checkpoint can be used although there are some or the mirror has a problem,
+    if this run cannot resume from the newest undamaged one, if --resume required finds none, or if --resume never finds
+    one.
     """
     candidates = _candidates(plan, log)  # only rank 0 advances this iterator
     errors: list[str] = []
@@ -67,8 +68,10 @@ def _next(candidates: Iterator[Candidate]) -> Candidate | None:
 def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     """Yield the checkpoints of the run folder and the mirror, newest first. Call it on rank 0 only.
 
-    A checkpoint with a damaged manifest or wrong file sizes is yielded as an error message. A checkpoint of the mirror
-    is fetched if there is no local checkpoint of its step, or if the caller asks for another candidate after that one.
+    First waits for background writers, removes leftovers of a killed run, and raises ConfigError if --resume never
+    would overwrite a checkpoint. Problems are yielded as error messages: of the mirror, of a manifest, of a file's
+    size. For each step the local checkpoint comes first. The checkpoint of the mirror is fetched only if there is no
+    local one, or if the caller asks for the next candidate.
     """
     checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, log=log)
@@ -82,13 +85,13 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
         except ConfigError as error:
             yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
-        reject_overwrite([*local.values(), *(f"{mirror}/{tag}" for tag in mirrored.values())])
+        reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
         if step in local:
             found = manifest_or_error(local[step])
             yield str(found) if isinstance(found, ConfigError) else (local[step], found.to_json())
         if step in mirrored and mirror is not None:
-            log(f"fetching {mirrored[step]} from {mirror}")
+            log(f"fetching {mirrored[step]} from {without_credentials(mirror)}")
             try:
                 folder = fetch(mirror, checkpoints, mirrored[step])
                 yield folder, read_manifest(folder).to_json()
@@ -97,7 +100,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
 
 
 def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
-    """Hash every file on one of the ranks, and return the problems of all ranks. Collective."""
+    """Divide the files among the ranks, which hash them. Return the problems that all ranks found. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     mine = files_of_rank(sizes, rank, size)

@@ -22,9 +22,9 @@ _JSON_SETTINGS = ("clip_grad", "loss_scaler", "dynamic_loss_scale", "loss_scale_
 def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest: Manifest) -> None:
     """Load weights, optimizer states, schedule, loss scale and counters; collective.
 
-    If the layout is that of the run that wrote the checkpoint, DeepSpeed reads its own files, the states of the random
-    number generators are restored, and training continues bit for bit. In another layout each rank reads the fragments
-    that it needs, and `load_resharded` seeds the generators again.
+    If layout and shards are those of the run that wrote the checkpoint, DeepSpeed reads its own files, and the states
+    of the random number generators are restored. With the same batch sizes and data, training then continues bit for
+    bit. Otherwise each rank reads the fragments that it needs, and `load_resharded` seeds the generators again.
     """
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()

@@ -24,6 +24,11 @@ _READ_BYTES = 2**24  # size of a chunk
 _MAX_TRANSFERS = 4  # files that are copied at the same time, if the fsspec client supports this
 
 
+def without_credentials(url: str) -> str:
+    """Return the URL for messages: without user name and password."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
 class _Mirror:
     """The fsspec file system of a URL, and the path of the mirror on it."""
 
@@ -32,7 +37,7 @@ class _Mirror:
         import fsspec
         from fsspec.asyn import AsyncFileSystem
 
-        self.url = re.sub(r"//[^/@]*@", "//", url)  # for messages, so without user name and password
+        self.url = without_credentials(url)  # for messages
         with self.one_line_errors():
             self.fs, root = fsspec.url_to_fs(url)
         self._root = str(root).rstrip("/")
