@@ -15,7 +15,14 @@ import pytest
 
 from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, complete_checkpoints, read_manifest
 from pretrain.checkpoint.format.verify import files_of_rank, find_damage
-from pretrain.checkpoint.save.mirror import check_mirror, fetch, finish_upload, mirrored_checkpoints, upload, without_credentials
+from pretrain.checkpoint.save.mirror import (
+    check_mirror,
+    fetch,
+    finish_upload,
+    mirrored_checkpoints,
+    upload,
+    without_credentials,
+)
 from pretrain.errors import ConfigError, SaveError
 from tests.support.checkpoints import real_run
 from tests.support.launch import free_port
