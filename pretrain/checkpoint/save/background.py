@@ -70,12 +70,12 @@ class BackgroundWriter:
 
     @property
     def saving(self) -> bool:
-        """Whether a snapshot is being written or (on rank 0) committed, according to the replies read until now."""
+        """True while a snapshot is being written or (on rank 0) committed, according to the replies read until now."""
         return bool(self._saves)
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs and their mirroring are finished, according to the replies that were read so far."""
+        """True if all jobs and their mirroring are finished, according to the replies that were read so far."""
         return not self._saves and self._num_unfinished == 0
 
     def replies(self) -> list[Reply]:

@@ -27,7 +27,7 @@ class RunProgress:
 
     @property
     def began(self) -> bool:
-        """Whether this start has reached training: the event "start" is written when all ranks have connected."""
+        """True if this start has reached training: the event "start" is written when all ranks have connected."""
         return any(event["event"] == "start" for event in self.events)
 
     @property

@@ -38,7 +38,7 @@ class FailedRank:
 
     @property
     def port_was_taken(self) -> bool:
-        """Whether another program listened on the ranks' port before rank 0 did."""
+        """True if another program listened on the ranks' port before rank 0 did."""
         return "MASTER_PORT" in self.reason or "EADDRINUSE" in self.reason
 
     def severity(self) -> int:
