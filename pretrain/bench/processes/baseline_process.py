@@ -25,7 +25,7 @@ class BaselineError(Exception):
         super().__init__(f"{name}: {reason}")
 
 
-def launcher_environment(job: BaselineJob, rank: int, port: int) -> dict[str, str]:
+def baseline_environment(job: BaselineJob, rank: int, port: int) -> dict[str, str]:
     """Return the environment variables of one rank, as a launcher would set them."""
     ranks = str(len(job.cores))
     values = {**package_environment(), "RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_RANK": str(rank),
@@ -58,7 +58,7 @@ class BaselineProcesses:
                 self._processes.append(subprocess.Popen(
                     [sys.executable, "-m", "pretrain.bench.processes.worker", str(rank), job.to_json()],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
-                    env=launcher_environment(job, rank, port)))
+                    env=baseline_environment(job, rank, port)))
 
     def send(self, **request: Any) -> None:
         for process in self._processes:

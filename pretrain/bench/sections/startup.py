@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from pretrain.bench.processes.baseline_job import BaselineJob
-from pretrain.bench.processes.baseline_process import BaselineError, launcher_environment
+from pretrain.bench.processes.baseline_process import BaselineError, baseline_environment
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 from pretrain.distributed.process import ROOT, free_port
@@ -52,7 +52,7 @@ def startup(context: BenchContext, report: ReportProgress) -> BenchSection:
 def _first_step_s(name: str, command: list[str], job: BaselineJob, context: BenchContext) -> float:
     """Start a run, return the seconds until it prints its first line "step ...", and kill the run."""
     shutil.rmtree(context.folder / "start-run", ignore_errors=True)
-    environ = launcher_environment(job, 0, free_port())
+    environ = baseline_environment(job, 0, free_port())
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         environ.pop(variable)  # the launcher sets them
     port = ["--master_port", environ["MASTER_PORT"]] if "deepspeed" in Path(command[0]).name else []
