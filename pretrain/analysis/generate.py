@@ -13,7 +13,7 @@ from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
 from pretrain.cli import say
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import ModelConfig, model_config_from
+from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.hf_weights import to_transformers
 
 

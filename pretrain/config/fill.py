@@ -27,7 +27,7 @@ from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.lr_schedule import default_warmup_steps
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 

@@ -23,7 +23,7 @@ from pretrain.config.layout import Layout, parse_layout
 from pretrain.config.lr_schedule import Schedule, make_schedule, run_steps
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import ModelConfig, load_model_config
+from pretrain.model.config import ModelConfig, load_model_config
 
 DEEPSPEED_VERSION = "0.19.8"
 

@@ -1,6 +1,6 @@
 """FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:

@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import nn
 
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 RESIDUAL_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")
 

@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding

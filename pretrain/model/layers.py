@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.cpu_attention import causal_attention
 from pretrain.model.kernels.fused_loss import carry

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

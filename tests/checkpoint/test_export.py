@@ -18,7 +18,7 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load import reader as reader_module
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import model_config_from
+from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
 from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts

@@ -14,7 +14,7 @@ from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from tests.support.foreign_jsons import ForeignJson, read_foreign_jsons
 
 FOREIGN = read_foreign_jsons()

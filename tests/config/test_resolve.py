@@ -14,7 +14,7 @@ from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)

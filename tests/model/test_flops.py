@@ -1,6 +1,6 @@
 """FLOPs per token, calculated by hand."""
 
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from pretrain.model.flops import flops_per_token
 
 

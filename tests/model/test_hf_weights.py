@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from pretrain.model.hf_weights import from_transformers, to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES, write_config

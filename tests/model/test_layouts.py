@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from tests.support.launch import WORKERS, run_ranks

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pretrain.model.architectures import ModelConfig, load_model_config
+from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module
 from pretrain.model.rope import Rope, inverse_frequencies

@@ -7,7 +7,7 @@ import torch._dynamo
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear

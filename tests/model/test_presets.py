@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from pretrain.model.architectures import PRESETS, load_model_config, preset_names
+from pretrain.model.config import PRESETS, load_model_config, preset_names
 from pretrain.model.layer_specs import as_module
 
 PUBLISHED = {
@@ -56,6 +56,6 @@ def test_transformers_builds_the_same_model_from_the_file(name):
 
 
 def test_reading_a_preset_imports_no_torch_and_no_transformers():
-    program = ("import sys; from pretrain.model.architectures import load_model_config; load_model_config('llama3-8b');"
+    program = ("import sys; from pretrain.model.config import load_model_config; load_model_config('llama3-8b');"
                "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules), 'imported'")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=PRESETS.parents[2], timeout=900)

@@ -194,10 +194,10 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
 
 def model_cases() -> Iterator[Case]:
     """Yield wrong values of every config.json key that affects the model, in the file and as an override."""
-    from pretrain.model.architecture_keys import FIXED, KEYS, NULLABLE
+    from pretrain.model.config_keys import FIXED, NULLABLE
 
     for architecture, own in _MODELS.items():
-        for key, default in KEYS[architecture].items():
+        for key, default in FAMILIES[architecture].keys.items():
             kind = NULLABLE.get(key, type(default))
             for value in _WRONG_TYPES[kind]:
                 culprit = "rope" if kind is dict else key

@@ -10,7 +10,7 @@ from pretrain.bench.processes.baseline_job import LEARNING_RATE, PROJECT_BASELIN
 from pretrain.bench.settings import BenchSettings
 from pretrain.data.indexed import IndexedWriter
 from pretrain.distributed.device import has_nvcc
-from pretrain.model.architectures import ModelConfig, load_model_config
+from pretrain.model.config import ModelConfig, load_model_config
 
 _DOCUMENT_TOKENS = 5000
 

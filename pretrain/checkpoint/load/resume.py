@@ -16,7 +16,7 @@ from pretrain.checkpoint.format.manifest import (
 from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import model_config_from
+from pretrain.model.config import model_config_from
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.other_architectures import ARCHITECTURES
-from pretrain.model.architecture_keys import KEYS, read_config_json
-from pretrain.model.architectures import ModelConfig, find_config, model_config_from
+from pretrain.model.config import ModelConfig, find_config, model_config_from
+from pretrain.model.config_keys import read_config_json
+from pretrain.model.families.table import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -196,19 +197,20 @@ def read_shape(model: str) -> ModelShape:
     values, where = read_config_json(path), str(path)
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
-        reason = f"{where}: model_type {model_type!r} is not one of {', '.join(KEYS)}"
+        reason = f"{where}: model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
         try:
             sizes = ARCHITECTURES[model_type](values)
         except ConfigError as error:
             raise ConfigError.from_line(f"{where}: {error}") from None
         return _checked(ModelShape(architecture=model_type, untrainable_reason=reason, **sizes), where)
-    if not isinstance(model_type, str) or model_type not in KEYS:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"{where}: model_type", found=repr(model_type),
-                          expected=f"one of {', '.join(sorted((*KEYS, *ARCHITECTURES)))}")
+                          expected=f"one of {', '.join(sorted((*FAMILIES, *ARCHITECTURES)))}")
     try:
         return shape_of(model_config_from(values, where))
     except ConfigError as error:  # an unsupported key; if the sizes themselves are wrong, the next call raises again
-        known = {key: values[key] for key in ("model_type", *KEYS[model_type]) if key in values and "rope_" not in key}
+        keys = [key for key in ("model_type", *FAMILIES[model_type].keys) if "rope_" not in key]
+        known = {key: values[key] for key in keys if key in values}
         return replace(shape_of(model_config_from(known, where)), untrainable_reason=str(error))
 
 

@@ -32,7 +32,7 @@ from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
 from pretrain.memory.step_time.time_model import LINK_EFFICIENCY
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
 from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY, StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from pretrain.model.architectures import ModelConfig
+from pretrain.model.config import ModelConfig
 
 _RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # skipped, because the JSON may be for another machine
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch

@@ -8,7 +8,7 @@ from pretrain.config.lenient import lenient_layout
 from pretrain.engine.build_ops import why_not_compilable
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from tests.support.cases import CPU, case, config, flags, nvme
 from tests.support.launch import run_worker
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
-from pretrain.model.architectures import ModelConfig, load_model_config
+from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module, as_pipeline
 

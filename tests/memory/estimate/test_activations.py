@@ -13,7 +13,7 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank_parameters import MicroBatch
 from pretrain.memory.measure.storage_tracker import StorageTracker
-from pretrain.model.architectures import model_config_from
+from pretrain.model.config import model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block

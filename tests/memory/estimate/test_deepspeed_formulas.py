@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.deepspeed_formulas import deepspeed_estimate, largest_layer_parameters
 from pretrain.memory.estimate.model_shape import shape_of
-from pretrain.model.architectures import model_config_from
+from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from tests.support.model_shapes import SHAPES
 

@@ -11,7 +11,7 @@ import torch
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
 from pretrain.memory.estimate.other_architectures import ARCHITECTURES
-from pretrain.model.architectures import load_model_config, model_config_from, preset_names
+from pretrain.model.config import load_model_config, model_config_from, preset_names
 from tests.support.model_shapes import SHAPES, write_config
 
 SMALL = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -11,7 +11,7 @@ from pretrain.memory.estimate.pipeline_stages import (
     partition_uniform,
     pipeline_stage_layers,
 )
-from pretrain.model.architectures import load_model_config, preset_names
+from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token
 
 

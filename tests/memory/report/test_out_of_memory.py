@@ -15,7 +15,7 @@ from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.report.out_of_memory_advice import alternatives, differences, print_advice
 from pretrain.memory.search.compare import Workload
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment
 

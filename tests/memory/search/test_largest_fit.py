@@ -12,7 +12,7 @@ from pretrain.memory.search.axes import Axes
 from pretrain.memory.search.candidates import generate_candidates
 from pretrain.memory.search.compare import Workload, memory_shortage
 from pretrain.memory.search.largest_fit import bisect, find_largest, scaled_shape
-from pretrain.model.architectures import load_model_config
+from pretrain.model.config import load_model_config
 
 
 @pytest.mark.parametrize("target", ["max_model", "max_seq", "max_micro_batch"])

@@ -2,7 +2,7 @@
 
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.step_time.time_model import model_flops_per_token
-from pretrain.model.architectures import load_model_config, preset_names
+from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretrain.errors import ConfigError
-from pretrain.model.architectures import load_model_config, preset_names
+from pretrain.model.config import load_model_config, preset_names
 from tests.support.model_shapes import LLAMA3_ROPE, SHAPES, write_config
 
 

@@ -1,64 +1,21 @@
-"""Keys of a transformers config.json: which keys each architecture has, their types, and which are rejected.
+"""Check the keys of a transformers config.json: types, unknown keys, and values that are not implemented.
 
-architectures.py builds a ModelConfig from these keys. Imports no torch: runs are validated before torch is imported.
+families/ has the keys of each family. config.py builds a ModelConfig from them. Imports no torch: runs are validated
+before torch is imported.
 """
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, shorten
-
-# Keys that change the model, with transformers' defaults. A default also gives the key's type; for None see NULLABLE.
-KEYS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
-        "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
-    },
-    "gpt_neox": {
-        "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
-        "intermediate_size": 24576, "hidden_act": "gelu", "rotary_pct": 0.25, "rotary_emb_base": 10000.0,
-        "partial_rotary_factor": None, "rope_theta": None, "rope_scaling": None, "rope_parameters": None,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "max_position_embeddings": 2048,
-        "initializer_range": 0.02, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "use_parallel_residual": True, "attention_bias": True,
-    },
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
-        "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None,
-        "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
-    },
-}
+from pretrain.model.families.table import FAMILIES
 
 # Types of the keys whose default is None. These keys may be null.
 NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,
-}
-
-# ModelConfig's field -> key of the architecture, if they differ: for error messages and "did you mean".
-KEY_NAMES: dict[str, dict[str, str]] = {
-    "gpt2": {
-        "hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_positions": "n_positions",
-        "intermediate_size": "n_inner", "activation": "activation_function", "norm_eps": "layer_norm_epsilon",
-        "embedding_dropout": "embd_pdrop", "residual_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop",
-    },
-    "gpt_neox": {
-        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "activation": "hidden_act",
-        "max_positions": "max_position_embeddings", "norm_eps": "layer_norm_eps", "rotary_size": "rotary_pct",
-        "embedding_dropout": "hidden_dropout", "residual_dropout": "hidden_dropout",
-        "parallel_residual": "use_parallel_residual",
-    },
-    "llama": {
-        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-        "head_size": "head_dim", "activation": "hidden_act", "max_positions": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-    },
 }
 
 # Keys that change the model in ways that are not implemented. Only these values, which change nothing, are accepted.
@@ -111,27 +68,30 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def known_keys(architecture: str) -> set[str]:
     """Return all keys that a config.json of this architecture may have."""
-    return set(KEYS[architecture]) | set(FIXED) | IGNORED
+    return set(FAMILIES[architecture].keys) | set(FIXED) | IGNORED
 
 
 def own_key(word: str, architecture: str) -> str:
     """Return this architecture's key with the meaning of `word`, a key of any architecture; else `word` itself."""
-    meanings = [word, *(ours for words in KEY_NAMES.values() for ours, theirs in words.items() if theirs == word)]
+    meanings = [word, *(ours for family in FAMILIES.values()
+                 for ours, theirs in family.key_names.items() if theirs == word)]
     for meaning in meanings:
-        own = KEY_NAMES[architecture].get(meaning, meaning)
-        if own != word and own in KEYS[architecture]:
+        own = FAMILIES[architecture].key_names.get(meaning, meaning)
+        if own != word and own in FAMILIES[architecture].keys:
             return own
     return word
 
 
 def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> None:
-    """Raise ConfigError for unknown keys, and for values in FIXED that are not implemented."""
+    """Raise ConfigError for unknown keys, and for keys in FIXED with a value that is not implemented."""
     known = known_keys(architecture)
     for key, value in values.items():
         if key not in known and not key.startswith("_"):
             raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {architecture} config",
                               remedy="Remove it if it does not change the model",
-                              word=own_key(key, architecture), known=KEYS[architecture])
+                              word=own_key(key, architecture), known=FAMILIES[architecture].keys)
+        if key in FAMILIES[architecture].keys:
+            continue
         if key in FIXED and value is not None and (value != FIXED[key] or isinstance(value, bool) !=
                                                    isinstance(FIXED[key], bool)):
             raise ConfigError(f"{where}: {key}", found=json.dumps(value),
@@ -141,13 +101,13 @@ def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> N
 
 def _type_of(key: str, architecture: str) -> type:
     """Return the type of a key's values other than null."""
-    default = KEYS[architecture].get(key, FIXED.get(key))
+    default = FAMILIES[architecture].keys.get(key, FIXED.get(key))
     return NULLABLE.get(key, str) if default is None else type(default)
 
 
 def check_model_types(values: dict[str, Any], architecture: str, where: str) -> None:
-    """Raise ConfigError for keys in KEYS whose value has the wrong type."""
-    for key in KEYS[architecture]:
+    """Raise ConfigError for keys of the family whose value has the wrong type."""
+    for key in FAMILIES[architecture].keys:
         value, wanted = values.get(key), _type_of(key, architecture)
         if key not in values or (value is None and (key in NULLABLE or key == "attention_dropout")):
             continue
@@ -183,7 +143,7 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
             raise ConfigError("--model_overrides", found=repr(word), expected="key=value, separated by commas")
         if key not in known_keys(architecture) or key == "model_type":
             raise ConfigError(shorten(where), problem=f"this is not a key of a {architecture} config.json",
-                              word=own_key(key, architecture), known=KEYS[architecture])
+                              word=own_key(key, architecture), known=FAMILIES[architecture].keys)
         if key in changed:
             raise ConfigError(where, problem="the key is given twice")
         changed[key] = _override_value(key, value, architecture, current, where)
@@ -194,7 +154,7 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     """Parse the value of an override. Raises ConfigError if it has the wrong type."""
     if text.lower() in ("none", "null") and (key in NULLABLE or current.get(key) is None):
         return None
-    if key in KEYS[architecture] or FIXED.get(key) is not None:
+    if key in FAMILIES[architecture].keys or FIXED.get(key) is not None:
         wanted = _type_of(key, architecture)
     else:
         wanted = int if key.endswith("_id") else type(current.get(key, ""))
@@ -203,8 +163,3 @@ def _override_value(key: str, text: str, architecture: str, current: dict[str, A
     except (ValueError, KeyError):
         remedy = "Write such a value into a config.json" if wanted not in (bool, int, float) else ""
         raise ConfigError(where, found=repr(text), expected=TYPES[wanted], remedy=remedy) from None
-
-
-def listing(names: Iterable[str]) -> str:
-    """Join names for an error message."""
-    return ", ".join(sorted(names))

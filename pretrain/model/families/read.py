@@ -1,0 +1,27 @@
+"""Helpers that several families need to read a config.json."""
+
+from collections.abc import Iterable
+
+from pretrain.errors import ConfigError
+
+# name in transformers -> our name
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
+                "swish": "silu"}
+
+
+def activation(name: str, where: str) -> str:
+    """Return our name of an activation function. Raises ConfigError, which names the key `where`."""
+    if name not in _ACTIVATIONS:
+        raise ConfigError(where, found=repr(name), expected=f"one of {listing(_ACTIVATIONS)}",
+                          word=name, known=_ACTIVATIONS)
+    return _ACTIVATIONS[name]
+
+
+def ratio(total: int, parts: int) -> int:
+    """Return total / parts, rounded down; 0 if there are no parts, which the check of sizes rejects."""
+    return total // parts if parts > 0 else 0
+
+
+def listing(names: Iterable[str]) -> str:
+    """Join names for an error message."""
+    return ", ".join(sorted(names))
