@@ -185,8 +185,7 @@ def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedP
     """Run a command with the compiled offload operators of this environment. Compiling them again takes minutes."""
     environ = {**os.environ, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}", "VENV": str(SCRIPTS.parent),
                "OMP_NUM_THREADS": "1"}
-    return subprocess.run(["bash", "-c", command], cwd=ROOT if "setup.sh" in command else clone, env=environ,
-                          capture_output=True, text=True, timeout=3600)
+    return subprocess.run(["bash", "-c", command], cwd=clone, env=environ, capture_output=True, text=True, timeout=3600)
 
 
 def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]) -> None:

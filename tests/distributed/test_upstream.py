@@ -17,6 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device
+from pretrain.engine.operator_cache import cache_operators
 from pretrain.errors import ConfigError
 from pretrain.patches.adam import make_bias_correction_stateless
 from tests.support.launch import run_worker
@@ -260,6 +261,7 @@ def test_i_sequence_parallelism_is_rejected(results: Results, corpus: str, tmp_p
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
 @pytest.mark.parametrize("patched", [True, False])
 def test_l_adam_on_the_cpu_resumes_bit_exactly(kind: type[torch.optim.Optimizer], patched: bool) -> None:
+    cache_operators()  # otherwise DeepSpeed compiles the operator again
     parameter = torch.nn.Parameter(torch.ones(1000))
     optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.95))
     if patched:

@@ -24,6 +24,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "tests/pythons.sh": ("tests/run.sh", "tests/pythons.sh --two"),
     "tests/pythons.sh --two": ("tests/run.sh", "tests/pythons.sh --two"),
     "launch/setup.sh --dev": ("tests/run.sh", "launch/setup.sh --dev"),
+    "launch/setup.sh --offload": ("tests/run.sh", "launch/setup.sh --dev"),  # --dev includes --offload
     "ruff check .": ("tests/run.sh", "ruff check ."),
     "mypy": ("tests/run.sh", "mypy"),
     "lint-imports": ("tests/run.sh", "lint-imports"),
