@@ -8,11 +8,9 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.table import FAMILIES
+from pretrain.model.hf_names import HEAD, names_in_model
 
 State = dict[str, torch.Tensor]
-HEAD = "lm_head.weight"
-# buffers that older versions of transformers saved with the weights
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def to_ours(rule: TensorRule, theirs: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
@@ -38,16 +36,6 @@ def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Return the rows [outer, inner, rest] in the order [inner, outer, rest]."""
     rest = tensor.shape[1:]
     return tensor.reshape(outer, inner, -1, *rest).transpose(0, 1).reshape(-1, *rest).contiguous()
-
-
-def their_name(name: str, config: ModelConfig, *, prefixed: bool) -> str:
-    """Return the name in a model with its head. `prefixed`: whether the file has names with the family's prefix."""
-    return name if prefixed or name.startswith("lm_head.") else FAMILIES[config.architecture].prefix + name
-
-
-def is_buffer(name: str) -> bool:
-    """Return whether a tensor is a buffer of an older version of transformers, which is not a parameter."""
-    return name.endswith(_BUFFERS)
 
 
 def _require_names(found: set[str], expected: set[str], what: str) -> None:
@@ -86,9 +74,7 @@ def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
         ConfigError: a tensor is missing or unknown, or the head differs from the embedding although it is tied.
     """
     family, what = FAMILIES[config.architecture], "transformers weights"
-    prefixed = any(name.startswith(family.prefix) for name in state)
-    theirs = {their_name(name, config, prefixed=prefixed): tensor for name, tensor in state.items()
-              if not is_buffer(name)}
+    theirs = {full: state[name] for name, full in names_in_model(state, config).items()}
     head = theirs.pop(HEAD, None) if config.tie_word_embeddings else None
     rules = config.tensors()
     _require_names(set(theirs), {name for rule in rules for name in rule.theirs}, what)

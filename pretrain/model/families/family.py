@@ -48,6 +48,7 @@ class Family:
     tensors: Callable[["ModelConfig"], Iterator[TensorRule]]  # in the order of layer_specs.py; the tied head is omitted
     embedding: str  # their name of the token embedding, which is also the head's matrix if both are tied
     prefix: str  # of all their names except the head's; the base model alone is saved without it
+    head_in_files: str = ""  # name of the head in weights files, if it is not "lm_head"
     key_names: dict[str, str] = field(default_factory=dict)  # field of ModelConfig -> key, where the two differ
 
 

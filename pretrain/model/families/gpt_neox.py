@@ -61,4 +61,5 @@ GPT_NEOX = Family(
         "embedding_dropout": "hidden_dropout", "residual_dropout": "hidden_dropout",
         "parallel_residual": "use_parallel_residual",
     },
-    read=_read, tensors=_tensors, embedding="gpt_neox.embed_in.weight", prefix="gpt_neox.")
+    read=_read, tensors=_tensors, embedding="gpt_neox.embed_in.weight", prefix="gpt_neox.",
+    head_in_files="embed_out")

@@ -1,0 +1,40 @@
+"""Names of transformers' tensors: in a model's state_dict, in weights files, and without the family's prefix."""
+
+from collections.abc import Iterable
+
+from pretrain.model.config import ModelConfig
+from pretrain.model.families.table import FAMILIES
+
+HEAD = "lm_head.weight"
+# buffers that older versions of transformers saved with the weights
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor is a buffer of an older version of transformers, which is not a parameter."""
+    return name.endswith(_BUFFERS)
+
+
+def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Return the name in a model with its head for each name in weights files. Buffers are left out.
+
+    If no name has the family's prefix, the files are those of the base model, which has no prefix.
+    """
+    family = FAMILIES[config.architecture]
+    names = list(names)
+    prefixed = any(name.startswith(family.prefix) for name in names)
+    result = {}
+    for name in names:
+        if is_buffer(name):
+            continue
+        if family.head_in_files and name.startswith(f"{family.head_in_files}."):
+            result[name] = "lm_head." + name.removeprefix(f"{family.head_in_files}.")
+        else:
+            result[name] = name if prefixed or name.startswith("lm_head.") else family.prefix + name
+    return result
+
+
+def name_in_files(name: str, config: ModelConfig) -> str:
+    """Return the name that transformers gives a tensor of a model in weights files."""
+    head = FAMILIES[config.architecture].head_in_files
+    return f"{head}." + name.removeprefix("lm_head.") if head and name.startswith("lm_head.") else name
