@@ -110,14 +110,13 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
     """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code."""
-    last_step = min(plan.train_steps, plan.args.exit_step or plan.train_steps)
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
     clear_status()
-    if resume is not None and resume.manifest.step >= last_step:
-        return _report_complete(plan, resume, last_step)
+    if resume is not None and resume.manifest.step >= plan.last_step:
+        return _report_complete(plan, resume)
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         engine = build_engine(plan)
@@ -131,7 +130,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
         announce_start(plan, world, screen, folder, first_step=first_step,
                        resumed_from=resume.folder if resume else None, warnings=resume.warnings if resume else ())
-        loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, last_step)
+        loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, plan.last_step)
         step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():
             loader.close()
@@ -142,12 +141,14 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
     if world.local_rank == 0:
         remove_swap_files(plan)
     dist.destroy_process_group()
-    return STOPPED if step < last_step else FINISHED
+    return STOPPED if step < plan.last_step else FINISHED
 
 
-def _report_complete(plan: Plan, resume: Resume, last_step: int) -> int:
+def _report_complete(plan: Plan, resume: Resume) -> int:
     if dist.get_rank() == 0:
-        print(f"{plan.args.save} is complete: {resume.manifest.step} of {last_step} steps are done")
+        for warning in resume.warnings:
+            print(f"warning: {warning}")
+        print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.last_step} steps are done")
     dist.destroy_process_group()
     return FINISHED
 

@@ -108,6 +108,15 @@ def test_a_complete_run_is_reported(runs: tuple[Path, Path, list[str]], corpus: 
     assert "is complete: 6 of 6 steps" in again[0].stdout
 
 
+def test_a_complete_run_rejects_other_evaluation_data(runs: tuple[Path, Path, list[str]], corpus: str) -> None:
+    first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for flag, value, name in (("--valid_data", corpus, f"--data {corpus}"), ("--test_data", corpus, f"--data {corpus}"),
+                              ("--split", "70,30,0", "--split valid"), ("--split", "70,20,10", "--split valid")):
+        done = start_one_rank(_flags(corpus, runs[0], "--train_steps", "6", flag, value), **first_of_two)
+        _assert_rejected(done, f"{flag} {value}", "the run is complete (6 of 6 steps",
+                         f"python tools/evaluate.py {runs[0]} {name}")
+
+
 def _assert_rejected(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()

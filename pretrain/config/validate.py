@@ -38,6 +38,11 @@ class Plan:
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
 
     @property
+    def last_step(self) -> int:
+        """Step after which this process stops: that of --exit_step, or the last step of the run."""
+        return min(self.train_steps, self.args.exit_step or self.train_steps)
+
+    @property
     def epochs(self) -> float:
         """Number of times that the run reads its training data."""
         return self.train_steps * self.layout.global_batch_size / self.datasets["train"].samples_per_epoch

@@ -1,5 +1,6 @@
 """Choose the checkpoint that a run resumes from before the process group exists, and check that they fit together."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
+from pretrain.monitor.read_run_folder import newest_start
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
 def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
     """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot resume from it."""
     _check_can_resume(manifest, plan, folder)
+    if manifest.step >= plan.last_step:
+        _reject_other_evaluation_data(plan, manifest.step)
     changes = _changed_inputs(manifest, plan)
     if changes:
         warnings = [*warnings, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
@@ -101,6 +105,26 @@ def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     if plan.args.train_tokens is not None:
         _reject_change(folder, "batch, or --train_steps instead of --train_tokens", {
             "global batch size": (manifest.global_batch_size, plan.layout.global_batch_size)})
+
+
+def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
+    """Raise ConfigError if a complete run has validation or test data that its last start did not have.
+
+    A complete run evaluates nothing, so the data would be ignored. Without a readable run.json nothing is compared.
+    """
+    save, recorded = Path(plan.args.save), None
+    with contextlib.suppress(ConfigError):
+        recorded = newest_start(save).get("data")
+    for name in ("valid", "test"):
+        dataset, flag = plan.datasets.get(name), f"{name}_data"
+        if dataset is None or not isinstance(recorded, dict) or recorded.get(name) == dataset.fingerprint:
+            continue
+        prefix = getattr(plan.args, flag)
+        data = f"--data {prefix}" if prefix else f"--split {name}"
+        raise ConfigError(f"--{flag} {prefix}" if prefix else f"--split {plan.args.split}",
+                          problem=f"the run is complete ({step} of {plan.last_step} steps are done), so it would not "
+                          f"evaluate this {name} data, which its last start did not have",
+                          remedy=f"python tools/evaluate.py {save} {data} evaluates it")
 
 
 def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
