@@ -11,7 +11,7 @@ from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
-from pretrain.model.kernels.cpu_attention import _CausalAttention, causal_attention
+from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
 from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.loss import linear_cross_entropy
 from tests.support.model_shapes import SHAPES, write_config
@@ -39,8 +39,8 @@ def test_gradients_of_attention_equal_numerical_derivatives(kv_heads, monkeypatc
     monkeypatch.setattr(cpu_attention, "_ROWS", 3)  # 7 positions: blocks of 3, 3 and 1
     monkeypatch.setattr(cpu_attention, "_SCORES_PER_THREAD", 1)  # one sample at a time
     q, k, v, _ = heads(2, 4, kv_heads, 7, 4, torch.float64)
-    torch.testing.assert_close(_CausalAttention.apply(q, k, v), plain_attention(q, k, v))
-    assert torch.autograd.gradcheck(_CausalAttention.apply, (q, k, v))
+    torch.testing.assert_close(_CausalAttention.apply(q, k, v, Scores(0.5)), plain_attention(q, k, v))
+    assert torch.autograd.gradcheck(lambda *inputs: _CausalAttention.apply(*inputs, Scores(0.5)), (q, k, v))
 
 
 @pytest.mark.parametrize(("length", "kv_heads"), [(40, 4), (300, 4), (300, 1)])

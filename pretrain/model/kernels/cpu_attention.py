@@ -1,8 +1,11 @@
-"""Causal attention on CPUs in bf16, built from matrix products that use the CPU's bf16 units.
+"""Causal attention: a custom operator on CPUs in bf16, torch's operators elsewhere.
 
-For queries a..b and all keys up to b:  P = softmax(Q K^T / sqrt(E), later positions at -inf),  O = P V.
+The custom operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
+P = softmax(S), S = scale Q K^T with later positions at -inf,  O = P V.
 The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, with complete rows instead of tiles):
-dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = dS K / sqrt(E),  dK = dS^T Q / sqrt(E).
+dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scale dS K,  dK = scale dS^T Q.
+With a window, the keys before the window of query a are skipped. Soft-capping is S = cap tanh(scale Q K^T / cap), so
+that dS is multiplied by 1 - tanh^2. ALiBi (arXiv 2108.12409) adds slope * (key position - query position) to S.
 
 The tiles of torch's operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) are too small for these units.
 Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: 0.5 of the time of torch's operator at
@@ -12,85 +15,149 @@ Shapes: B batch, T positions, H query heads, K key/value heads, E elements per h
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pretrain.model.kernels.torch_attention import torch_causal_attention
 
 _ROWS = 128  # queries per block: a block of scores stays in the cache, and later keys are skipped
 _SCORES_PER_THREAD = 2**20  # elements of P: the batch is split so that they stay in the cache
 
 
-def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor,
-                     dropout: float = 0.0, plain: bool = False) -> torch.Tensor:
+def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
+                     plain: bool = False, scale: float = 0.0, window: int = 0, softcap: float = 0.0,
+                     alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
     """Return [B, H, T, E], computed by the fastest operator for this device and dtype. H is a multiple of K.
 
-    On CPUs in bf16 without dropout only the three inputs are saved for the backward pass.
+    On CPUs in bf16 without dropout only the three inputs are saved for the backward pass, whatever the other arguments
+    are. torch_attention.py says what torch's operators save.
 
     Args:
-        plain: always use torch's operator.
+        plain: always use torch's operators.
+        scale: factor of the scores; 0: 1 / sqrt(E).
+        window: number of latest positions that a query sees, with its own; 0: all.
+        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
+        alibi_slopes: fp32 [H] from kernels/alibi.py: slope * (key position - query position) is added to the scores.
     """
+    window = 0 if window >= q_BHTE.shape[2] else window  # it would mask nothing
     custom = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
     if custom and not torch.compiler.is_compiling():  # torch.compile would unroll the loops into a huge graph
-        out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE)
+        scores = Scores(scale or 1 / math.sqrt(q_BHTE.shape[-1]), window, softcap, alibi_slopes)
+        out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scores)
         return out
-    return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
-                                          enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1])
+    return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
+                                  softcap=softcap, alibi_slopes=alibi_slopes)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the scores are computed from queries and keys: the last arguments of `causal_attention`."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+
+    def seen(self, rows: slice) -> slice:
+        """Return the keys that at least one query of `rows` sees."""
+        return slice(max(0, rows.start - self.window + 1) if self.window else 0, rows.stop)
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Shapes: S positions of the keys, N = B * K, R = rows * H / K: rows of a key/value head's query heads."""
+    """Shapes: S keys that a block sees, N = B * K, R = rows * H / K: rows of a key/value head's query heads."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor,
+                scores: Scores) -> torch.Tensor:
         ctx.save_for_backward(q_BHTE, k_BKTE, v_BKTE)
+        ctx.scores = scores  # type: ignore[attr-defined]
         out_BHTE = _empty_heads_last(q_BHTE)
-        mask = _diagonal_mask(q_BHTE)
+        masks = _Masks(scores, q_BHTE)
         for part in _parts_of_batch(q_BHTE):
             q, k_NSE, v_NSE, out = q_BHTE[part], k_BKTE[part].flatten(0, 1), v_BKTE[part].flatten(0, 1), out_BHTE[part]
             for start in range(0, q.shape[2], _ROWS):
                 rows = slice(start, min(start + _ROWS, q.shape[2]))
-                p_NRS = _probabilities(_rows(q, rows, k_NSE), k_NSE[:, : rows.stop], mask, rows)
-                out[:, :, rows] = _unrows(torch.bmm(p_NRS, v_NSE[:, : rows.stop]), out, rows)
+                seen = scores.seen(rows)
+                p_NRS, _ = _probabilities(_rows(q, rows, k_NSE), k_NSE[:, seen], scores, masks, rows)
+                out[:, :, rows] = _unrows(torch.bmm(p_NRS, v_NSE[:, seen]), out, rows)
         return out_BHTE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_BHTE,) = grads
         q_BHTE, k_BKTE, v_BKTE = ctx.saved_tensors  # type: ignore[attr-defined]
+        scores: Scores = ctx.scores  # type: ignore[attr-defined]
+        masks = _Masks(scores, q_BHTE)
         dq_BHTE, dk_BKTE, dv_BKTE = map(_empty_heads_last, (q_BHTE, k_BKTE, v_BKTE))
         for part in _parts_of_batch(q_BHTE):
             inputs = (q_BHTE[part], k_BKTE[part], v_BKTE[part], grad_BHTE[part])
-            dk_BKTE[part], dv_BKTE[part] = _backward_of_part(*inputs, dq_BHTE[part])
-        return dq_BHTE, dk_BKTE, dv_BKTE
+            dk_BKTE[part], dv_BKTE[part] = _backward_of_part(*inputs, dq_BHTE[part], scores, masks)
+        return dq_BHTE, dk_BKTE, dv_BKTE, None
 
 
 def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, grad_BHTE: torch.Tensor,
-                      dq_BHTE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                      dq_BHTE: torch.Tensor, scores: Scores, masks: "_Masks") -> tuple[torch.Tensor, torch.Tensor]:
     """Write dq in place; return dk and dv in fp32, summed over the blocks of rows."""
     k_NSE, v_NSE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
     dk_NSE, dv_NSE = (torch.zeros(k_NSE.shape, dtype=torch.promote_types(k_NSE.dtype, torch.float32)) for _ in range(2))
-    scale, mask = 1 / math.sqrt(q_BHTE.shape[-1]), _diagonal_mask(q_BHTE)
     for start in range(0, q_BHTE.shape[2], _ROWS):
         rows = slice(start, min(start + _ROWS, q_BHTE.shape[2]))
-        seen = slice(0, rows.stop)
+        seen = scores.seen(rows)
         q_NRE, grad_NRE = _rows(q_BHTE, rows, k_NSE), _rows(grad_BHTE, rows, k_NSE)
-        p_NRS = _probabilities(q_NRE, k_NSE[:, seen], mask, rows)
+        p_NRS, tanh_NRS = _probabilities(q_NRE, k_NSE[:, seen], scores, masks, rows)
         dv_NSE[:, seen] += torch.bmm(p_NRS.transpose(1, 2), grad_NRE)
         dp_NRS = torch.bmm(grad_NRE, v_NSE[:, seen].transpose(1, 2))
         ds_NRS = torch._softmax_backward_data(dp_NRS, p_NRS, -1, p_NRS.dtype)
-        dq_BHTE[:, :, rows] = _unrows(_scaled_bmm(ds_NRS, k_NSE[:, seen], scale), dq_BHTE, rows)
-        dk_NSE[:, seen] += _scaled_bmm(ds_NRS.transpose(1, 2), q_NRE, scale)
+        if tanh_NRS is not None:
+            ds_NRS.mul_(tanh_NRS.square_().neg_().add_(1))
+        dq_BHTE[:, :, rows] = _unrows(_scaled_bmm(ds_NRS, k_NSE[:, seen], scores.scale), dq_BHTE, rows)
+        dk_NSE[:, seen] += _scaled_bmm(ds_NRS.transpose(1, 2), q_NRE, scores.scale)
     return dk_NSE.view(k_BKTE.shape), dv_NSE.view(v_BKTE.shape)
 
 
-def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, mask: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return P [N, R, S]; the softmax is computed in fp32."""
-    scores_NRS = _scaled_bmm(q_NRE, k_NSE.transpose(1, 2), 1 / math.sqrt(q_NRE.shape[-1]))
-    count = rows.stop - rows.start
-    scores_NRS.unflatten(1, (-1, count))[..., rows] += mask[:count, :count]
-    return torch.softmax(scores_NRS, dim=-1)
+def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, scores: Scores, masks: "_Masks",
+                   rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return P [N, R, S], and with soft-capping the tanh. The softmax is computed in fp32."""
+    tanh_NRS = None
+    if scores.softcap:
+        tanh_NRS = _scaled_bmm(q_NRE, k_NSE.transpose(1, 2), scores.scale / scores.softcap).tanh_()
+        scores_NRS = tanh_NRS * scores.softcap
+    else:
+        scores_NRS = _scaled_bmm(q_NRE, k_NSE.transpose(1, 2), scores.scale)
+    masks.add_to(scores_NRS, rows)
+    return torch.softmax(scores_NRS, dim=-1), tanh_NRS
+
+
+class _Masks:
+    """Terms that are added to a block's scores: -inf for positions that a query does not see, and ALiBi."""
+
+    def __init__(self, scores: Scores, q_BHTE: torch.Tensor) -> None:
+        self.scores = scores
+        self.later = torch.full((_ROWS, _ROWS), -math.inf, dtype=q_BHTE.dtype).triu(1)
+        if scores.window:
+            self.earlier = torch.full((_ROWS, _ROWS), -math.inf, dtype=q_BHTE.dtype).tril(-1)
+        if scores.alibi_slopes is not None:
+            # [H, queries of a block, keys]: the columns are key positions minus the position of the first query
+            self.earliest = -min(q_BHTE.shape[2], scores.window or q_BHTE.shape[2])
+            distances = torch.arange(self.earliest, _ROWS) - torch.arange(_ROWS)[:, None]
+            self.alibi_HRS = torch.stack([(slope * distances).to(q_BHTE.dtype)
+                                          for slope in scores.alibi_slopes.to("cpu", torch.float64).unbind()])
+
+    def add_to(self, scores_NRS: torch.Tensor, rows: slice) -> None:
+        """Add to the scores of the queries `rows` and the keys `seen(rows)`, in place."""
+        count, seen = rows.stop - rows.start, self.scores.seen(rows)
+        scores_NHRS = scores_NRS.unflatten(1, (-1, count))
+        scores_NHRS[..., rows.start - seen.start :] += self.later[:count, :count]
+        if self.scores.window:  # query rows.start + i does not see the first i keys of the window of rows.start
+            cut = max(0, self.scores.window - 1 - rows.start)  # keys of that window before position 0
+            scores_NHRS[..., : max(0, count - cut)] += self.earlier[:count, cut:count]
+        if self.scores.alibi_slopes is not None:
+            columns = slice(seen.start - rows.start - self.earliest, count - self.earliest)
+            scores_NRS.view(-1, len(self.alibi_HRS), count, scores_NRS.shape[-1]).add_(
+                self.alibi_HRS[:, :count, columns])
 
 
 def _scaled_bmm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -107,10 +174,6 @@ def _unrows(y_NRE: torch.Tensor, like_BHTE: torch.Tensor, rows: slice) -> torch.
     """Invert `_rows`: return [B, H, rows, E]."""
     batch, heads, _, size = like_BHTE.shape
     return y_NRE.view(batch, heads, rows.stop - rows.start, size)
-
-
-def _diagonal_mask(like: torch.Tensor) -> torch.Tensor:
-    return torch.full((_ROWS, _ROWS), -math.inf, dtype=like.dtype).triu(1)
 
 
 def _parts_of_batch(q_BHTE: torch.Tensor) -> list[slice]:

@@ -1,0 +1,79 @@
+"""Causal attention by torch's operators, for every device and dtype.
+
+Saved for the backward pass:
+- usual case, and windows and ALiBi: what F.scaled_dot_product_attention saves (q, k, v, its output and the logarithms of
+  the softmax sums, if it uses a fused kernel). The mask of a window or of ALiBi is added once for all layers:
+  1 byte per element of [T, T] for a window, and [H, T, T] in the dtype of q for ALiBi.
+- soft-capping: q, k, v and four tensors [B, H, T, T], because torch has no fused kernel for it: the tanh in the dtype of
+  q, the softmax in fp32 and in the dtype of q, and with dropout its mask.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+
+
+def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
+                           scale: float = 0.0, window: int = 0, softcap: float = 0.0,
+                           alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
+    """Return [B, H, T, E]. See `causal_attention` in cpu_attention.py for the arguments."""
+    if softcap:
+        return _softcapped(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]),
+                           window=window, softcap=softcap, alibi_slopes=alibi_slopes)
+    grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
+    if not window and alibi_slopes is None:
+        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
+                                              scale=scale or None, enable_gqa=grouped)
+    if grouped:  # with a mask, torch 2.x has no fused kernel on CUDA for fewer key/value heads than query heads
+        k_BKTE, v_BKTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
+    return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=_mask(q_BHTE, window, alibi_slopes),
+                                          dropout_p=dropout, scale=scale or None)
+
+
+def _softcapped(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float, scale: float,
+                window: int, softcap: float, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
+    """Compute the scores, cap them, mask them, and take the softmax in fp32, one operator each."""
+    k_BHTE, v_BHTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
+    tanh_BHTT = torch.tanh(q_BHTE @ k_BHTE.transpose(2, 3) * (scale / softcap))
+    mask = _mask(q_BHTE, window, alibi_slopes)
+    scores_BHTT = tanh_BHTT * softcap
+    scores_BHTT = scores_BHTT.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTT + mask
+    p_BHTT = torch.softmax(scores_BHTT, -1, dtype=torch.promote_types(q_BHTE.dtype, torch.float32)).to(q_BHTE.dtype)
+    return F.dropout(p_BHTT, dropout) @ v_BHTE
+
+
+def _repeat_heads(x_BKTE: torch.Tensor, q_BHTE: torch.Tensor) -> torch.Tensor:
+    """Return [B, H, T, E]: each key/value head once for every query head that uses it."""
+    repeats = q_BHTE.shape[1] // x_BKTE.shape[1]
+    return x_BKTE if repeats == 1 else x_BKTE.repeat_interleave(repeats, dim=1)
+
+
+def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
+    """Return the mask for q, which is made once for all layers: see `_visible` and `_alibi`."""
+    length, device = q_BHTE.shape[2], q_BHTE.device
+    if alibi_slopes is None:
+        return _visible(length, window, device)
+    return _alibi(alibi_slopes, length, window, q_BHTE.dtype, device)
+
+
+@functools.lru_cache(maxsize=4)
+def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return bool [T, T]: whether a query (row) sees a key (column)."""
+    with torch.inference_mode(False):  # autograd saves no inference tensors
+        positions = torch.arange(length, device=device)
+        distances = positions - positions[:, None]
+        return (distances <= 0) & (distances > -(window or length))
+
+
+@functools.lru_cache(maxsize=2)  # the slopes, compared by identity, are those of one model: see alibi.py
+def _alibi(slopes: torch.Tensor, length: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return [H, T, T]: slope * (key position - query position), and -inf where a query does not see a key."""
+    with torch.inference_mode(False), torch.no_grad():
+        positions = torch.arange(length, device=device)
+        distances = positions - positions[:, None]
+        hidden, mask = ~_visible(length, window, device), torch.empty(len(slopes), length, length, dtype=dtype, device=device)
+        for head, slope in enumerate(slopes.tolist()):
+            mask[head] = (distances * slope).masked_fill_(hidden, -math.inf)
+        return mask
