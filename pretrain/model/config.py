@@ -41,7 +41,7 @@ class ModelConfig:
     max_positions: int  # tokens
     norm: str  # "layernorm" (weight and bias) or "rmsnorm" (weight)
     norm_eps: float
-    activation: str  # "gelu", "gelu_tanh", "silu" or "relu"
+    activation: str  # "gelu", "gelu_tanh", "silu", "relu" or "relu2" (relu, squared)
     gated_mlp: bool  # activation(gate(x)) * up(x) instead of activation(up(x))
     position: str  # "learned", "rope" or "alibi"
     qkv_bias: bool

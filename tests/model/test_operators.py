@@ -158,12 +158,13 @@ def test_fused_loss_saves_two_gradients_and_no_logits():
 
 def plain_mlp(name: str, up: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor,
               bias: torch.Tensor | None) -> torch.Tensor:
-    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[name]
+    function = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+                "relu": F.relu, "relu2": lambda x: F.relu(x) ** 2}[name]
     return F.linear(function(up) if gate is None else function(gate) * up, weight, bias)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_gradients_of_an_activated_linear_equal_numerical_derivatives(name, gated):
     generator = torch.Generator().manual_seed(0)
     up, gate, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()

@@ -21,8 +21,15 @@ SHAPES: dict[str, dict[str, Any]] = {
                                "rope_scaling": LLAMA3_ROPE},
     "llama_biases_linear_rope": {**_LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16,
                                  "rope_parameters": {"rope_theta": 900.0, "rope_type": "linear", "factor": 2.0}},
+    "llama_dynamic_rope": {**_LLAMA, "max_position_embeddings": 16,
+                           "rope_scaling": {"type": "dynamic", "factor": 3.0}},
+    "llama_yarn_rope": {**_LLAMA, "head_dim": 16, "rope_theta": 500.0, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "neox_parallel": _NEOX,
     "neox_sequential": {**_NEOX, "use_parallel_residual": False, "rotary_emb_base": 700.0, "rotary_pct": 0.5},
+    "neox_yarn_rope": {**_NEOX, "rotary_pct": 0.5, "rope_scaling": {
+        "rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 24, "beta_fast": 4.0, "beta_slow": 0.5,
+        "mscale": 1.3, "mscale_all_dim": 0.7, "truncate": False}},
     "neox_tied_no_bias": {**_NEOX, "tie_word_embeddings": True, "attention_bias": False},
 }
 

@@ -4,9 +4,12 @@ from collections.abc import Iterable
 
 from pretrain.errors import ConfigError
 
-# name in transformers -> our name
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
-                "swish": "silu"}
+# name in transformers (activations.py) -> our name; the formulas of gelu_new, gelu_fast and the like are equal
+_ACTIVATIONS = {
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
+}
 
 
 def activation(name: str, where: str) -> str:

@@ -9,6 +9,13 @@ from pretrain.model.families.family import Values
 from pretrain.model.families.read import listing
 
 _LARGEST_THETA = 1e12
+# keys of each scaling type
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str | None,
@@ -45,7 +52,9 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
             raise ConfigError(f"{where}: {name}", found=values[name],
                               expected=f"{resolved}, as in the other rotary keys of this file")
     scaling = _rope_scaling(nested, f"{where}: {key}", values["max_position_embeddings"])
-    return {"rope_theta": float(theta), "rotary_size": int(head_size * fraction), "rope_scaling": scaling}
+    rope = {"rope_theta": float(theta), "rotary_size": int(head_size * fraction), "rope_scaling": scaling}
+    _check_frequencies(rope, f"{where}: {key}")
+    return rope
 
 
 def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dict[str, Any] | None:
@@ -53,20 +62,43 @@ def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dic
     nested = dict(nested)
     old_key = nested.pop("type", "default")
     kind = nested.pop("rope_type", old_key)
-    wanted = {"default": [], "linear": ["factor"],
-              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
-    if kind not in wanted:
-        raise ConfigError(f"{where}.rope_type", found=repr(kind), expected=f"one of {listing(wanted)}")
-    if kind == "llama3":
+    if kind not in _REQUIRED:
+        raise ConfigError(f"{where}.rope_type", found=repr(kind), expected=f"one of {listing(_REQUIRED)}")
+    optional = _YARN_OPTIONAL if kind == "yarn" else ()
+    nested = {name: value for name, value in nested.items() if value is not None or name not in optional}
+    if "original_max_position_embeddings" in _REQUIRED[kind]:
         nested.setdefault("original_max_position_embeddings", max_positions)
-    for name in sorted(set(nested) ^ set(wanted[kind])):
+    for name in sorted((set(nested) - {*optional}) ^ {*_REQUIRED[kind]}):
         problem = "this is not a known key" if name in nested else "it is missing"
+        names = listing((*_REQUIRED[kind], *optional))
         raise ConfigError(f"{where}.{shorten(name)}", problem=problem,
-                          remedy=f"{kind} has the keys {listing(wanted[kind]) or 'rope_type'}")
-    for name, value in nested.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number above 0")
-    if kind == "llama3" and nested["high_freq_factor"] <= nested["low_freq_factor"]:
-        raise ConfigError(f"{where}.high_freq_factor", found=nested["high_freq_factor"],
-                          expected=f"more than low_freq_factor ({nested['low_freq_factor']})")
+                          remedy=f"{kind} has the keys {names or 'rope_type'}")
+    _check_scaling_values(nested, where)
     return None if kind == "default" else {"rope_type": kind, **nested}
+
+
+def _check_scaling_values(nested: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for values of a scaling that have the wrong type, are not positive, or are contradictory."""
+    for name, value in nested.items():
+        if name == "truncate":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{where}.truncate", found=json.dumps(value), expected="true or false")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number above 0")
+    complete = {"beta_fast": 32, "beta_slow": 1, **nested}
+    for larger, smaller in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
+        if larger in complete and complete[larger] <= complete[smaller]:
+            given = larger if larger in nested else smaller
+            raise ConfigError(f"{where}.{given}", found=complete[given],
+                              expected=f"{larger} ({complete[larger]}) more than {smaller} ({complete[smaller]})")
+
+
+def _check_frequencies(rope: dict[str, Any], where: str) -> None:
+    """Raise ConfigError if the formula of the scaling type (rope.py) would divide by 0."""
+    kind = (rope["rope_scaling"] or {}).get("rope_type")
+    if kind == "dynamic" and rope["rotary_size"] < 4:  # the exponent is size / (size - 2)
+        raise ConfigError(f"{where}.rope_type", problem="dynamic needs at least 4 rotary elements a head",
+                          remedy=f"this model has {rope['rotary_size']}")
+    if kind == "yarn" and rope["rope_theta"] <= 1:  # divisor: the logarithm of rope_theta
+        raise ConfigError(f"{where}.rope_type", problem="yarn needs a rope_theta above 1",
+                          remedy=f"this model has {rope['rope_theta']:g}")

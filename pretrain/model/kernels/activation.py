@@ -13,10 +13,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels import cpu_kernels
 
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")  # relu2: relu, squared
+
 
 def activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None, weight_DF: torch.Tensor,
                      bias_D: torch.Tensor | None) -> torch.Tensor:
-    """Return [B, T, D]. `activation` is gelu, gelu_tanh or silu. Saves up, gate and weight for the backward pass."""
+    """Return [B, T, D]. `activation` is one of ACTIVATIONS. Saves up, gate and weight for the backward pass."""
     out: torch.Tensor = _ActivatedLinear.apply(activation, up_BTF, gate_BTF, weight_DF, bias_D)
     return out
 
@@ -60,7 +62,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply gelu, gelu_tanh or silu to each element."""
+    """Apply one of ACTIVATIONS to each element."""
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh(x)
     return _torch_activation(name, x)
@@ -70,13 +72,21 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
     """Return grad times the activation's derivative at x."""
     if name == "silu":
         return torch.ops.aten.silu_backward(grad, x)
+    if name == "relu":
+        return torch.ops.aten.threshold_backward(grad, x, 0)
+    if name == "relu2":
+        return grad * (2 * F.relu(x))
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 
 
 def _torch_activation(name: str, x: torch.Tensor) -> torch.Tensor:
-    return F.silu(x) if name == "silu" else F.gelu(x, approximate=_approximation(name))
+    if name == "silu":
+        return F.silu(x)
+    if name in ("relu", "relu2"):
+        return F.relu(x) if name == "relu" else F.relu(x).square()
+    return F.gelu(x, approximate=_approximation(name))
 
 
 def _approximation(name: str) -> str:

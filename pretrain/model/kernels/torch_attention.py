@@ -1,11 +1,12 @@
 """Causal attention by torch's operators, for every device and dtype.
 
 Saved for the backward pass:
-- usual case, and windows and ALiBi: what F.scaled_dot_product_attention saves (q, k, v, its output and the logarithms of
-  the softmax sums, if it uses a fused kernel). The mask of a window or of ALiBi is added once for all layers:
-  1 byte per element of [T, T] for a window, and [H, T, T] in the dtype of q for ALiBi.
-- soft-capping: q, k, v and four tensors [B, H, T, T], because torch has no fused kernel for it: the tanh in the dtype of
-  q, the softmax in fp32 and in the dtype of q, and with dropout its mask.
+- usual case, windows and ALiBi: what F.scaled_dot_product_attention saves: q, k, v, its output and the logarithms of
+  the softmax sums, if it uses a fused kernel. With a window or ALiBi, k and v have as many heads as q. Their mask is
+  made once for all layers: bool [T, T] for a window, and [H, T, T] in the dtype of q for ALiBi.
+- soft-capping: q, k, v (k and v with as many heads as q) and three tensors [B, H, T, T], because torch has no fused
+  kernel for it: the tanh in the dtype of q, the softmax in fp32, and the same in the dtype of q. Dropout adds its mask
+  and its output.
 """
 
 import functools
@@ -73,7 +74,8 @@ def _alibi(slopes: torch.Tensor, length: int, window: int, dtype: torch.dtype, d
     with torch.inference_mode(False), torch.no_grad():
         positions = torch.arange(length, device=device)
         distances = positions - positions[:, None]
-        hidden, mask = ~_visible(length, window, device), torch.empty(len(slopes), length, length, dtype=dtype, device=device)
+        hidden = ~_visible(length, window, device)
+        mask = torch.empty(len(slopes), length, length, dtype=dtype, device=device)
         for head, slope in enumerate(slopes.tolist()):
             mask[head] = (distances * slope).masked_fill_(hidden, -math.inf)
         return mask
