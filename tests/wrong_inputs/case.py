@@ -96,6 +96,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/checkpoint.py convert": ["{world}/done", "{world}/out"],
     "tools/checkpoint.py consolidate": ["{world}/done", "{world}/out"],
     "tools/checkpoint.py diff": ["{world}/done", "{world}/done"],
+    "tools/import_hf.py": ["{world}/hf", "--output", "{world}/out"],
     "tools/generate.py": ["{world}/done"],
     "tools/summarize.py": ["{world}/done"],
     "tools/make_corpus.py": ["{world}/out"],

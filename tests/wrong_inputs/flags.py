@@ -104,7 +104,25 @@ def path_cases() -> Iterator[Case]:
                    "--tokenizer")
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
             yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+    yield from _weights_cases()
     yield from _output_cases()
+
+
+def _weights_cases() -> Iterator[Case]:
+    program = "tools/import_hf.py"
+    for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+        yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+    for what, path in {**UNWRITABLE, "file": "{world}/file", "other folder": "{world}/done",
+                       "other step": "{world}/global_step3"}.items():
+        yield Case(f"{program} to {what}", program, ("{world}/hf", "--output", path), _name_of(path))
+    tokenizer = b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 320}, "unk_token": "a"}}'
+    for file, content, culprit in (
+            ("config.json", b'{"model_type": "mamba"}', "config.json: model_type"),
+            ("model.safetensors", b"\x10" + bytes(7) + b"not a header....", "the header is not valid JSON"),
+            ("model.safetensors.index.json", b"{}", "it has both model.safetensors and"),
+            ("tokenizer.json", tokenizer, "its largest token is 320, and the model has only 320"),
+            ("tokenizer.model", b"nonsense", "tokenizer.model")):
+        yield Case(f"{program} {file}", program, tuple(TOOLS[program]), culprit, ((f"hf/{file}", content),))
 
 
 def _output_cases() -> Iterator[Case]:

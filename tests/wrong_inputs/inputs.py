@@ -1,6 +1,7 @@
 """Wrong inputs to a run: changes to a valid JSON, changes to valid flags, and the text that the error must contain."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import numpy as np
 
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.safetensors_header import header_bytes
 from pretrain.data.indexed import IndexedWriter
+from pretrain.model.config import model_config_from
 
 BASE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -72,6 +75,18 @@ def make_world(folder: Path) -> None:
     for suffix in ("bin", "idx"):
         (folder / f"plain.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
     _make_run(folder / "done", str(folder))
+    _make_hf_folder(folder / "hf")
+
+
+def _make_hf_folder(folder: Path) -> None:
+    """Write a transformers folder whose weights are 0."""
+    values = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = [(name, "fp32", shape) for rule in model_config_from(values, "config.json").tensors()
+               for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
+    zeros = bytes(4 * sum(prod(shape) for _, _, shape in tensors))
+    (folder / "model.safetensors").write_bytes(header_bytes(tensors) + zeros)
 
 
 def _make_run(run: Path, tokenizer: str) -> None:

@@ -20,6 +20,8 @@ def layout_summary(manifest: Manifest) -> str:
 
     With pipeline stages, "2 stages x 2 data-parallel" follows; with offload, "optimizer on cpu".
     """
+    if manifest.weights_only:
+        return "weights only"
     parts = [f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", f"ZeRO-{manifest.zero_stage}"]
     if manifest.pipeline_stages > 1:
         parts.append(f"{manifest.pipeline_stages} stages x {manifest.data_parallel_size} data-parallel")

@@ -1,58 +1,68 @@
 """Create the output folder of a conversion atomically: it is written under a temporary name, then renamed."""
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
-from pretrain.checkpoint.format.files import fsync, write_atomically
+from pretrain.checkpoint.format.files import FileRecord, free_bytes, fsync, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
-# file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, and all file sizes
+# file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of
+# all other files
 SOURCE = "source.json"
+_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
-def check_new_folder(out: Path) -> None:
-    """Raise ConfigError if `out` exists and is not the output of a conversion, or if it cannot be written."""
+def check_new_folder(out: Path, *, or_same_conversion: bool = True) -> None:
+    """Raise ConfigError if `out` exists, or if it cannot be written.
+
+    Args:
+        or_same_conversion: accept an existing output of a conversion. `fill_new_folder` then compares both.
+    """
     try:
-        exists, is_output = out.exists(), (out / SOURCE).is_file()
+        exists, is_output = out.exists(), (out / SOURCE).is_file() and or_same_conversion
     except OSError:
         exists = is_output = False
     if exists and not is_output:
-        raise _already_exists_error(out)
+        raise _already_exists_error(out, "of this conversion" if or_same_conversion else "")
     check_folder(out, str(out))
 
 
-def fill_new_folder(folder: Path, out: Path, conversion: str, write: Callable[[Path], None]) -> None:
-    """Call `write` with a temporary folder, then rename this folder to `out`.
+def check_free_space(out: Path, needed_bytes: int) -> None:
+    """Raise ConfigError if the disk of `out` has less free space than `needed_bytes`."""
+    free = free_bytes(out.absolute().parent)
+    if free < needed_bytes:
+        raise ConfigError(str(out), problem=f"the output needs {needed_bytes / 1e6:,.1f} MB, and the disk has only "
+                          f"{free / 1e6:,.1f} MB of free space", remedy="name a folder on another disk")
 
-    Do nothing if `out` is already the result of the same conversion of the same checkpoint. Raises ConfigError if `out`
-    exists and has other content, or if a file cannot be read or written.
 
-    Args:
-        folder: the checkpoint that is converted.
-        conversion: name and options of the conversion, for example "consolidate bf16".
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `out` after the block.
+
+    After an error, Ctrl-C or SIGTERM, the temporary folder is removed. After SIGKILL, the next call removes it. Raises
+    ConfigError if a file cannot be read or written.
     """
-    source = {"what": conversion, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
-    if out.exists():
-        if _is_same_conversion(out, source):
-            return
-        raise _already_exists_error(out)
     temporary = out.with_name(f".tmp-{out.name}")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a conversion that was killed
-        temporary.mkdir(parents=True)
-        write(temporary)
-        sizes = {str(path.relative_to(temporary)): path.stat().st_size
-                 for path in sorted(temporary.rglob("*")) if path.is_file()}
-        for path in temporary.rglob("*"):
-            fsync(path)
-        write_atomically(temporary / SOURCE, json.dumps({**source, "files": sizes}, indent=1))
-        temporary.rename(out)
-        fsync(out.parent)
+        with _sigterm_raises():
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a conversion that was killed
+            temporary.mkdir(parents=True)
+            yield temporary
+            for path in temporary.rglob("*"):
+                fsync(path)
+            temporary.rename(out)
+            fsync(out.absolute().parent)
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(temporary):
             raise ConfigError(str(error.filename), problem=f"it cannot be read or created: {error.strerror}") from error
@@ -62,20 +72,64 @@ def fill_new_folder(folder: Path, out: Path, conversion: str, write: Callable[[P
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _already_exists_error(out: Path) -> ConfigError:
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in the block, so that cleanup code runs. Only the main thread can change this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(_SIGTERM_EXIT_CODE)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def fill_new_folder(folder: Path, out: Path, conversion: str,
+                    write: Callable[[Path], Mapping[str, FileRecord] | None]) -> None:
+    """Call `write` with a temporary folder, add SOURCE, then rename this folder to `out`.
+
+    Do nothing if `out` is already the result of the same conversion of the same checkpoint. Raises ConfigError if `out`
+    exists and has other content, or if a file cannot be read or written.
+
+    Args:
+        folder: the checkpoint that is converted.
+        conversion: name and options of the conversion, for example "export bf16".
+        write: may return the records of files that it has hashed. The other files are hashed afterwards.
+    """
+    source = {"what": conversion, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
+    if out.exists():
+        if _is_same_conversion(out, source):
+            return
+        raise _already_exists_error(out, "of this conversion")
+    with new_folder(out) as temporary:
+        known = write(temporary) or {}
+        files = {}
+        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+            name = str(path.relative_to(temporary))
+            files[name] = asdict(known.get(name) or FileRecord(path.stat().st_size, sha256_of(path)))
+        write_atomically(temporary / SOURCE, json.dumps({**source, "files": files}, indent=1))
+
+
+def _already_exists_error(out: Path, accepted: str) -> ConfigError:
     problem = "a file with this name exists"
     if out.is_dir():
-        problem = "the folder exists and is not the output of this conversion"
+        problem = f"the folder exists and is not the output {accepted}" if accepted else "the folder exists"
     return ConfigError(str(out), problem=problem, remedy="remove it, or name a new folder")
 
 
 def _is_same_conversion(out: Path, source: dict[str, str]) -> bool:
     """Return whether the SOURCE file of `out` matches `source`, and every file has its recorded size."""
     try:
-        found = json.loads((out / SOURCE).read_text(encoding="utf-8"))
-        sizes = found.pop("files")
-        return found == source and all((out / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+        found: dict[str, Any] = json.loads((out / SOURCE).read_text(encoding="utf-8"))
+        files = found.pop("files")
+        return found == source and all((out / name).stat().st_size == record["bytes"]
+                                       for name, record in files.items())
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -12,6 +12,7 @@ from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, read_manifest
 from pretrain.checkpoint.load.reader import SCHEDULED_SETTINGS, CheckpointReader
 from pretrain.config.validate import DEEPSPEED_VERSION
+from pretrain.errors import ConfigError
 from pretrain.terminal.progress import ProgressBar
 
 _UNIVERSAL_VERSION = 0.4  # version of the format that DeepSpeed 0.19.8 writes
@@ -24,6 +25,9 @@ def convert(folder: Path, out: Path) -> None:
     `"checkpoint": {"load_universal": true}` in the JSON and the call load_checkpoint(out.parent, tag=out.name).
     """
     manifest = read_manifest(folder)
+    if manifest.weights_only:
+        raise ConfigError(str(folder), problem="this checkpoint has only weights, and the universal format needs the "
+                          "optimizer's states", remedy="name a checkpoint that a run wrote")
 
     def write(temporary: Path) -> None:
         reader = CheckpointReader(folder)

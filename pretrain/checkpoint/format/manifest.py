@@ -56,6 +56,7 @@ class Manifest:
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step
+    weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
@@ -63,11 +64,12 @@ class Manifest:
         """Layout of the run that wrote the checkpoint.
 
         Values that the manifest does not record, such as the micro-batch size, have their defaults. Therefore use the
-        `global_batch_size` of the manifest, not that of the layout.
+        `global_batch_size` of the manifest, not that of the layout. The layout of imported weights is one rank without
+        an optimizer.
         """
         return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
                       precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
-                      optimizer=str(self.optimizer["type"]).lower(), offload_optimizer=self.offload_optimizer,
+                      optimizer=str(self.optimizer.get("type", "")).lower(), offload_optimizer=self.offload_optimizer,
                       offload_param=self.offload_param, seq_length=self.seq_length)
 
     def to_json(self) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
+from pretrain.checkpoint.format.safetensors_header import read_header
 from pretrain.errors import ConfigError
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
@@ -55,6 +57,20 @@ class _StoredFragment:
     tensor: _StoredTensor
 
 
+class SafetensorsFile:
+    """A memory-mapped safetensors file. `file[name]` is a tensor that shares the mapped memory: do not change it."""
+
+    def __init__(self, path: Path) -> None:
+        self.names = read_header(path)  # raises ConfigError
+        self._file = safe_open(path, framework="pt")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+
 def chunks_of(numel: int) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of consecutive chunks of a tensor with `numel` elements, each small enough for memory."""
     for start in range(0, numel, _CHUNK_NUMEL):
@@ -69,7 +85,7 @@ class CheckpointReader:
     Attributes:
         shapes: shape of each parameter, by name.
         states: "fp32", and the names of the optimizer states that have a number for each weight. Before the first step
-            there is only "fp32".
+            there is only "fp32", and in a checkpoint of imported weights.
         scalars: optimizer states that are a single number ("step" ...).
         optimizer: class name of the base optimizer.
 
@@ -200,7 +216,8 @@ class CheckpointReader:
     def _load_file(self, file: str) -> Any:
         """Return the content of a file; it is loaded only once."""
         if file not in self._files:
-            self._files[file] = load_pickle(self.folder / file, mmap=True)
+            path = self.folder / file
+            self._files[file] = SafetensorsFile(path) if path.suffix == ".safetensors" else load_pickle(path, mmap=True)
         return self._files[file]
 
     def engine_state(self) -> dict[str, Any]:

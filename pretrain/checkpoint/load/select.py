@@ -106,14 +106,19 @@ def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
 
 
 def tokenizer_of(path: Path) -> str:
-    """Return the --tokenizer of the run that this folder belongs to. Raises ConfigError if run.json names none."""
+    """Return the --tokenizer of the run that this folder belongs to, or the tokenizer that its weights came with.
+
+    Raises ConfigError if there is neither.
+    """
     runs = (path, *path.absolute().parents[:2])  # `path` may be RUN, RUN/checkpoints or RUN/checkpoints/global_stepN
     run = next((folder for folder in runs if (folder / "run.json").is_file()), None)
-    if run is None:
-        raise ConfigError("--tokenizer", problem=f"the flag is missing, and there is no run.json for {path}",
-                          remedy="name the tokenizer that prepared the data")
-    tokenizer = newest_start(run)["flags"].get("tokenizer")
-    if not isinstance(tokenizer, str):
-        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {run / 'run.json'} names no tokenizer",
-                          remedy="name the tokenizer that prepared the data")
-    return tokenizer
+    tokenizer = None if run is None else newest_start(run)["flags"].get("tokenizer")
+    if isinstance(tokenizer, str):
+        return tokenizer
+    imported = next((folder for folder in runs
+                     if (folder / "checkpoints").is_dir() and (folder / "tokenizer").is_dir()), None)
+    if imported is not None:  # by tools/import_hf.py
+        return str(imported / "tokenizer")
+    missing = f"there is no run.json for {path}" if run is None else f"{run / 'run.json'} names no tokenizer"
+    raise ConfigError("--tokenizer", problem=f"the flag is missing, and {missing}",
+                      remedy="name the tokenizer that prepared the data")

@@ -13,6 +13,7 @@ def next_checkpoint_bytes(plan: Plan, checkpoints: Path) -> int:
     This is the size of the newest complete checkpoint if it has the plan's ZeRO stage and precision, else an estimate.
     """
     newest = next((found for _, found in manifests_or_errors(checkpoints) if isinstance(found, Manifest)), None)
-    if newest is not None and (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
+    if newest is not None and not newest.weights_only and \
+            (newest.zero_stage, newest.precision) == (plan.layout.zero_stage, plan.layout.precision):
         return sum(record.bytes for record in newest.files.values())
     return checkpoint_bytes(plan.layout, plan.model.num_parameters())

@@ -1,0 +1,84 @@
+"""Import the weights of a transformers folder as a checkpoint, one tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
+from pretrain.checkpoint.convert.write_weights import DTYPES, PlannedTensor, file_names, shards_of, write_shards
+from pretrain.checkpoint.format.files import FileRecord, sha256_of
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
+from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights, hash_files
+from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
+from pretrain.checkpoint.load.reader import chunks_of
+from pretrain.monitor.write_run_folder import versions
+from pretrain.terminal.progress import ProgressBar
+
+_SHARD_BYTES = 5 * 10**9
+_INDEX = "shard_index_rank_00000.json"
+_SOURCE = "imported_from.json"  # folder, and size and SHA-256 of each file that was imported
+
+
+def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None:
+    """Write the weights as the checkpoint of step 0 of the new run folder `out`, and the tokenizer next to it.
+
+    If the name of `out` is global_step0, write only this checkpoint.
+
+    Raises ConfigError if a file differs from its recorded hash, or cannot be read or written.
+    """
+    check_free_space(out, sum(map(found.bytes_of, found.files)))
+    with ProgressBar("hashing", sum(map(found.bytes_of, found.files))) as progress:
+        source = hash_files(found, progress.advance)
+    with new_folder(out) as temporary:
+        checkpoint = temporary
+        if step_of(out) < 0:
+            checkpoint = temporary / "checkpoints" / "global_step0"
+            checkpoint.mkdir(parents=True)
+            if tokenizer is not None:
+                (temporary / "tokenizer").mkdir()
+                for path in tokenizer.files:
+                    shutil.copyfile(path, temporary / "tokenizer" / path.name)
+        _write_checkpoint(checkpoint, found, source, tokenizer.fingerprint if tokenizer else None)
+
+
+def _write_checkpoint(folder: Path, found: HFFolder, source: dict[str, FileRecord], fingerprint: str | None) -> None:
+    weights = HFWeights(found)
+    planned = [PlannedTensor(name, weights.dtype(name), shape) for name, shape in weights.shapes.items()]
+    groups = shards_of(planned, _SHARD_BYTES)
+    shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))  # transformers finds no such name
+    records = write_shards(folder, shards, _chunks(weights, planned))
+    (folder / _INDEX).write_text(_index_json(shards))
+    (folder / _SOURCE).write_text(json.dumps({
+        "folder": str(found.folder.absolute()), "files": {name: asdict(record) for name, record in source.items()}},
+        indent=1))
+    for name in (_INDEX, _SOURCE):
+        records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
+    (folder / MANIFEST).write_text(replace(_manifest(found, fingerprint), files=records).to_json())
+
+
+def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.Tensor]:
+    for tensor in planned:
+        stored = weights.stored(tensor.name).view(-1)
+        for start, length in chunks_of(stored.numel()):
+            yield stored.narrow(0, start, length).to(DTYPES[tensor.dtype])
+
+
+def _index_json(shards: dict[str, list[PlannedTensor]]) -> str:
+    """Return the text of the checkpoint's shard index. `format/shard_index.py` describes its keys."""
+    entries = [{"group": 0, "weights": [file, [tensor.name]], "states": [file, []], "elementwise": [], "scalars": {},
+                "other": [], "fragments": [[tensor.name, tensor.shape, 0, tensor.num_elements, 0]]}
+               for file, tensors in shards.items() for tensor in tensors]
+    return json.dumps({"optimizer": "", "groups": [{}], "tensors": entries}, separators=(",", ":"))
+
+
+def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:
+    """Return the manifest without files. No run wrote the checkpoint, so its position and layout are empty."""
+    return Manifest(
+        step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
+        precision=found.dtype, grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
+        global_batch_size=0, seed=0, seq_length=found.config.max_positions, model=found.config.hf_config,
+        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), weights_only=True)

@@ -1,0 +1,94 @@
+"""Write weights as one or several safetensors files, chunk by chunk."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pretrain.checkpoint.format.files import FileRecord, HashedFile
+from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES, Shape, header_bytes
+from pretrain.terminal.progress import ProgressBar
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the files to write."""
+
+    name: str
+    dtype: str  # "fp32", "bf16" or "fp16"
+    shape: Shape
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
+    """Divide the tensors into files of at most `shard_bytes`, in order. A larger tensor gets its own file."""
+    shards: list[list[PlannedTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if shards[-1] and used + tensor.num_bytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += tensor.num_bytes
+    return shards
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of `count` files, as transformers chooses them."""
+    return [f"{stem}.safetensors"] if count == 1 else [
+        f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_shards(folder: Path, shards: dict[str, list[PlannedTensor]],
+                 chunks: Iterator[torch.Tensor]) -> dict[str, FileRecord]:
+    """Write the files and return their sizes and hashes. Raises OSError.
+
+    Args:
+        shards: file name -> tensors in it.
+        chunks: flat tensors on the CPU that follow each other in the order of `shards`. They have the planned dtypes,
+            and none is in two planned tensors.
+    """
+    records = {}
+    total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+    with ProgressBar("writing weights", total) as progress:
+        for file, tensors in shards.items():
+            with HashedFile(folder / file) as output:
+                output.write(header_bytes((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors))
+                for tensor in tensors:
+                    _write_tensor(output, tensor, chunks, progress)
+                records[file] = output.close()
+    return records
+
+
+def _write_tensor(output: HashedFile, tensor: PlannedTensor, chunks: Iterator[torch.Tensor],
+                  progress: ProgressBar) -> None:
+    left = tensor.num_bytes
+    while left > 0:
+        chunk = next(chunks)
+        assert chunk.dtype == DTYPES[tensor.dtype], tensor.name
+        left -= output.write(chunk.contiguous().view(torch.uint8).numpy().data)
+        progress.advance(chunk.nbytes, tensor.name)
+    assert left == 0, tensor.name
+
+
+def index_json(shards: dict[str, list[PlannedTensor]]) -> str:
+    """Return the text of transformers' model.safetensors.index.json."""
+    tensors = [tensor for shard in shards.values() for tensor in shard]
+    metadata = {"total_parameters": sum(tensor.num_elements for tensor in tensors),
+                "total_size": sum(tensor.num_bytes for tensor in tensors)}
+    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

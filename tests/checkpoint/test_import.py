@@ -1,0 +1,113 @@
+"""Import transformers folders: logits, hashes, tokenizer, and nothing half-written after an error or a signal."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from pretrain.checkpoint.convert.diff import diff
+from pretrain.checkpoint.convert.import_hf import import_hf
+from pretrain.checkpoint.convert.inspect import verify
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
+from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.checkpoint.load.select import find_checkpoint, tokenizer_of
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.model.layer_specs import as_module
+from tests.support.conversion_faults import run_tool
+from tests.support.hf_models import save_hf_model
+from tests.support.model_shapes import SHAPES
+
+transformers.logging.set_verbosity_error()
+
+
+def imported(folder: Path, out: Path) -> Path:
+    """Import a folder and return the checkpoint."""
+    found = check_hf_folder(folder)
+    import_hf(found, out, find_hf_tokenizer(found))
+    return find_checkpoint(out).folder
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = save_hf_model(tmp_path / "hf", SHAPES[name], shard_size="40KB")
+    reader = CheckpointReader(imported(tmp_path / "hf", tmp_path / "run"))
+    found = find_checkpoint(tmp_path / "run")
+    assert found.manifest is not None
+    assert verify(found) == []
+    config = model_config_from(found.manifest.model, "manifest")
+    ours = as_module(config).eval()
+    ours.load_state_dict(reader.weights())
+    tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_dtypes_are_kept_and_hashes_are_recorded(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["neox_parallel"], dtype=torch.bfloat16)
+    checkpoint = imported(tmp_path / "hf", tmp_path / "global_step0")  # a single checkpoint
+    assert checkpoint == tmp_path / "global_step0"
+    found = find_checkpoint(checkpoint)
+    assert found.manifest is not None
+    assert (found.manifest.weights_only, found.manifest.precision, found.manifest.step) == (True, "bf16", 0)
+    stored = load_file(checkpoint / "weights.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert set(stored) == set(CheckpointReader(checkpoint).shapes)
+    source = json.loads((checkpoint / "imported_from.json").read_text())["files"]["model.safetensors"]
+    assert source["sha256"] == hashlib.sha256((tmp_path / "hf/model.safetensors").read_bytes()).hexdigest()
+    imported(tmp_path / "hf", tmp_path / "run")
+    assert diff(checkpoint, tmp_path / "run/checkpoints/global_step0") == []
+
+
+def _add_tokenizer(folder: Path, size: int) -> None:
+    Tokenizer(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def test_the_tokenizer_is_copied_if_it_fits(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    _add_tokenizer(tmp_path / "hf", 97)
+    checkpoint = imported(tmp_path / "hf", tmp_path / "run")
+    assert tokenizer_of(checkpoint) == tokenizer_of(tmp_path / "run") == str(tmp_path / "run/tokenizer")
+    _add_tokenizer(tmp_path / "hf", 98)
+    with pytest.raises(ConfigError, match=r"its largest token is 97, and the model has only 97 tokens \(vocab_size"):
+        imported(tmp_path / "hf", tmp_path / "other")
+
+
+def test_too_little_free_space_is_reported_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    monkeypatch.setattr("pretrain.checkpoint.convert.new_folder.free_bytes", lambda _: 1000)
+    with pytest.raises(ConfigError, match=r"run: the output needs 0.4 MB, and the disk has only 0.0 MB"):
+        imported(tmp_path / "hf", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_nothing_half_written_remains(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    words = ("import_hf.py", tmp_path / "hf", "--output", tmp_path / "run")
+    full = run_tool(*words, largest_file=100_000)
+    assert (full.returncode, full.stdout) == (2, "")
+    assert full.stderr.splitlines()[-1] == (
+        f"ds-pretrain: error: {tmp_path}/run: the folder cannot be written: File too large. Name a new folder on a "
+        "disk with enough free space.")
+    assert os.listdir(tmp_path) == ["hf"]
+    assert run_tool(*words, kill=signal.SIGTERM).returncode == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["hf"]
+    assert run_tool(*words, kill=signal.SIGKILL).returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == [".tmp-run", "hf"]
+    done = run_tool(*words)
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["hf", "run"]
+    assert "parameters, fp32, architecture gpt2" in done.stdout
+    assert CheckpointReader(tmp_path / "run/checkpoints/global_step0").shapes
+    again = run_tool(*words)
+    assert (again.returncode, again.stderr) == (2, f"ds-pretrain: error: {tmp_path}/run: the folder exists. Remove it, "
+                                                "or name a new folder.\n")

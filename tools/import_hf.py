@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Import the weights of a transformers folder as a checkpoint that any layout can train."""
+
+import os
+
+from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
+from pretrain.checkpoint.format.manifest import step_of
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
+from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.cli import Parser, path, run_main
+from pretrain.errors import ConfigError
+
+
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=path, metavar="HF_FOLDER",
+                        help="transformers folder: config.json and safetensors files, and optionally a tokenizer")
+    parser.add_argument("--output", type=path, required=True, metavar="OUT",
+                        help="new run folder, with the weights in OUT/checkpoints/global_step0 and the tokenizer in "
+                        "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
+    args = parser.parse_args()
+    if step_of(args.output) > 0:
+        raise ConfigError("--output", problem=f"{args.output} names the checkpoint of step {step_of(args.output)}, and "
+                          "imported weights are of step 0", remedy="name a run folder, or a folder global_step0")
+    check_new_folder(args.output, or_same_conversion=False)
+    # report wrong files before torch is imported, which takes seconds
+    found = check_hf_folder(args.folder)
+    tokenizer = find_hf_tokenizer(found)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
+    from pretrain.checkpoint.convert.import_hf import import_hf
+
+    import_hf(found, args.output, tokenizer)
+    print(output_summary(args.output))
+    print(f"{found.config.num_parameters():,} parameters, {found.dtype}, architecture {found.config.architecture}")
+    if tokenizer is None:
+        print("no tokenizer: the folder has neither tokenizer.model nor tokenizer.json")
+    elif step_of(args.output) == 0:
+        print("the tokenizer is not copied, because the output is a single checkpoint")
+
+
+if __name__ == "__main__":
+    run_main(main)
