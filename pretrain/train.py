@@ -13,9 +13,9 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
-from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import RunArguments, parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: RunArguments, world: World) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
     device = detect_device()
-    plan = check_run(args, world_size=world.size, device=device)
-    choose_resume(plan)  # only to report errors early: the ranks choose the checkpoint later
+    start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
+    plan = start.plan
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     if not _uses_compiler(plan):
@@ -64,7 +64,7 @@ def run(args: RunArguments, world: World) -> int:
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step))
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -3,14 +3,16 @@
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from pretrain.checkpoint.load.agree import agree_on_checkpoint
+from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.load.load_weights import load_checkpoint_weights, load_weights, verify_weights
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
@@ -108,19 +110,26 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
     return torch.stack(losses).mean()
 
 
-def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
-    """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code."""
+def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWeights | None = None) -> int:
+    """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code.
+
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
+    """
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
+        if resume is None and weights is not None:
+            verify_weights(weights)
     clear_status()
     if resume is not None and resume.manifest.step >= plan.last_step:
         return _report_complete(plan, resume)
+    if resume is not None:
+        plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
-        engine = build_engine(plan)
-        first_step, consumed_samples = _restore(engine, plan, resume)
+        engine = build_engine(plan, initialize=resume is None and weights is None)
+        first_step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()
     with Screen(active=world.rank == 0) as screen:
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0)
@@ -129,7 +138,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks) -> int:
         stop = Stop(engine.device, report=screen.line)
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
         announce_start(plan, world, screen, folder, first_step=first_step,
-                       resumed_from=resume.folder if resume else None, warnings=resume.warnings if resume else ())
+                       resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
+                       warnings=resume.warnings if resume else ())
         loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, plan.last_step)
         step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():
@@ -153,9 +163,18 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
     return FINISHED
 
 
-def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None) -> tuple[int, int]:
-    """Load the checkpoint to resume from, if any. Returns the number of steps done and of samples consumed."""
+def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
+             weights: InitialWeights | None) -> tuple[int, int]:
+    """Load the checkpoint to resume from, or the initial weights, if any.
+
+    Returns the number of steps done and of samples consumed.
+    """
     if resume is None:
+        if weights is not None:
+            load_weights(engine, weights)
+        return 0, 0
+    if resume.manifest.weights_only:
+        load_checkpoint_weights(engine, resume.folder)
         return 0, 0
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
     return resume.manifest.step, resume.manifest.consumed_samples

@@ -6,10 +6,10 @@ Exit codes: 0 the run is valid, and its plan is printed; 2 the run is rejected, 
 
 import sys
 
-from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, run_main, whole_number
 from pretrain.config.flags.arguments import parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.validate import Plan
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
@@ -39,8 +39,9 @@ def plan_lines(plan: Plan) -> list[str]:
         "precision": precision,
         "checkpoint": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
         "batch": batch,
-        "model": f"{plan.args.model}: {plan.model.architecture}, {plan.model.num_parameters():,} parameters, "
-                 f"{plan.model.num_layers} layers, vocabulary {plan.model.vocab_size:,}",
+        "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
+                 f"{plan.model.num_parameters():,} parameters, {plan.model.num_layers} layers, "
+                 f"vocabulary {plan.model.vocab_size:,}",
         "length": f"{plan.train_steps:,} steps x {layout.tokens_per_step:,} tokens = "
                   f"{plan.train_steps * layout.tokens_per_step:,} tokens, {plan.epochs:.2f} epochs",
         "rate": rate,
@@ -64,9 +65,11 @@ def main(argv: list[str] | None = None) -> None:
     if {"-h", "--help"} & set(words):
         print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
     known, rest = own.parse_known_args(words)
-    plan = check_run(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
-    resume = choose_resume(plan)
+    start = check_start(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
+    plan, resume = start.plan, start.resume
     lines = plan_lines(plan)
+    if plan.origin is not None:
+        lines.append(f"{'weights':<11}from {plan.origin.folder}")
     if resume is not None:
         lines += [f"{'resume':<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
     print("\n".join(lines))

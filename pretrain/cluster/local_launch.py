@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import say
 from pretrain.cluster.hosts.hostfile import choose_hosts, hosts_from_flags
 from pretrain.cluster.hosts.rank_environment import launcher_environment
 from pretrain.cluster.supervise.processes import ask_to_save, descendants, end_descendants
 from pretrain.config.flags.arguments import parse_arguments
-from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import ConfigError
@@ -35,7 +34,7 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     device = detect_device()
     slots = next(iter(hosts_from_flags(flags).values())) if flags.hostfile else local_slots(flags, device)
     args = parse_arguments(list(train))
-    choose_resume(check_run(args, world_size=len(slots), device=device))
+    check_start(args, world_size=len(slots), device=device)
     port = _master_port(flags.master_port)
     if flags.check_only:
         return 0

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrain.checkpoint.load.resume import choose_resume
+from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import run_main
 from pretrain.cluster.hosts.hostfile import hosts_from_flags
 from pretrain.cluster.hosts.multihost_job import MultihostJob, run_job
@@ -29,7 +29,6 @@ from pretrain.cluster.hosts.remote import local_transport, srun_transport, ssh_o
 from pretrain.cluster.hosts.rendezvous import PORT_OFFSET, join_rendezvous
 from pretrain.cluster.launcher_flags import LAUNCHER_PROGRAMS, launcher_parser, split_command_line
 from pretrain.config.flags.arguments import RunArguments, parse_arguments
-from pretrain.config.validate import check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError
@@ -73,7 +72,7 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
 
 def _validate_run(args: RunArguments, facts: Mapping[str, HostFacts], ranks: Mapping[str, int]) -> None:
     """Validate the run here, before the ranks start and validate it again. Raises ConfigError."""
-    choose_resume(check_run(args, world_size=sum(ranks.values()), device=_device_of(facts)))
+    check_start(args, world_size=sum(ranks.values()), device=_device_of(facts))
 
 
 def _device_of(facts: Mapping[str, HostFacts]) -> Device:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import newest_step
-from pretrain.checkpoint.load.resume import checkpoints_folder, choose_resume
+from pretrain.checkpoint.load.resume import checkpoints_folder
+from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cli import Parser, run_main, say
 from pretrain.config.flags.arguments import parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.validate import Plan
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
@@ -57,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=own.exit_code)
     node = int(os.environ.get("SLURM_NODEID", "0"))
     try:
-        plan = check_run(parse_arguments(train_flags), world_size=own.world_size, device=detect_device())
-        choose_resume(plan)
+        plan = check_start(parse_arguments(train_flags), world_size=own.world_size, device=detect_device()).plan
         if node == 0:
             before(plan, os.environ, signal_s=own.signal_seconds)
     except ConfigError as error:

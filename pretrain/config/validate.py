@@ -12,12 +12,13 @@ from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
+from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.model.config import ModelConfig
 
 DEEPSPEED_VERSION = "0.19.8"
 
@@ -36,6 +37,7 @@ class Plan:
     eod_token: int | None  # end-of-document token
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
+    origin: Origin | None = None  # source of the weights at step 0; None: random weights
 
     @property
     def last_step(self) -> int:
@@ -48,10 +50,14 @@ class Plan:
         return self.train_steps * self.layout.global_batch_size / self.datasets["train"].samples_per_epoch
 
 
-def check_run(args: RunArguments, *, world_size: int, device: Device) -> Plan:
-    """Validate a run, the cheapest checks first. Raises ConfigError for the first error."""
+def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
+    """Validate a run, the cheapest checks first. Raises ConfigError for the first error.
+
+    `saved_model` is the default of --model. `checkpoint.load.start.check_start` finds it, and also validates the
+    weights that the run starts from.
+    """
     check_folders(args.save, args.checkpoint_mirror)
-    resolved = resolve_run(args, world_size=world_size, device=device)
+    resolved = resolve_run(args, world_size=world_size, device=device, saved_model=saved_model)
     data = open_run_data(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
                          seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss)
@@ -65,17 +71,19 @@ def plan_without_data(args: RunArguments, *, world_size: int, device: Device) ->
     return _make_plan(resolved, RunData({}), json_notes(resolved))
 
 
-def resolve_run(args: RunArguments, *, world_size: int, device: Device) -> ResolvedConfig:
+def resolve_run(args: RunArguments, *, world_size: int, device: Device,
+                saved_model: SavedModel | None = None) -> ResolvedConfig:
     """Validate flags, model and JSON together. Raises ConfigError for the first error."""
     _check_deepspeed()
     check_flags(args)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
-    model = load_model_config(args.model, args.model_overrides)
+    model = model_of_run(args.model, args.model_overrides, saved_model)
     if args.seq_length > model.max_positions:
+        source = f"--model {args.model}" if args.model or saved_model is None else saved_model.where
         raise ConfigError("--seq_length", found=args.seq_length,
-                          expected=f"at most {model.max_positions}, the positions of --model {args.model}",
+                          expected=f"at most {model.max_positions}, the positions of {source}",
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     resolved = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(resolved)

@@ -59,13 +59,18 @@ def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None
     return lambda optimizer: LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
 
 
-def build_engine(plan: Plan) -> DeepSpeedEngine:
-    """Build the engine. Its initial weights depend only on (seed, parameter name). The process group must exist."""
+def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
+    """Build the engine. The process group must exist.
+
+    Its initial weights depend only on (seed, parameter name). With `initialize` false they are not set: the caller
+    loads all weights.
+    """
     if plan.args.emulate_fp16:
         emulate_fp16()
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     module = _build_module(plan)
-    initialize_parameters(module, plan.model, seed=plan.args.seed)
+    if initialize:
+        initialize_parameters(module, plan.model, seed=plan.args.seed)
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
     groups = parameter_groups(module.parameters())

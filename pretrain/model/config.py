@@ -17,6 +17,7 @@ from pretrain.model.config_keys import check_model_keys, check_model_types, pars
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.read import listing
 from pretrain.model.families.table import FAMILIES
+from pretrain.model.hub import find_repository, is_repository, snapshot_in
 
 PRESETS = Path(__file__).parent / "presets"
 # Upper limits, far beyond any model. They prevent lists or tables of absurd size.
@@ -106,14 +107,22 @@ def preset_names() -> list[str]:
 
 
 def find_config(model: str) -> Path:
-    """Return the path of the config.json that a preset's name, a file or a folder selects. Raises ConfigError."""
+    """Return the path of the config.json that a preset's name, a file, a folder or a repository selects.
+
+    A repository (org/name) is downloaded if the local cache does not have it. Raises ConfigError.
+    """
     preset = PRESETS / f"{model}.json"
     if model in preset_names():
         return preset
+    if is_repository(model):
+        return find_repository(model, flag="--model", weights=False) / "config.json"
     folder = os.path.isdir(model)
-    path = Path(model, "config.json") if folder else Path(model)
+    path = snapshot_in(Path(model)) / "config.json" if folder else Path(model)
     if os.path.isfile(path):
         return path
+    if os.path.isdir(os.path.join(model, "checkpoints")):
+        raise ConfigError(f"--model {shorten(model)}", problem="this is a run folder, and not a config.json",
+                          remedy=f"--init_from {shorten(model)} takes the model and the weights of that run")
     if folder or "/" in model or model.endswith(".json"):
         raise ConfigError(f"--model {shorten(model)}", problem=f"there is no file {shorten(str(path))}",
                           remedy="give a preset's name, a transformers config.json, or the folder that holds one")

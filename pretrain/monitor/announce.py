@@ -1,6 +1,7 @@
 """Lines and events of a run's start and end: on the terminal, in run.json and in events.jsonl."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from socket import gethostname
 
@@ -16,7 +17,7 @@ from pretrain.terminal.screen import Screen
 
 def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
                    resumed_from: Path | None, warnings: Sequence[str]) -> None:
-    """Describe the run, its notes, and the checkpoint that it resumes from. Collective."""
+    """Describe the run, its notes, and the checkpoint or weights that it starts from. Collective."""
     hosts = gather(gethostname())
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
@@ -25,11 +26,14 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
                 f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for note in plan.notes:
         screen.line(f"note: {note}")
-    if resumed_from is None:
-        return
     for warning in warnings:
         screen.line(f"warning: {warning}")
         folder.event("verify", step=first_step, reason=warning)
+    if resumed_from is None:
+        if plan.origin is not None:
+            screen.line(f"starts from the weights in {plan.origin.folder}")
+            folder.event("init", step=0, **asdict(plan.origin))
+        return
     screen.line(f"resumed from {resumed_from}")
     folder.event("resume", step=first_step, path=str(resumed_from))
 

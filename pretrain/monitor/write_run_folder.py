@@ -46,6 +46,7 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     return {
         "time": time.time(),
         "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer)}, "deepspeed_config": plan.ds_config,
+        "origin": asdict(plan.origin) if plan.origin else None,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
         "train_steps": plan.train_steps,
         "layout": {"world_size": plan.layout.world_size, "data_parallel_size": plan.layout.data_parallel_size,

@@ -57,6 +57,7 @@ class Manifest:
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
+    origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
@@ -118,7 +119,8 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         seq_length=layout.seq_length, model=plan.model.hf_config,
         data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
-        loss_scale=loss_scale, scheduler=scheduler_source(plan), save_id=save_id)
+        loss_scale=loss_scale, scheduler=scheduler_source(plan), save_id=save_id,
+        origin=asdict(plan.origin) if plan.origin else None)
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:

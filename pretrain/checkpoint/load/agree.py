@@ -17,7 +17,7 @@ from pretrain.checkpoint.format.manifest import (
     step_of,
 )
 from pretrain.checkpoint.format.pickles import load_pickle
-from pretrain.checkpoint.format.verify import files_of_rank, find_damage, unexpected_files
+from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
@@ -44,9 +44,9 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
             errors.append(candidate)
             continue
         folder, manifest = candidate[0], Manifest.from_json(candidate[1])
-        damage = _find_damage_together(folder, manifest)
+        damage = find_damage_together(folder, manifest)
         if not damage:
-            _reject_foreign_pickles(folder, manifest)
+            reject_foreign_pickles(folder, manifest)
             return make_resume(folder, manifest, errors, plan)
         errors += damage
     if errors:
@@ -99,18 +99,29 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
                 yield str(error)
 
 
-def _find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
-    """Divide the files among the ranks, which hash them. Return the problems that all ranks found. Collective."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def find_damage_together(folder: Path, manifest: Manifest) -> list[str]:
+    """Compare a checkpoint's files with the hashes of its manifest. Return the problems of all ranks. Collective."""
     sizes = {name: record.bytes for name, record in manifest.files.items()}
-    mine = files_of_rank(sizes, rank, size)
-    with ThreadPoolExecutor(1) as pool, ProgressBar("verifying", sum(sizes[name] for name in mine),
-                                                    active=rank == 0) as progress:
-        hashing = pool.submit(find_damage, folder, manifest, mine, advance=progress.advance)
-        wait_until_all(hashing.done)
-        problems = hashing.result() + _manifest_problems(folder, manifest)
-    if rank == 0:
+    problems = _manifest_problems(folder, manifest)
+    if dist.get_rank() == 0:
         problems += unexpected_files(folder, manifest)
+    damage = hash_together(sizes, lambda names, advance: find_damage(folder, manifest, names, advance=advance))
+    return damage + [line for lines in gather(problems) for line in lines]
+
+
+def hash_together(sizes: dict[str, int], find: Callable[[list[str], Advance], list[str]]) -> list[str]:
+    """Divide the files among the ranks, and return the problems that `find` returns on all ranks. Collective.
+
+    Args:
+        sizes: bytes of each file.
+        find: called in a thread with this rank's files, and with a function to report progress.
+    """
+    mine = files_of_rank(sizes, dist.get_rank(), dist.get_world_size())
+    with ThreadPoolExecutor(1) as pool, ProgressBar("verifying", sum(sizes[name] for name in mine),
+                                                    active=dist.get_rank() == 0) as progress:
+        hashing = pool.submit(find, mine, progress.advance)
+        wait_until_all(hashing.done)
+        problems = hashing.result()
     return [line for lines in gather(problems) for line in lines]
 
 
@@ -125,7 +136,7 @@ def _manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
     return [f"{folder}: {gethostname()} {problem}; all hosts must share this folder"]
 
 
-def _reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
+def reject_foreign_pickles(folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError, on every rank, if a pickle needs a class outside the allow-list of `pickles.py`."""
     sizes = {name: record.bytes for name, record in manifest.files.items() if name.endswith(".pt")}
     rejected: list[str] = []

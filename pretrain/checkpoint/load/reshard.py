@@ -7,7 +7,7 @@ memory-mapped files directly into the engine's tensors. No tensor is gathered or
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._utils import _unflatten_dense_tensors
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
+from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader, optimizer_family, state_name
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
@@ -39,24 +40,51 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     Each rank's random number generators are seeded from (seed, step, rank). Raises the same ConfigError on every rank
     if the checkpoint has another model or optimizer, if the optimizer is not elementwise, or if a file is damaged.
     """
-    rejection = ""
-    try:
-        with torch.no_grad():
-            reader = CheckpointReader(folder)
-            _check_model_and_optimizer(engine, reader)
-            _fill_flat_tensors(engine, reader)
-            _set_groups(engine, reader)
-            _set_counters(engine, reader)
-    except ConfigError as error:
-        rejection = str(error)
-    rejections = [line for line in gather(rejection) if line]
-    if rejections:
-        raise ConfigError.from_line(rejections[0])
+    with torch.no_grad(), _rejected_together():
+        reader = CheckpointReader(folder)
+        _check_optimizer(engine, reader)
+        _check_shapes(engine, reader)
+        _fill_flat_tensors(engine, reader)
+        _set_groups(engine, reader)
+        _set_counters(engine, reader)
     with torch.no_grad():
         _update_16bit_weights(engine)
     set_loss_scale(engine, manifest.loss_scale)
     digest = hashlib.sha256(f"{manifest.seed} {manifest.step} {dist.get_rank()}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def fill_weights(engine: DeepSpeedEngine, open_reader: Callable[[], CheckpointReader | HFWeights]) -> None:
+    """Fill the fp32 and 16-bit weights of an engine that has made no step; collective.
+
+    `open_reader` is called on each rank. If it raises ConfigError, the first such error is raised on every rank.
+    """
+    with torch.no_grad(), _rejected_together():
+        reader = open_reader()
+        _check_shapes(engine, reader)
+        _prepare_stage_3(engine)
+        flats = flat_tensors(engine)
+        total = 4 * sum(flat.numel for flat in flats)
+        with ProgressBar("loading weights", total, active=dist.get_rank() == 0) as progress:
+            for flat in flats:
+                with _swapped_in(engine, flat):
+                    _copy_weights(flat, reader)
+                progress.advance(4 * flat.numel, reader.folder.name)
+    with torch.no_grad():
+        _update_16bit_weights(engine)
+
+
+@contextlib.contextmanager
+def _rejected_together() -> Iterator[None]:
+    """Raise the first rank's ConfigError on every rank; collective."""
+    rejection = ""
+    try:
+        yield
+    except ConfigError as error:
+        rejection = str(error)
+    rejections = [line for line in gather(rejection) if line]
+    if rejections:
+        raise ConfigError.from_line(rejections[0])
 
 
 def same_shards(engine: DeepSpeedEngine, folder: Path) -> bool:
@@ -76,13 +104,17 @@ def _fragments_in(index: str) -> Any:
                                       for tensor in values.get("tensors", [])]]
 
 
-def _check_model_and_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
-    """Raise ConfigError unless the model and the optimizer are the same, and the optimizer is elementwise."""
+def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
+    """Raise ConfigError unless both optimizers are the same, and elementwise."""
     saved, current = reader.optimizer, type(base_optimizer(engine)).__name__
     if optimizer_family(saved) not in ELEMENTWISE_OPTIMIZERS or optimizer_family(saved) != optimizer_family(current):
         raise ConfigError(f"{reader.folder}: optimizer", found=f"{saved} in the checkpoint and {current} in this run",
                           expected=f"one of {', '.join(ELEMENTWISE_OPTIMIZERS)} in both",
                           remedy="with other optimizers, resume in the layout of the run that wrote the checkpoint")
+
+
+def _check_shapes(engine: DeepSpeedEngine, reader: CheckpointReader | HFWeights) -> None:
+    """Raise ConfigError unless each parameter has the same shape in the checkpoint or folder."""
     for name, parameter in engine.module.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if reader.shapes.get(name) != shape:
@@ -92,8 +124,7 @@ def _check_model_and_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader
 
 def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     """Fill the flat fp32 weights and their optimizer states, and at ZeRO stage 3 also the 16-bit weights."""
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
+    _prepare_stage_3(engine)
     flats = flat_tensors(engine)
     template = _state_template(engine, flats[0].parameter) if reader.states != [FP32] else {}
     _check_states(engine, reader, template)
@@ -102,11 +133,21 @@ def _fill_flat_tensors(engine: DeepSpeedEngine, reader: CheckpointReader) -> Non
     with ProgressBar("changing the layout", total, active=dist.get_rank() == 0) as progress:
         for flat in flats:
             with _swapped_in(engine, flat):
-                for fragment in flat.fragments:
-                    target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
-                    reader.copy(fragment.name, FP32, fragment.start, target)
+                _copy_weights(flat, reader)
                 _fill_states(engine, flat, reader, template)
             progress.advance(bytes_per_element * flat.numel, reader.folder.name)
+
+
+def _prepare_stage_3(engine: DeepSpeedEngine) -> None:
+    """At ZeRO stage 3, partition parameters that are still gathered."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        engine.optimizer.checkpoint_event_prologue()
+
+
+def _copy_weights(flat: FlatTensor, reader: CheckpointReader | HFWeights) -> None:
+    for fragment in flat.fragments:
+        target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
+        reader.copy(fragment.name, FP32, fragment.start, target)
 
 
 @contextlib.contextmanager

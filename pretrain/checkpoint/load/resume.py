@@ -14,7 +14,9 @@ from pretrain.checkpoint.format.manifest import (
     scheduler_source,
     tokenizer_fingerprint,
 )
+from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.config.layout import Layout
+from pretrain.config.saved_model import check_same_parameters
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -68,6 +70,10 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
 
 def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
     """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot resume from it."""
+    if plan.args.init_from is not None:
+        check_origin(plan.args.init_from, folder, manifest)
+    if manifest.weights_only:
+        return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)])
     _check_can_resume(manifest, plan, folder)
     if manifest.step >= plan.last_step:
         _reject_other_evaluation_data(plan, manifest.step)
@@ -75,6 +81,16 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
     if changes:
         warnings = [*warnings, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
     return Resume(folder, manifest, warnings)
+
+
+def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[str]:
+    """Return warnings about a checkpoint of weights alone: a run begins with them at step 0. Raises ConfigError."""
+    if plan.args.resume == "required":
+        raise ConfigError("--resume required", problem=f"{folder} holds weights alone, and no state of a run",
+                          remedy="to begin at step 0 with these weights, use --resume auto")
+    saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
+    return check_same_parameters(saved, plan.model, folder=folder, model=plan.args.model,
+                                 overrides=plan.args.model_overrides)
 
 
 def same_layout(saved: Layout, current: Layout) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.checkpoint.load.resume import checkpoints_folder
+from pretrain.checkpoint.load.start import check_start
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.cluster.health.connections import (
     ClockServer,
@@ -51,7 +52,6 @@ from pretrain.cluster.health.links import (
 )
 from pretrain.cluster.health.report import ClusterReport
 from pretrain.cluster.health.settings import ClusterCheckSettings
-from pretrain.config.validate import check_run
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
@@ -225,7 +225,7 @@ def _disk(context: CheckContext) -> DiskHealth:
     """Measure the disk. If the settings have a run, also validate it. Raises ConfigError if it is invalid here."""
     needed, run = 0, context.settings.run
     if run is not None:
-        plan = check_run(run, world_size=context.world.size, device=detect_device())
+        plan = check_start(run, world_size=context.world.size, device=detect_device()).plan
         needed = next_checkpoint_bytes(plan, checkpoints_folder(plan))
     return disk_health(context.settings.folder, context.settings.disk_bytes, needed)
 

@@ -73,7 +73,8 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     prefixes = [prefix for prefix in (args.train_data, args.valid_data, args.test_data) if prefix]
     names = [args.deepspeed_config, *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
     names += [args.tokenizer] if args.tokenizer else []
-    names += [args.model] if Path(args.model).exists() else []  # otherwise --model is the name of a preset
+    # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed
+    names += [name for name in (args.model, args.init_from) if name and Path(name).exists()]
     names += [word.partition("=")[2] or after for word, after in zip(train_words, [*train_words[1:], ""], strict=True)
               if word.partition("=")[0] == "--config"]
     files = tuple(str(folder / name) for name in names if name)

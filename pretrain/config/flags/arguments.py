@@ -35,10 +35,14 @@ class ModelArguments:
 
     deepspeed_config: str = _flag("", "DeepSpeed JSON file; comments and \"auto\" values are allowed", metavar="FILE",
                                   unset="required")
-    model: str = _flag("", "preset such as gpt2, a transformers config.json, or a folder that holds one",
-                       metavar="NAME", unset="required")
+    model: str = _flag("", "preset such as gpt2, a transformers config.json, a folder that holds one, or a repository "
+                           "of the Hub (org/name)", metavar="NAME",
+                       unset="without --init_from: required")
     model_overrides: str | None = _flag(None, "changes to the config.json, under its own keys: "
                                               "n_layer=4,vocab_size=8000", metavar="CHANGES")
+    init_from: str | None = _flag(None, "start at step 0 from these weights: a transformers folder with safetensors, a "
+                                        "repository of the Hub (org/name), a run folder or a global_stepN folder",
+                                  metavar="SOURCE", unset="random weights")
     save: str = _flag("", "run folder: checkpoints, metrics.jsonl, run.json, events.jsonl", metavar="RUN",
                       unset="required")
 
@@ -159,8 +163,8 @@ class RunArguments(SpeedArguments, AutoArguments, CheckpointArguments, LoggingAr
     """
 
 
-_PATHS = ("deepspeed_config", "model", "save", "train_data", "valid_data", "test_data", "tokenizer", "nvme_path",
-          "checkpoint_mirror")
+_PATHS = ("deepspeed_config", "model", "init_from", "save", "train_data", "valid_data", "test_data", "tokenizer",
+          "nvme_path", "checkpoint_mirror")
 _TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
 
 

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
+from pretrain.engine.build import build_engine
 from pretrain.errors import ConfigError
-from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
+from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
 from tests.support.cases_loop import each_case
 from tests.support.layouts import MemoryWatch, anonymous_bytes
 
@@ -46,6 +49,22 @@ def resume(case: Case) -> dict[str, Any]:
     result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
               "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
               "settings": _settings(engine)}
+    end(engine)
+    return result
+
+
+def start_from_weights(case: Case) -> dict[str, Any]:
+    """Load the weights of --init_from into a new engine, save at step 0, and train."""
+    start = start_of(case)
+    groups.mpu = None
+    assert start.weights is not None
+    verify_weights(start.weights)
+    engine = build_engine(start.plan, initialize=False)
+    load_weights(engine, start.weights)
+    folder, *_ = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=0,
+                                 consumed_samples=0, versions={})
+    rows = steps(engine, start.plan, 0, start.plan.train_steps)
+    result = {"folder": str(folder.absolute()), **rows, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)
     return result
 

@@ -17,9 +17,10 @@ from deepspeed.utils import groups
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.arguments import parse_arguments
-from pretrain.config.validate import Plan, check_run
+from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import build_engine
@@ -39,13 +40,17 @@ Case = dict[str, Any]
 
 
 def plan_of(case: Case) -> Plan:
+    return start_of(case).plan
+
+
+def start_of(case: Case) -> Start:
     path = Path(case["config"]) if isinstance(case["config"], str) else Path(f"{case['name']}.json")
     if dist.get_rank() == 0 and not isinstance(case["config"], str):
         path.write_text(json.dumps(case["config"]))
     dist.barrier()
     flags = [f"--{key}={value}" for key, value in case["flags"].items()]
-    return check_run(parse_arguments([f"--deepspeed_config={path}", f"--save=run-{case['name']}", *flags]),
-                     world_size=dist.get_world_size(), device=detect_device())
+    return check_start(parse_arguments([f"--deepspeed_config={path}", f"--save=run-{case['name']}", *flags]),
+                       world_size=dist.get_world_size(), device=detect_device())
 
 
 def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:

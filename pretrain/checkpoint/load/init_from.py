@@ -1,0 +1,109 @@
+"""Find the weights of --init_from and check that they fit the run, without torch. `load_weights.py` loads them."""
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
+from pretrain.checkpoint.load.select import find_checkpoint, find_checkpoints_folder, is_checkpoint
+from pretrain.config.saved_model import Origin, SavedModel
+from pretrain.errors import ConfigError, shorten
+from pretrain.model.config import model_config_from
+from pretrain.model.hub import find_repository, is_repository, snapshot_in
+
+_REMEDY = "name a transformers folder with safetensors, a run folder, a global_stepN folder, or a repository (org/name)"
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights that a run starts from: those of a transformers folder or of a checkpoint."""
+
+    source: HFFolder | tuple[Path, Manifest]
+    model: SavedModel
+    origin: Origin
+
+
+def source_name(init_from: str) -> str:
+    """Return the name of a source that does not depend on the current folder: an absolute path or a repository."""
+    return init_from if is_repository(init_from) else str(Path(init_from).absolute())
+
+
+def find_initial_weights(init_from: str) -> InitialWeights:
+    """Return the weights that --init_from names. Reads the headers of the files, and sizes, but no weights.
+
+    Raises:
+        ConfigError: there is no such folder, it has no weights, or they are damaged, incomplete or of another model
+            than its config.json.
+    """
+    if is_repository(init_from):
+        folder = find_repository(init_from, flag="--init_from", weights=True)
+    else:
+        folder = snapshot_in(Path(init_from))
+    where = f"--init_from {shorten(init_from)}"
+    if not folder.is_dir():
+        problem = "this is a file, and not a folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(where, problem=problem, remedy=_REMEDY)
+    if is_checkpoint(folder) or find_checkpoints_folder(folder) != folder:
+        return _of_checkpoint(init_from, folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(where, problem="the folder has neither a config.json nor checkpoints", remedy=_REMEDY)
+    found = check_hf_folder(folder)
+    origin = Origin(source_name(init_from), str(folder.absolute()), _fingerprint(found))
+    return InitialWeights(found, SavedModel(found.config, str(folder / "config.json")), origin)
+
+
+def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
+    """Return where the first weights of a checkpoint's run came from; None: random weights.
+
+    Imported weights without a record are their own origin.
+    """
+    if manifest.origin is not None:
+        return Origin(**manifest.origin)
+    if not manifest.weights_only:
+        return None
+    return Origin(str(folder.absolute()), str(folder.absolute()), _manifest_fingerprint(manifest))
+
+
+def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
+    """Raise ConfigError if a run that resumes from a checkpoint did not start from the weights of --init_from.
+
+    The source itself is read only if it has another path than the recorded one: it may be gone.
+    """
+    where, remedy = f"--init_from {shorten(init_from)}", "leave --init_from out, or choose another --save"
+    if manifest.weights_only:
+        raise ConfigError(where, problem=f"the run folder already holds weights to start from, {folder}", remedy=remedy)
+    origin = origin_of(folder, manifest)
+    if origin is not None and origin.name in (init_from, str(Path(init_from).absolute())):
+        return
+    with contextlib.suppress(ConfigError):
+        if origin is not None and not is_repository(init_from) and \
+                find_initial_weights(init_from).origin.fingerprint == origin.fingerprint:
+            return
+    source = "random weights" if origin is None else origin.name
+    raise ConfigError(where, problem=f"the run resumes from {folder}, and it started from {source}", remedy=remedy)
+
+
+def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
+    found = find_checkpoint(path)
+    assert found.manifest is not None
+    where = f"{found.folder / MANIFEST}: model"
+    model = SavedModel(model_config_from(found.manifest.model, where), where)
+    origin = Origin(source_name(init_from), str(found.folder.absolute()), _manifest_fingerprint(found.manifest))
+    return InitialWeights((found.folder, found.manifest), model, origin)
+
+
+def _manifest_fingerprint(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
+
+
+def _fingerprint(found: HFFolder) -> str:
+    """Return the SHA-256 of config.json, and of the sizes and headers of the weights files."""
+    digest = hashlib.sha256((found.folder / "config.json").read_bytes())
+    for name in found.files:
+        with open(found.folder / name, "rb") as file:
+            header = file.read(8 + int.from_bytes(file.read(8), "little"))
+        digest.update(f"{name} {found.bytes_of(name)}\n".encode())
+        digest.update(header)
+    return digest.hexdigest()

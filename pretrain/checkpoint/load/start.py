@@ -1,0 +1,60 @@
+"""Validate a run together with the checkpoint that it resumes from, or the weights that it starts from. No torch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_complete
+from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
+from pretrain.checkpoint.load.resume import Resume, choose_resume
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.check_flags import check_folders
+from pretrain.config.saved_model import SavedModel, check_same_parameters
+from pretrain.config.validate import Plan, check_run
+from pretrain.distributed.device import Device
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+
+
+@dataclass(frozen=True)
+class Start:
+    """A validated run, and the state that it begins with."""
+
+    plan: Plan
+    resume: Resume | None  # checkpoint of the run folder; the ranks choose it again, and verify it
+    weights: InitialWeights | None  # of --init_from; None without the flag, or if the run resumes
+
+
+def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start:
+    """Validate a run, its checkpoints and the weights of --init_from. Raises ConfigError for the first error.
+
+    --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
+    """
+    check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
+    found = _newest_checkpoint(args)
+    weights = find_initial_weights(args.init_from) if args.init_from is not None and found is None else None
+    saved_model = weights.model if weights else _model_of(*found) if found and not args.model else None
+    plan = check_run(args, world_size=world_size, device=device, saved_model=saved_model)
+    resume = choose_resume(plan)
+    if weights is None or resume is not None:
+        return Start(plan, resume, None)
+    notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
+                                  model=args.model, overrides=args.model_overrides)
+    return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *notes)), None, weights)
+
+
+def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
+    """Return the newest complete checkpoint of the run folder. `choose_resume` reports damaged ones later."""
+    if args.resume == "never":
+        return None
+    try:
+        found = newest_complete(Path(args.save) / "checkpoints")
+    except ConfigError:
+        if args.model or args.init_from or args.checkpoint_mirror:
+            return None
+        raise
+    return found[:2] if found else None
+
+
+def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
+    where = f"{folder / MANIFEST}: model"
+    return SavedModel(model_config_from(manifest.model, where), where)

@@ -1,0 +1,130 @@
+"""Find a model of the Hugging Face Hub in the local cache, and download it if the user named its repository.
+
+Folders of the cache are `models--ORG--NAME`, with `refs/main` (a revision) and `snapshots/REVISION/` (links to files).
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pretrain.cli import say
+from pretrain.errors import ConfigError, shorten
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_FILE = re.compile(r".*\.(json|ya?ml|safetensors|bin|model|txt)")
+_CONFIG = ("config.json",)
+_WEIGHTS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+            "tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+
+
+def is_repository(name: str) -> bool:
+    """Return whether `name` is org/name of a repository, and not a path.
+
+    If there is a local folder `org`, the name is taken for a misspelt path.
+    """
+    return bool(_REPOSITORY.fullmatch(name)) and not _FILE.fullmatch(name) and \
+        not os.path.exists(name) and not os.path.isdir(name.partition("/")[0])
+
+
+def snapshot_in(folder: Path) -> Path:
+    """Return the snapshot of `refs/main` for a cache folder models--ORG--NAME, and any other folder unchanged."""
+    snapshots = folder / "snapshots"
+    if not folder.name.startswith("models--") or not snapshots.is_dir():
+        return folder
+    with contextlib.suppress(OSError):
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        if revision and (snapshots / revision).is_dir():
+            return snapshots / revision
+    found = sorted(snapshots.iterdir())
+    return found[0] if len(found) == 1 else folder
+
+
+def find_repository(name: str, *, flag: str, weights: bool) -> Path:
+    """Return the folder in the cache with the files of repository `name`. Downloads missing files.
+
+    The ranks of a host take turns, so that only the first one downloads.
+
+    Args:
+        weights: also get the weights and the tokenizer, not only the config.json.
+
+    Raises:
+        ConfigError: the files are not in the cache, and cannot be downloaded.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    folder = cache / f"models--{name.replace('/', '--')}"
+    if _is_complete(snapshot_in(folder), weights):
+        return snapshot_in(folder)
+    if constants.HF_HUB_OFFLINE:
+        raise _not_found(name, flag, f"this repository is not in the cache {cache}, and HF_HUB_OFFLINE is set")
+    with _turn(cache, folder.name, name, flag):
+        found = snapshot_in(folder)
+        return found if _is_complete(found, weights) else _download(name, flag, cache, weights)
+
+
+def _is_complete(snapshot: Path, weights: bool) -> bool:
+    """Return whether a snapshot has a config.json and, with `weights`, all files with weights."""
+    if not (snapshot / "config.json").is_file() or not weights:
+        return (snapshot / "config.json").is_file()
+    if (snapshot / "model.safetensors").is_file():
+        return True
+    try:
+        index = json.loads((snapshot / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return all((snapshot / file).is_file() for file in set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+@contextlib.contextmanager
+def _turn(cache: Path, key: str, name: str, flag: str) -> Iterator[None]:
+    """Wait until no other process of this host downloads the same repository."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        file = open(cache / f".{key}.ds-pretrain.lock", "a")  # noqa: SIM115 (closed below)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            file.close()
+            raise
+    except OSError as error:
+        raise _not_found(name, flag, f"the cache {cache} cannot be written ({error.strerror or error})") from None
+    with file:
+        yield
+
+
+def _download(name: str, flag: str, cache: Path, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    say(f"downloading {'the weights' if weights else 'config.json'} of {name} to {cache}")
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(_WEIGHTS if weights else _CONFIG)))
+    except Exception as error:  # of the library, of its HTTP client, and of the file system
+        raise _not_found(name, flag, f"this repository cannot be downloaded: {_reason(error)}") from None
+    if not (folder / "config.json").is_file():
+        raise _not_found(name, flag, "this repository has no config.json")
+    return folder
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of a failed download in a few words."""
+    cause = error.__cause__ or error
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if status in (401, 403, 404):
+        return {401: "there is no such repository, or it needs a login (hf auth login)",
+                403: "access is denied (hf auth login)", 404: "there is no such repository"}[status]
+    text = " ".join(str(cause).split())
+    return shorten(f"{type(cause).__name__}: {text}" if text else type(cause).__name__, 200)
+
+
+def _not_found(name: str, flag: str, problem: str) -> ConfigError:
+    return ConfigError(f"{flag} {name}", problem=f"there is no such folder, and {problem}",
+                       remedy=f"`hf download {name}` on a machine with a network fills the cache")

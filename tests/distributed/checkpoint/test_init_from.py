@@ -1,0 +1,107 @@
+"""--init_from starts every layout from the weights of a transformers folder or of another run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
+from pretrain.checkpoint.load.reader import CheckpointReader
+from pretrain.data.dataset import open_datasets
+from pretrain.data.loader import Loader
+from pretrain.engine.build_ops import why_not_compilable
+from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts
+
+NO_NVME = why_not_compilable("AsyncIOBuilder")
+STEPS, SAMPLES, SEQ_LENGTH = 3, 8, 64
+MODELS = {
+    "llama": LlamaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, intermediate_size=192, max_position_embeddings=128),
+    "gpt2": GPT2Config(vocab_size=256, n_embd=96, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0,
+                       embd_pdrop=0.0, attn_pdrop=0.0),
+}
+
+
+def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+    """Write a transformers folder of random weights with a large standard deviation, so that its loss is its own."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    model.to(dtype).save_pretrained(folder, **settings)
+    return folder
+
+
+def loss_of_transformers(folder: Path, corpus: str) -> float:
+    """Return the loss of the first global batch, computed by transformers in fp32."""
+    dataset = open_datasets(corpus, valid_data=None, test_data=None, split="80,20,0", seq_length=SEQ_LENGTH,
+                            seed=1234)["train"]
+    loader = Loader(dataset, micro_batch_size=SAMPLES, gradient_accumulation_steps=1, data_parallel_rank=0,
+                    data_parallel_size=1, eod_token=None, sum_over_data_parallel=lambda value: value)
+    [(tokens, (labels, _))] = loader.step(0)
+    loader.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return float(F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {"llama": write_model("llama", base / "llama", max_shard_size="300KB"),
+            "llama_fp16": write_model("llama", base / "llama_fp16", torch.float16),
+            "gpt2_bf16": write_model("gpt2", base / "gpt2_bf16", torch.bfloat16)}
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    base = tmp_path_factory.mktemp("init_from")
+    (base / "swap").mkdir()
+    run_flags = {name: value for name, value in flags(corpus, steps=STEPS).items() if not name.startswith("model")}
+    swap = {"offload_optimizer": nvme(base / "swap"), "offload_param": nvme_param(base / "swap")}
+    cases = {
+        "zero0": (1, config(0, micro=4), "llama"),
+        "pipeline": (2, pp2(1), "llama"),
+        "zero2": (2, dp2(2), "gpt2_bf16"),
+        "zero3": (2, dp2(3), "llama"),
+        "zero3_cpu": (2, dp2(3, offload_optimizer=CPU, offload_param=CPU), "gpt2_bf16"),
+        "zero3_bf16": (2, dp2(3, precision="bf16"), "llama_fp16"),
+        "zero1_fp16": (2, fp16(pp2(1)), "gpt2_bf16"),
+        "zero0_bf16": (1, config(0, micro=4, precision="bf16"), "llama"),
+    }
+    if not NO_NVME:
+        cases["nvme"] = (2, dp2(3, **swap), "llama")
+    found = run_layouts({name: (ranks, case(name, "start_from_weights", values, {
+        **run_flags, "init_from": str(folders[source])}, source=source))
+        for name, (ranks, values, source) in cases.items()}, base)
+    return {name: {**result, "source": folders[cases[name][2]]} for name, result in found.items()}
+
+
+EXACT = ["zero0", "pipeline", "zero2", "zero3", "zero3_cpu",
+         pytest.param("nvme", marks=pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}"))]
+
+
+@pytest.mark.parametrize("name", [*EXACT, "zero3_bf16", "zero1_fp16", "zero0_bf16"])
+def test_the_first_loss_is_that_of_transformers(name: str, results: dict[str, Any], corpus: str) -> None:
+    result = results[name]
+    within = 3e-3 if name.endswith(("bf16", "fp16")) else 1e-5
+    assert relative_difference(result["loss"][:1], [loss_of_transformers(result["source"], corpus)]) <= within
+    assert result["loss"][-1] < result["loss"][0]
+    assert result["counters"][0] == STEPS
+
+
+@pytest.mark.parametrize("name", [*EXACT, "zero3_bf16", "zero1_fp16", "zero0_bf16"])
+def test_the_master_weights_are_exactly_those_of_the_folder(name: str, results: dict[str, Any]) -> None:
+    result = results[name]
+    saved, source = CheckpointReader(Path(result["folder"])), HFWeights(check_hf_folder(result["source"]))
+    assert saved.shapes == source.shapes
+    assert all(torch.equal(saved.tensor(parameter), source.tensor(parameter)) for parameter in saved.shapes)
+    origin = read_manifest(Path(result["folder"])).origin
+    assert origin is not None
+    assert origin["name"] == str(result["source"])
