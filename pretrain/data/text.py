@@ -11,7 +11,7 @@ from pathlib import Path
 from pretrain.errors import ConfigError
 
 CHUNK_BYTES = 1 << 19
-_JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
+JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def check_inputs(paths: Sequence[str]) -> int:
 def read_chunks(path: str, *, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """Yield the file in chunks of about `chunk_bytes`; a longer JSON line is not split. Raises ConfigError."""
     name = path[:-3] if path.endswith(".gz") else path
-    is_jsonl = name.endswith(_JSONL_ENDINGS)
+    is_jsonl = name.endswith(JSONL_ENDINGS)
     find_cut = _line_end if is_jsonl else _text_cut
     line, position = 1, 0
     try:
@@ -83,14 +83,15 @@ def _text_cut(data: bytes) -> int:
 def read_texts(chunk: Chunk, *, jsonl_key: str) -> Iterator[tuple[str, bool]]:
     """Yield (text, whether a document ends here). Raises ConfigError that names file and line."""
     if not chunk.is_jsonl:
-        yield _decode(chunk.data, chunk.path, chunk.first_line), chunk.ends_file
+        yield decode_utf8(chunk.data, chunk.path, chunk.first_line), chunk.ends_file
         return
     for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
         if line.strip():
-            yield _text_of_line(line, f"{chunk.path}:{number}", jsonl_key), True
+            yield text_of_json_line(line, f"{chunk.path}:{number}", jsonl_key), True
 
 
-def _text_of_line(line: bytes, where: str, jsonl_key: str) -> str:
+def text_of_json_line(line: bytes, where: str, jsonl_key: str) -> str:
+    """Return the text at `jsonl_key` of a JSON object. Raises ConfigError that begins with `where`."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -108,7 +109,8 @@ def _text_of_line(line: bytes, where: str, jsonl_key: str) -> str:
     return text
 
 
-def _decode(data: bytes, path: str, first_line: int) -> str:
+def decode_utf8(data: bytes, path: str, first_line: int = 1) -> str:
+    """Decode UTF-8. Raises ConfigError that names file and line; `first_line` is the number of the first line."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -27,15 +27,25 @@ def detect_device() -> Device:
 
 def cpu_device() -> Device:
     """Describe the CPU. bf16 runs on every CPU, emulated if necessary. fp16 needs AVX512_FP16."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        flags = ""
+    flags = _cpuinfo()
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         memory_bytes = 0
     return Device("cpu", fp16="avx512_fp16" in flags, bf16=True, memory_bytes=memory_bytes)
+
+
+def multiplies_bf16() -> bool:
+    """Return whether this CPU has instructions for bf16 products. Without them, bf16 is slower than fp32."""
+    flags = _cpuinfo()
+    return any(name in flags for name in ("amx_bf16", "avx512_bf16", " bf16 "))  # the last one: Arm
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def cuda_device() -> Device:

@@ -1,0 +1,198 @@
+"""Build the transformers model of a source: weights converted one tensor at a time, on one device or on several."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from pretrain.analysis.generate.decode import LoadedModel
+from pretrain.analysis.generate.devices import USABLE_MEMORY, choose_num_devices, require_accelerate
+from pretrain.analysis.generate.source import ModelSource
+from pretrain.cli import say
+from pretrain.errors import ConfigError
+from pretrain.model.hf_weights import to_theirs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
+
+
+def load(source: ModelSource, dtype: str, kind: str, *, num_devices: int | None, rows: int,
+         positions: int) -> LoadedModel:
+    """Load a model onto as few devices as hold it, or onto `num_devices`, with its tokenizer. Raises ConfigError.
+
+    Args:
+        kind: "cpu" or "cuda".
+        rows, positions: number of texts that are generated together, and the tokens of the longest one.
+    """
+    model = empty_model(source, dtype)
+    needed = memory_needed(model, rows=rows, positions=min(positions, source.max_positions))
+    free = _free_memory(kind)
+    count = choose_num_devices(needed, free, num_devices, f"{source.folder} ({dtype})")
+    placement = spread(model, free[:count]) if count > 1 else torch.device(kind, 0) if kind == "cuda" else \
+        torch.device(kind)
+    say(f"{source.folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype} on {kind}"
+        f"{f', spread over {count} devices' if count > 1 else ''}")
+    model = load_model(source, dtype, placement, model=model)
+    end_tokens = {token for token in (source.tokenizer.eod_token, *source.end_tokens) if token is not None}
+    unused = range(source.tokenizer.vocab_size, model.config.vocab_size)
+    return LoadedModel(model, source.tokenizer, frozenset(end_tokens), tuple(unused))
+
+
+def _free_memory(kind: str) -> list[int]:
+    """Return the bytes of free memory of each device; for "cpu", of the host."""
+    if kind == "cpu":
+        return [psutil.virtual_memory().available]
+    return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+
+
+def empty_model(source: ModelSource, dtype: str) -> Any:
+    """Return the transformers model with parameters on the meta device and buffers on the CPU. Raises ConfigError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        if source.config is None:
+            config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
+        else:
+            values = {key: value for key, value in source.config.hf_config.items() if key != "model_type"}
+            config = AutoConfig.for_model(source.config.hf_config["model_type"], **values)
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _cannot_load(source.folder, error) from None
+    return model.eval()
+
+
+def _cannot_load(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(str(folder), problem=f"transformers cannot load this model: {error}")
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Create parameters without memory, and buffers with their values.
+
+    Constructors of transformers compute the frequencies of rotary positions, which are in no checkpoint. Under
+    torch.device("meta") they would be lost.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def memory_needed(model: Any, *, rows: int, positions: int) -> int:
+    """Return the bytes of the model's weights and of the keys and values of `rows` texts of `positions` tokens."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cached = 2 * config.num_hidden_layers * heads * head_size * rows * positions
+    return int((sum(parameter.numel() for parameter in model.parameters()) + cached) * model.dtype.itemsize)
+
+
+def spread(model: Any, free: Sequence[int]) -> DeviceMap:
+    """Return a device map that spreads the layers over the GPUs 0 to len(free) - 1, about evenly. Raises ConfigError.
+
+    Args:
+        model: the result of `empty_model`.
+        free: bytes of free memory of each of these GPUs.
+    """
+    require_accelerate()
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    memory = {index: int(size * USABLE_MEMORY) for index, size in enumerate(free)}
+    kept_together = list(model._no_split_modules or [])
+    balanced = get_balanced_memory(model, max_memory=memory, no_split_module_classes=kept_together, dtype=model.dtype)
+    found: DeviceMap = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=kept_together,
+                                             dtype=model.dtype)
+    if not set(found.values()) <= set(memory):
+        raise ConfigError("--devices", problem=f"the layers cannot be spread over {len(free)} devices: at least one "
+                          "layer does not fit", remedy="use more devices or a 16-bit --dtype")
+    return found
+
+
+def load_model(source: ModelSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None) -> Any:
+    """Return the transformers model with the source's weights. Raises ConfigError.
+
+    Host memory holds at most one converted tensor, in addition to the parts of the model that are on the CPU.
+
+    Args:
+        placement: one device, or a device map of transformers.
+        model: the result of `empty_model`, if there is one already.
+    """
+    if source.config is None:
+        model = _load_transformers_folder(source.folder, dtype, placement)
+    else:
+        model = empty_model(source, dtype) if model is None else model
+        _fill(model, source, placement)
+        if isinstance(placement, dict):
+            _dispatch(model, placement)
+        else:
+            model.to(placement)  # the buffers
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()  # only our flags choose how to generate
+    return model.eval()
+
+
+def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device | DeviceMap) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    settings: dict[str, Any] = {"device_map": placement} if isinstance(placement, dict) else {}
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True,
+                                                             output_loading_info=True, **settings)
+    except Exception as error:  # transformers, safetensors and torch raise many classes for damaged files
+        raise _cannot_load(folder, error) from None
+    wrong = sorted(loaded["missing_keys"]) + sorted(str(key) for key in loaded["mismatched_keys"])
+    if wrong:
+        raise ConfigError(str(folder), problem=f"{len(wrong)} tensors of the model are missing or have another shape "
+                          f"({wrong[0]} ...)", remedy="use a complete folder, as tools/export_hf.py writes it")
+    return model if settings else model.to(placement)
+
+
+def _fill(model: Any, source: ModelSource, placement: torch.device | DeviceMap) -> None:
+    """Replace each parameter on the meta device by the checkpoint's, one tensor at a time."""
+    from pretrain.checkpoint.load.reader import CheckpointReader  # needs DeepSpeed, transformers folders do not
+
+    assert source.config is not None
+    reader = CheckpointReader(source.folder)
+    for rule in source.config.tensors():
+        found = reader.shapes.get(rule.ours)
+        if found != rule.shape:
+            raise ConfigError(f"{source.folder}: {rule.ours}", found="no such tensor" if found is None else
+                              f"the shape {list(found)}", expected=f"{list(rule.shape)}",
+                              remedy="use another checkpoint")
+        for name, tensor in zip(rule.theirs, to_theirs(rule, reader.tensor(rule.ours), source.config), strict=True):
+            parent, _, leaf = name.rpartition(".")
+            filled = tensor.to(_device_of(name, placement), model.dtype)
+            model.get_submodule(parent)._parameters[leaf] = nn.Parameter(filled, requires_grad=False)
+    model.tie_weights()
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not empty, f"no tensor of the family's rules fills {empty}"
+
+
+def _device_of(name: str, placement: torch.device | DeviceMap) -> torch.device:
+    """Return the device of a parameter."""
+    if not isinstance(placement, dict):
+        return placement
+    module = max((key for key in placement if not key or name.startswith(f"{key}.")), key=len)
+    return torch.device(placement[module])
+
+
+def _dispatch(model: Any, placement: DeviceMap) -> None:
+    """Make each module move its inputs to its device."""
+    from accelerate import dispatch_model
+
+    dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)

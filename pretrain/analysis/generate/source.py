@@ -1,0 +1,120 @@
+"""Find the model that generates: a run, one of its checkpoints, or a transformers folder. Imports no torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.load.select import (
+    find_checkpoints,
+    find_checkpoints_folder,
+    is_checkpoint,
+    select_checkpoint,
+    tokenizer_of,
+)
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError
+from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.config_keys import read_config_json
+
+_NO_LIMIT = 2**31 - 1  # positions of a transformers model whose config.json names no limit
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model and its tokenizer."""
+
+    folder: Path  # the checkpoint, or the transformers folder
+    config: ModelConfig | None  # None: a transformers folder
+    precision: str  # of the run, or of a transformers folder's weights: "fp32", "bf16" or "fp16"
+    max_positions: int
+    tokenizer: Tokenizer
+    leading: tuple[int, ...]  # special tokens before each prompt; () for a model that this program trained
+    end_tokens: tuple[int, ...] = ()  # that end a text, in addition to the tokenizer's end-of-document token
+    notes: tuple[str, ...] = ()
+
+
+def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> ModelSource:
+    """Return the model at `path`. Raises ConfigError.
+
+    Args:
+        path: a run folder, a checkpoint, or a folder with a config.json and weights of transformers.
+        step: step of the checkpoint; None: the newest complete one.
+        tokenizer: --tokenizer; None: the run's, or the one in the transformers folder.
+    """
+    if (path / "config.json").is_file() and not _has_checkpoints(path):
+        if step is not None:
+            raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
+                              remedy="omit --step")
+        return _transformers_source(path, tokenizer)
+    folder, manifest = select_checkpoint(path, step)
+    config = model_config_from(manifest.model, f"{folder / 'manifest.json'}: model")
+    loaded = load_tokenizer(tokenizer or tokenizer_of(path))
+    notes = _skipped_checkpoints(path, manifest.step) if step is None else []
+    if manifest.tokenizer_fingerprint not in (None, loaded.fingerprint):
+        notes.append(f"{loaded.path} is another file than the tokenizer of the training")
+    leading = _leading_tokens(loaded) if getattr(manifest, "weights_only", False) else ()
+    source = ModelSource(folder, config, manifest.precision, config.max_positions, loaded, leading, notes=tuple(notes))
+    return _checked(source, config.vocab_size)
+
+
+def _has_checkpoints(path: Path) -> bool:
+    return is_checkpoint(path) or any(find_checkpoints_folder(path).glob("global_step*"))
+
+
+def _skipped_checkpoints(path: Path, step: int) -> list[str]:
+    """Return a note for each checkpoint that is newer than the newest complete one."""
+    return [f"{found.folder.name} is skipped: {found.error}" for found in find_checkpoints(path)
+            if found.manifest is None and found.step > step]
+
+
+def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
+    values = read_config_json(folder / "config.json")
+    if not any(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
+        raise ConfigError(str(folder), problem=f"the folder has a config.json, but no weights ({_WEIGHT_FILES[0]})",
+                          remedy="name a run folder, a global_stepN folder, or a transformers folder with weights")
+    own = folder / "tokenizer.json"  # it also has the special tokens, which a tokenizer.model may lack
+    loaded = load_tokenizer(tokenizer or (own if own.is_file() else folder))
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
+    source = ModelSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
+                         _end_tokens(folder))
+    vocab_size = values.get("vocab_size")
+    return _checked(source, vocab_size if isinstance(vocab_size, int) else loaded.vocab_size)
+
+
+def _checked(source: ModelSource, vocab_size: int) -> ModelSource:
+    """Raise ConfigError if the tokenizer has tokens that the model does not have."""
+    if source.tokenizer.vocab_size > vocab_size:
+        raise ConfigError(f"--tokenizer {source.tokenizer.path}", found=f"{source.tokenizer.vocab_size:,} tokens",
+                          expected=f"at most {vocab_size:,}, the vocabulary of the model in {source.folder}")
+    return source
+
+
+def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer.json adds before a text, such as <s>.
+
+    Published models were trained with them. A SentencePiece .model does not say which tokens are added.
+    """
+    if tokenizer.path.suffix != ".json":
+        return ()
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_file(str(tokenizer.path))
+    probe = "a"
+    plain, complete = (library.encode(probe, add_special_tokens=special).ids for special in (False, True))
+    starts = [start for start in range(len(complete)) if complete[start:start + len(plain)] == plain]
+    return tuple(complete[:starts[0]]) if starts else ()
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the end tokens in generation_config.json of a transformers folder; () without this file."""
+    try:
+        values: Any = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        tokens = values.get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ()
+    return tuple(token for token in (tokens if isinstance(tokens, list) else [tokens]) if isinstance(token, int))
