@@ -40,9 +40,9 @@ def _parser() -> Parser:
     add("--interactive", action="store_true",
         help="read a prompt per line from the terminal, and print each text while it is generated; Ctrl-C ends a text, "
              "Ctrl-D the program")
-    add("--num_samples", type=whole_number(1), default=1, metavar="N",
+    add("--num_samples", type=whole_number(1, 1_000_000), default=1, metavar="N",
         help="texts for each prompt (default: %(default)s)")
-    add("--batch_size", type=whole_number(1), default=8, metavar="N",
+    add("--batch_size", type=whole_number(1, 1_000_000), default=8, metavar="N",
         help="largest number of texts that are generated together (default: %(default)s)")
     add("--json", action="store_true",
         help="print a JSON object per text: prompt, completion, tokens, finish_reason (eos, stop or length)")

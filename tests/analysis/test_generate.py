@@ -5,9 +5,7 @@ a device map over two names of the CPU runs the same code of transformers and ac
 devices.
 """
 
-import io
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,10 @@ import pytest
 import torch
 import transformers
 
-from pretrain.analysis.generate import devices
-from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
-from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
-from pretrain.analysis.generate.load_model import load_model
-from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
-from pretrain.analysis.generate.source import ModelSource, find_source
+from pretrain.analysis.generate.source import find_source
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.distributed.device import Device
-from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig, load_model_config
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, flags

@@ -48,7 +48,7 @@ _ZEROS = {  # flags for which 0 is valid
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
     "tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "nvme_gbps", "network_gbps", "tokens", "storage_gbps"),
-    "tools/generate.py": ("temperature",), "tools/make_corpus.py": ("megabytes",),
+    "tools/generate.py": ("temperature", "repetition_penalty"), "tools/make_corpus.py": ("megabytes",),
     "tools/train_tokenizer.py": ("max_megabytes",),
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
     "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops"),
@@ -71,6 +71,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "a machine may have none of this resource": _flags(
         {"tools/compare_zero.py": ("host_memory_gib", "nvme_gb", "margin")}, "0"),
     "any text is valid": ("tools/generate.py --prompt=", "tools/generate.py --prompt=~/x",
+                            "tools/generate.py --stop=~/x", "tools/generate.py --jsonl_key=~/x",
                             "tools/prepare_data.py --jsonl_key=~/x", "tools/train_tokenizer.py --jsonl_key=~/x",
                             "launch/supervise.py --health_command=~/x"),
     "rejected with the name of the checkpoint instead of the flag": ("tools/generate.py --step=0",),

@@ -95,6 +95,9 @@ def _text_cases() -> Iterator[Case]:
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
             yield Case(f"{program}: {what}", program, (f"{{world}}/{name}", *TOOLS[program][1:-1], "{world}/new/out"),
                        name, ((name, raw),))
+        culprit = f"{name}:1" if name.endswith("jsonl") else name
+        yield Case(f"generate --prompt_file: {what}", "tools/generate.py",
+                   ("{world}/done", "--prompt_file", f"{{world}}/{name}", "--jsonl_key=text"), culprit, ((name, raw),))
 
 
 # keys of the DeepSpeed JSON

@@ -104,7 +104,10 @@ def path_cases() -> Iterator[Case]:
                    "--tokenizer")
         for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
             yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+        yield Case(f"generate --prompt_file {what}", "tools/generate.py", ("{world}/done", "--prompt_file", path),
+                   _name_of(path))
     yield from _weights_cases()
+    yield from _generate_cases()
     yield from _output_cases()
 
 
@@ -123,6 +126,26 @@ def _weights_cases() -> Iterator[Case]:
             ("tokenizer.json", tokenizer, "its largest token is 320, and the model has only 320"),
             ("tokenizer.model", b"nonsense", "tokenizer.model")):
         yield Case(f"{program} {file}", program, tuple(TOOLS[program]), culprit, ((f"hf/{file}", content),))
+
+
+def _generate_cases() -> Iterator[Case]:
+    """Yield prompts that do not fit, and flags of generate.py that exclude each other."""
+    for what, words, culprit in (
+            ("long prompt", ("--prompt", "w1 " * 2000), "--prompt: the prompt has 2,000 tokens"),
+            ("long second prompt", ("--prompt=a", "--prompt", "w1 " * 2000), "--prompt (number 2)"),
+            ("prompt and file", ("--prompt=a", "--prompt_file={world}/text.txt"), "--prompt_file: --prompt is given"),
+            ("interactive prompt", ("--interactive", "--prompt=a"), "--prompt: it has no effect"),
+            ("interactive JSON", ("--interactive", "--json"), "--json: it has no effect"),
+            ("greedy samples", ("--temperature=0", "--num_samples=2"), "--num_samples"),
+            ("devices on the CPU", ("--devices=2",), "--devices: found 2")):
+        yield Case(f"generate {what}", "tools/generate.py", ("{world}/done", *words), culprit)
+    for what, files, words, culprit in (
+            ("config without weights", {"config.json": b"{}"}, (), "broken_hf: "),
+            ("damaged config", {"config.json": b"{", "model.safetensors": b""}, (), "broken_hf/config.json"),
+            ("step", {"config.json": b"{}", "model.safetensors": b""}, ("--step=1",), "--step"),
+            ("no tokenizer", {"config.json": b"{}", "model.safetensors": b""}, (), "--tokenizer {world}/broken_hf")):
+        yield Case(f"generate transformers folder: {what}", "tools/generate.py", ("{world}/broken_hf", *words), culprit,
+                   tuple((f"broken_hf/{name}", content) for name, content in files.items()))
 
 
 def _output_cases() -> Iterator[Case]:

@@ -1,6 +1,8 @@
 """Read the prompts of tools/generate.py from flags, a file or standard input. Imports no torch."""
 
+import gzip
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,21 +42,16 @@ def read_prompt_file(path: str, *, jsonl_key: str) -> list[Prompt]:
     """Read one prompt per line. Blank lines hold no prompt.
 
     Args:
-        path: a text file; a .jsonl file, with one object per line; "-" for text from standard input.
+        path: a text file; a .jsonl file, with one object per line; either also gzipped (.gz); "-" for text from
+            standard input.
         jsonl_key: key of the prompt in each object of a .jsonl file.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8 or has no prompt, or a line is not such an object.
     """
-    name, is_jsonl = ("standard input", False) if path == STDIN else (path, path.endswith(JSONL_ENDINGS))
-    if path == STDIN:
-        data = sys.stdin.buffer.read()
-    else:
-        check_inputs([path])
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(path, problem=f"it cannot be read: {error.strerror}") from None
+    name = "standard input" if path == STDIN else path
+    is_jsonl = path.removesuffix(".gz").endswith(JSONL_ENDINGS)
+    data = sys.stdin.buffer.read() if path == STDIN else _read_file(path)
     prompts: list[Prompt] = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
@@ -64,6 +61,15 @@ def read_prompt_file(path: str, *, jsonl_key: str) -> list[Prompt]:
     if not prompts:
         raise ConfigError(name, problem="there is no prompt", remedy="write one prompt per line")
     return prompts
+
+
+def _read_file(path: str) -> bytes:
+    check_inputs([path])
+    try:
+        data = Path(path).read_bytes()
+        return gzip.decompress(data) if path.endswith(".gz") else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, max_positions: int,

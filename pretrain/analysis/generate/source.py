@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, weight_files
 from pretrain.checkpoint.load.select import (
     find_checkpoints,
     find_checkpoints_folder,
@@ -19,7 +20,6 @@ from pretrain.model.config_keys import read_config_json
 
 _NO_LIMIT = 2**31 - 1  # positions of a transformers model whose config.json names no limit
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -73,9 +73,10 @@ def _skipped_checkpoints(path: Path, step: int) -> list[str]:
 
 def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
     values = read_config_json(folder / "config.json")
-    if not any(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
-        raise ConfigError(str(folder), problem=f"the folder has a config.json, but no weights ({_WEIGHT_FILES[0]})",
+    if not weight_files(folder):
+        raise ConfigError(str(folder), problem="the folder has a config.json, but no weights",
                           remedy="name a run folder, a global_stepN folder, or a transformers folder with weights")
+    _check_headers(folder, values)
     own = folder / "tokenizer.json"  # it also has the special tokens, which a tokenizer.model may lack
     loaded = load_tokenizer(tokenizer or (own if own.is_file() else folder))
     dtype = values.get("dtype", values.get("torch_dtype"))
@@ -84,6 +85,20 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
                          _end_tokens(folder))
     vocab_size = values.get("vocab_size")
     return _checked(source, vocab_size if isinstance(vocab_size, int) else loaded.vocab_size)
+
+
+def _check_headers(folder: Path, values: dict[str, Any]) -> None:
+    """Raise ConfigError if safetensors files are damaged or do not fit the model.
+
+    Models that only transformers implements, and other formats, are checked when transformers loads them.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return
+    try:
+        config = model_config_from(values, str(folder / "config.json"))
+    except ConfigError:
+        return
+    check_hf_folder(folder, config)
 
 
 def _checked(source: ModelSource, vocab_size: int) -> ModelSource:
