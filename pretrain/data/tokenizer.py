@@ -1,22 +1,27 @@
-"""Load tokenizers: SentencePiece `.model` and Hugging Face `tokenizer.json`, with one interface.
+"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, and GPT-2's `vocab.json` with `merges.txt`.
 
-A tokenizer that tools/train_tokenizer.py trained decodes any text exactly. Other tokenizers may normalize text.
+All have one interface. A tokenizer that tools/train_tokenizer.py trained decodes any text exactly. Other tokenizers may
+normalize text.
 """
 
 import hashlib
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.huggingface_tokenizer import read_library
+from pretrain.data.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
 from pretrain.data.text import check_unicode
 from pretrain.errors import ConfigError
 
-EOD_PIECE = "<|endoftext|>"
-_EOD_NAMES = (EOD_PIECE, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>", "[SEP]")
-_FILES = ("tokenizer.model", "tokenizer.json")
+SENTENCEPIECE_KEY = "sentencepiece_sha256"
+"""key of tokenizer_config.json: SHA-256 of the tokenizer.model from which tokenizer.json was made"""
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
+_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one; "
+           "tools/train_tokenizer.py trains a tokenizer")
 
 
 @dataclass(frozen=True)
@@ -28,44 +33,78 @@ class Tokenizer:
     """
 
     path: Path
-    """the .model or tokenizer.json file"""
-    vocab_size: int
-    """largest token + 1"""
-    eod_token: int | None
-    """token that marks the end of a document; None if the tokenizer has none"""
+    """the .model, tokenizer.json or vocab.json file"""
+    ids: TokenIds
+    """size of the vocabulary, special tokens"""
     fingerprint: str
-    """SHA-256 of the file"""
+    """SHA-256 of the file; of vocab.json and merges.txt"""
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
 
+    @property
+    def vocab_size(self) -> int:
+        """Largest token + 1."""
+        return self.ids.vocab_size
+
+    @property
+    def eod_token(self) -> int | None:
+        """Token that marks the end of a document; None if the tokenizer has none."""
+        return self.ids.eos
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a SentencePiece .model, a tokenizer.json, or one of them from a folder. Raises ConfigError."""
+    """Load a SentencePiece .model, a tokenizer.json, a vocab.json, or one of them from a folder. Raises ConfigError.
+
+    A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
+    tools/train_tokenizer.py or an export made tokenizer.json from tokenizer.model, both encode alike. Then
+    tokenizer.model is read, which encodes twice as fast, and the fingerprint is that of the trained tokenizer.
+    """
     file = _find_file(Path(path))
+    content = _read(file)
+    if file.suffix == ".json":
+        return _load_huggingface(file, content)
+    return _load_sentencepiece(file, content)
+
+
+def _read(file: Path) -> bytes:
     try:
-        content = file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"--tokenizer {file}", problem=f"it cannot be read: {error.strerror}") from None
-    fingerprint = hashlib.sha256(content).hexdigest()
-    if file.suffix == ".json":
-        return _load_huggingface(file, content, fingerprint)
-    return _load_sentencepiece(file, content, fingerprint)
 
 
 def _find_file(path: Path) -> Path:
-    if path.is_dir():
-        for name in _FILES:
-            if (path / name).is_file():
-                return path / name
-        raise ConfigError(f"--tokenizer {path}", problem=f"the folder contains neither {' nor '.join(_FILES)}",
-                          remedy="tools/train_tokenizer.py trains a tokenizer")
-    if not path.exists():
-        raise ConfigError(f"--tokenizer {path}", problem="there is no such file", remedy="give a SentencePiece .model,"
-                          " a tokenizer.json or a folder with one; tools/train_tokenizer.py trains a tokenizer")
-    return path
+    if not path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"--tokenizer {path}", problem="there is no such file", remedy=_REMEDY)
+        return path
+    model, fast, vocab = path / "tokenizer.model", path / "tokenizer.json", path / "vocab.json"
+    if fast.is_file():
+        return model if model.is_file() and _is_made_from(path, model) else fast
+    if model.is_file():
+        return model
+    if vocab.is_file() and (path / "merges.txt").is_file():
+        return vocab
+    raise ConfigError(f"--tokenizer {path}", problem="the folder contains neither tokenizer.model nor tokenizer.json"
+                      f"{_other_files(path)}", remedy="tools/train_tokenizer.py trains a tokenizer")
 
 
-def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokenizer:
+def _is_made_from(folder: Path, model: Path) -> bool:
+    """Return whether tokenizer.json was made from this tokenizer.model."""
+    made_from = read_object(folder / "tokenizer_config.json").get(SENTENCEPIECE_KEY)
+    return made_from is not None and made_from == hashlib.sha256(_read(model)).hexdigest()
+
+
+def _other_files(folder: Path) -> str:
+    """Name a file of a tokenizer that cannot be read."""
+    kinds = {"*.tiktoken": "a tiktoken file", "tiktoken.model": "a tiktoken file", "tekken.json": "a tekken file",
+             "vocab.txt": "a WordPiece vocabulary"}
+    found = [f"; {file.name} is {kind}, which is not supported" for pattern, kind in kinds.items()
+             for file in sorted(folder.glob(pattern))]
+    return found[0] if found else ""
+
+
+def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -75,29 +114,51 @@ def _load_sentencepiece(path: Path, content: bytes, fingerprint: str) -> Tokeniz
     except (RuntimeError, ValueError):
         vocab_size = 0
     if vocab_size == 0:
-        raise ConfigError(f"--tokenizer {path}", problem=f"SentencePiece cannot read its {len(content)} bytes",
+        problem = "it is a tiktoken file, which is not supported" if _TIKTOKEN.match(content) else (
+            f"SentencePiece cannot read its {len(content)} bytes")
+        raise ConfigError(f"--tokenizer {path}", problem=problem,
                           remedy="give a SentencePiece .model or a tokenizer.json; tools/train_tokenizer.py trains one")
-    unknown = processor.unk_id()
-    known = [name for name in _EOD_NAMES if processor.piece_to_id(name) != unknown]
-    eod: int | None = None
-    if processor.eos_id() >= 0:
-        eod = processor.eos_id()
-    elif known:
-        eod = processor.piece_to_id(known[0])
+    ids = _sentencepiece_ids(processor, vocab_size)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
 
-    return Tokenizer(path, vocab_size, eod, fingerprint, _sentencepiece_encoder(processor), decode)
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), _sentencepiece_encoder(processor), decode)
+
+
+def _sentencepiece_ids(processor: Any, vocab_size: int) -> TokenIds:
+    """Return the special tokens of the model. An end-of-document token that it does not name is found by its name."""
+    bos, eos, pad, unk = (token if token >= 0 else None for token in (
+        processor.bos_id(), processor.eos_id(), processor.pad_id(), processor.unk_id()))
+    if eos is None:
+        eos = next((token for token in map(processor.piece_to_id, EOD_NAMES) if token != unk), None)
+    return TokenIds(vocab_size, bos, eos, pad, unk)
 
 
 def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
-    """Return the function that encodes text.
+    """Return the function that encodes text. Models that encode each line separately get single lines."""
+    encode_lines = _lines_encoder(processor)
+    by_lines = encodes_by_lines(processor)
 
-    Some models encode each line separately, such as those of tools/train_tokenizer.py. They get single lines, which is
-    3 times as fast, and U+2581 is encoded as bytes. Other models get the complete text, because splitting it would
-    change their output.
+    def encode(text: str) -> list[int]:
+        check_unicode(text, "text")
+        return encode_lines(text) if by_lines else list(processor.encode(text))
+
+    return encode
+
+
+def encodes_by_lines(processor: Any) -> bool:
+    """Return whether a SentencePiece model encodes each line separately, such as those of tools/train_tokenizer.py.
+
+    Such models get single lines, which is 3 times as fast, and U+2581 is encoded as bytes. Other models get the
+    complete text, because splitting it would change their output.
     """
+    probe = "a b\n\n c\n"
+    has_bytes = all(processor.is_byte(processor.piece_to_id(f"<0x{byte:02X}>")) for byte in _SPACE.encode())
+    return has_bytes and _lines_encoder(processor)(probe) == processor.encode(probe)
+
+
+def _lines_encoder(processor: Any) -> Callable[[str], list[int]]:
     newline = processor.piece_to_id("\n")
     space_bytes = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
 
@@ -109,28 +170,13 @@ def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
             tokens += [token for line in lines for token in (*line, newline)][:-1]
         return tokens
 
-    probe = "a b\n\n c\n"
-    by_lines = encode_lines(probe) == processor.encode(probe) and all(processor.is_byte(token) for token in space_bytes)
-
-    def encode(text: str) -> list[int]:
-        check_unicode(text, "text")
-        return encode_lines(text) if by_lines else list(processor.encode(text))
-
-    return encode
+    return encode_lines
 
 
-def _load_huggingface(path: Path, content: bytes, fingerprint: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
-
-    try:
-        library = Library.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"--tokenizer {path}",
-                          problem=f"it is not a tokenizer.json of the tokenizers library: {error}") from None
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True  # "<|endoftext|>" in a text is encoded as plain text
-    vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+def _load_huggingface(path: Path, content: bytes) -> Tokenizer:
+    library = read_library(path, content)
+    if path.name == "vocab.json":
+        content += _read(path.with_name("merges.txt"))
 
     def encode(text: str) -> list[int]:
         check_unicode(text, "text")
@@ -139,18 +185,6 @@ def _load_huggingface(path: Path, content: bytes, fingerprint: str) -> Tokenizer
     def decode(tokens: Sequence[int]) -> str:
         return str(library.decode([int(token) for token in tokens], skip_special_tokens=True))
 
-    names = _huggingface_eos(path.with_name("tokenizer_config.json")) + _EOD_NAMES
-    eod = next((token for token in map(library.token_to_id, names) if token is not None), None)
-    return Tokenizer(path, vocab_size, eod, fingerprint, encode, decode)
-
-
-def _huggingface_eos(path: Path) -> tuple[str, ...]:
-    """Return the "eos_token" of the tokenizer_config.json next to a tokenizer.json, or () if there is none."""
-    try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(str(path), problem=f"it is not a JSON object: {error}") from None
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return (eos,) if isinstance(eos, str) else ()
+    vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    ids = find_special_tokens(path.parent, library.token_to_id, vocab_size)
+    return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), encode, decode)

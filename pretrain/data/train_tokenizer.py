@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pretrain.data.special_tokens import EOD_PIECE
 from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
-from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 

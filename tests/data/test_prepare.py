@@ -17,7 +17,8 @@ from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 import pretrain.data.prepare
 from pretrain.data.indexed import IndexedDataset, read_meta
 from pretrain.data.prepare import PreparedData, entropy_nats, prepare
-from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
+from pretrain.data.special_tokens import EOD_PIECE
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from pretrain.data.tokenizer import EOD_PIECE, Tokenizer, load_tokenizer
+from pretrain.data.special_tokens import EOD_PIECE
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 

@@ -1,0 +1,124 @@
+"""Convert a SentencePiece model to a tokenizer of the tokenizers library that gives the same tokens.
+
+Pieces are written with spaces instead of U+2581. Then the encoder needs no rule for spaces, and a U+2581 of the text
+can be encoded as bytes, as `load_tokenizer` does for models of tools/train_tokenizer.py.
+"""
+
+import re
+from typing import Any
+
+from pretrain.data.sentencepiece_model import BPE, UNIGRAM, Kind, SentencePieceModel
+from pretrain.errors import ConfigError
+
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
+_RESERVED = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # pieces that no text is encoded as by their name
+_LEADING_SPACES = 1 << 20
+
+
+def convert_sentencepiece(model: SentencePieceModel, *, space_is_bytes: bool, where: str) -> Any:
+    """Return a tokenizers.Tokenizer. With `space_is_bytes`, a U+2581 of the text is encoded as bytes.
+
+    Raises ConfigError that names `where` for a model that the tokenizers library cannot represent.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+
+    _check_supported(model, where)
+    names = _names(model, where)
+    library = Tokenizer(_bpe(model, names, where) if model.model_type == BPE else _unigram(model, names))
+    steps = _normalizers(model, names, space_is_bytes=space_is_bytes)
+    if steps:
+        library.normalizer = normalizers.Sequence(steps)
+    leading = _LEADING_SPACES if model.remove_extra_whitespaces else int(model.add_dummy_prefix)  # to be removed
+    library.decoder = decoders.Sequence([
+        *([decoders.ByteFallback()] if model.byte_fallback else []), decoders.Fuse(),
+        *([decoders.Strip(" ", leading, 0)] if leading else [])])
+    library.add_tokens([AddedToken(name, normalized=True, special=False) for name in _user_defined(model, names)])
+    library.add_special_tokens([AddedToken(name, normalized=False, special=True)
+                                for name, piece in zip(names, model.pieces, strict=True)
+                                if piece.kind in (Kind.CONTROL, Kind.UNKNOWN)])
+    return library
+
+
+def _check_supported(model: SentencePieceModel, where: str) -> None:
+    unused = next((piece.text for piece in model.pieces if piece.kind == Kind.UNUSED), None)
+    problems = {
+        f"a {model.type_name} model": model.model_type not in (BPE, UNIGRAM),
+        "treat_whitespace_as_suffix": model.whitespace_as_suffix,
+        "escape_whitespaces=false": not model.escape_whitespaces,
+        "rules of its own for decoding": model.denormalizes,
+        f"the unused piece {unused!r}": unused is not None,
+        "no piece for unknown text": not any(piece.kind == Kind.UNKNOWN for piece in model.pieces),
+    }
+    for name, is_there in problems.items():
+        if is_there:
+            raise _not_supported(where, name)
+
+
+def _not_supported(where: str, what: str) -> ConfigError:
+    return ConfigError(where, problem="export would tokenize differently: transformers' tokenizers library has no "
+                       f"equivalent for {what}")
+
+
+def _names(model: SentencePieceModel, where: str) -> list[str]:
+    """Return the pieces' names in the tokenizer.json: with spaces, except for control and byte pieces."""
+    names = [piece.text if piece.kind in _RESERVED else piece.text.replace(_SPACE, " ") for piece in model.pieces]
+    if len(set(names)) < len(names):
+        raise _not_supported(where, f"the piece {max(names, key=names.count)!r}, which is there twice")
+    return names
+
+
+def _user_defined(model: SentencePieceModel, names: list[str]) -> list[str]:
+    return [name for name, piece in zip(names, model.pieces, strict=True) if piece.kind == Kind.USER_DEFINED]
+
+
+def _bpe(model: SentencePieceModel, names: list[str], where: str) -> Any:
+    """Return a BPE model. SentencePiece merges the pair whose result has the highest score first."""
+    from tokenizers import models
+
+    scores = {name: piece.score for name, piece in zip(names, model.pieces, strict=True)
+              if piece.kind == Kind.NORMAL}
+    merges = [(score, name[:cut], name[cut:]) for name, score in scores.items() for cut in range(1, len(name))
+              if name[:cut] in scores and name[cut:] in scores]
+    merged = {left + right: score for score, left, right in merges}
+    if len(set(merged.values())) < len(merged):
+        raise _not_supported(where, "BPE pieces of the same score")
+    merges.sort(key=lambda merge: -merge[0])
+    unknown = next(name for name, piece in zip(names, model.pieces, strict=True) if piece.kind == Kind.UNKNOWN)
+    return models.BPE(vocab={name: token for token, name in enumerate(names)},
+                      merges=[(left, right) for _, left, right in merges], unk_token=unknown, fuse_unk=True,
+                      byte_fallback=model.byte_fallback)
+
+
+def _unigram(model: SentencePieceModel, names: list[str]) -> Any:
+    """Return a unigram model. Control and byte pieces get a score so low that no text is encoded as their name."""
+    from tokenizers import models
+
+    smallest = min(piece.score for piece in model.pieces if piece.kind == Kind.NORMAL)
+    never = (smallest - 20) * (max(map(len, names)) + 1)  # below the score of a text of unknown characters
+    vocab = [(name, never if piece.kind in _RESERVED else piece.score)
+             for name, piece in zip(names, model.pieces, strict=True)]
+    unknown = next(token for token, piece in enumerate(model.pieces) if piece.kind == Kind.UNKNOWN)
+    return models.Unigram(vocab, unk_id=unknown, byte_fallback=model.byte_fallback)
+
+
+def _normalizers(model: SentencePieceModel, names: list[str], *, space_is_bytes: bool) -> list[Any]:
+    """Return the steps of SentencePiece's normalizer (src/normalizer.cc)."""
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = []
+    if model.charsmap:
+        rules = normalizers.Precompiled(model.charsmap)
+        if rules.normalize_str("\r") == rules.normalize_str("\n"):
+            steps.append(normalizers.Replace("\r", "\n"))  # the library normalizes "\r\n" as one character
+        steps.append(rules)
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A "), ""),
+                  normalizers.Replace(Regex(f"[ {_SPACE}]+\\z"), "")]
+    if model.add_dummy_prefix:
+        # The library also normalizes the names of user-defined symbols, which must not get a prefix.
+        symbols = "|".join(re.escape(name) for name in _user_defined(model, names))
+        exceptions = f"(?!(?:{symbols})\\z)" if symbols else ""
+        steps.append(normalizers.Replace(Regex(f"\\A{exceptions}(?m:(?=.))"), " "))
+    if not space_is_bytes:
+        steps.append(normalizers.Replace(_SPACE, " "))
+    return steps

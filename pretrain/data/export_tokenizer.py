@@ -1,0 +1,134 @@
+"""Write a tokenizer's files for transformers, and check that transformers tokenizes with them as training did."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.huggingface_tokenizer import read_library
+from pretrain.data.probe_texts import ORDINARY, RARE
+from pretrain.data.special_tokens import TokenIds, read_object
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.transformers_files import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
+from pretrain.errors import ConfigError, shorten
+
+_CONFIG = "tokenizer_config.json"
+_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+               "vocab.json", "merges.txt", "tokenizer.model")
+_OWN_CLASS = ("qwen2",)
+"""model types for which transformers 5.23 ignores the tokenizer_class of tokenizer_config.json, and rebuilds the
+tokenizer with a class of its own (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in models/auto/tokenization_auto.py).
+It does not if there is an "auto_map". A test in tests/data/test_export_tokenizer.py fails once this is not needed."""
+_MAX_PIECES = 2000  # pieces of the vocabulary that the check tokenizes
+
+
+def export_tokenizer(tokenizer: str | Path, folder: Path, *, max_length: int | None = None,
+                     texts: Sequence[str] = ()) -> TokenIds:
+    """Write the files from which `transformers.AutoTokenizer` loads `tokenizer`, and return its special tokens.
+
+    `tokenizer` is what `load_tokenizer` accepts. `folder` should already contain the model's config.json, because
+    AutoTokenizer's choice of a class depends on it. A published tokenizer keeps its own tokenizer_config.json; for
+    others it is written, with `max_length` as the longest text in tokens. AutoTokenizer and `load_tokenizer` must then
+    give the same tokens for `texts` and for many other texts. For rare texts that differ, `notes` has a line.
+
+    Raises ConfigError, and leaves none of the files, if the tokens of ordinary texts would differ.
+    """
+    loaded = load_tokenizer(tokenizer)
+    files = _files(loaded, max_length)
+    try:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        try:
+            return _check(loaded, folder, texts)
+        except ConfigError:
+            _ignore_model_type(folder)
+            return _check(loaded, folder, texts)
+    except BaseException:
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        raise
+
+
+def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
+    """Return the contents of the files to write, by name."""
+    content, where = loaded.path.read_bytes(), f"--tokenizer {loaded.path}"
+    if loaded.path.suffix != ".json":
+        return sentencepiece_files(content, loaded.ids, where, max_length=max_length)
+    library = read_library(loaded.path, content)
+    published = read_object(loaded.path.with_name(_CONFIG))
+    ours = tokenizer_config(library, loaded.ids, max_length=max_length)
+    if published:  # complete its special tokens
+        missing = {key: value for key, value in ours.items() if key.endswith("_token") and isinstance(value, str)
+                   and published.get(key) is None}
+        ours = published | missing
+    files = {name: loaded.path.with_name(name).read_bytes() for name in _COMPANIONS
+             if published and loaded.path.with_name(name).is_file()}
+    return files | {"tokenizer.json": to_bytes(library) if loaded.path.name == "vocab.json" else content,
+                    _CONFIG: json_bytes(ours)}
+
+
+def _ignore_model_type(folder: Path) -> None:
+    """Make AutoTokenizer load tokenizer.json as it is, with the general class."""
+    config = read_object(folder / _CONFIG) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if read_object(folder / "config.json").get("model_type") in _OWN_CLASS:
+        config["auto_map"] = {"AutoTokenizer": ["PreTrainedTokenizerFast", None]}
+    (folder / _CONFIG).write_bytes(json_bytes(config))
+
+
+def _check(loaded: Tokenizer, folder: Path, texts: Sequence[str]) -> TokenIds:
+    """Compare AutoTokenizer with the tokenizer, and return the special tokens that transformers has.
+
+    Raises ConfigError for other tokens of ordinary texts, or for another end-of-document token.
+    """
+    where = f"--tokenizer {loaded.path}"
+    theirs = _load(folder, where)
+    added = list(theirs.added_tokens_encoder)
+    pieces = _pieces(loaded)
+    ordinary = [*ORDINARY, *texts, *(piece for piece in pieces if piece not in added)]
+    rare = [*RARE, *added, *(f"a {name} b{name}{name}" for name in added),
+            *map("".join, zip(pieces, pieces[::-1], strict=True))]
+    if differing := _differing(loaded, theirs, ordinary):
+        raise _difference(where, loaded, theirs, differing[0])
+    if theirs.eos_token_id != loaded.ids.eos:
+        raise ConfigError(where, problem=f"export would change the end-of-document token from {loaded.ids.eos} to "
+                          f"{theirs.eos_token_id}", remedy="correct the eos_token of its tokenizer_config.json")
+    notes = []
+    if differing := _differing(loaded, theirs, rare):
+        example = min(differing, key=len)
+        notes = [f"{where}: transformers tokenizes some rare texts differently, for example {shorten(ascii(example))}: "
+                 "its tokenizers library has no exact equivalent"]
+    return replace(_ids(theirs), notes=tuple(notes))
+
+
+def _load(folder: Path, where: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise any class
+        raise ConfigError(where, problem=f"transformers cannot load the exported tokenizer: {error}") from None
+
+
+def _ids(theirs: Any) -> TokenIds:
+    vocab_size = max(theirs.get_vocab().values(), default=-1) + 1
+    return TokenIds(vocab_size, theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id)
+
+
+def _pieces(loaded: Tokenizer) -> list[str]:
+    """Return the texts of single tokens."""
+    step = max(loaded.vocab_size // _MAX_PIECES, 1)
+    return [loaded.decode([token]) for token in range(0, loaded.vocab_size, step)]
+
+
+def _differing(loaded: Tokenizer, theirs: Any, texts: Iterable[str]) -> list[str]:
+    return [text for text in texts if _encode(theirs, text) != loaded.encode(text)]
+
+
+def _encode(theirs: Any, text: str) -> list[int]:
+    return list(theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def _difference(where: str, loaded: Tokenizer, theirs: Any, text: str) -> ConfigError:
+    return ConfigError(where, problem=f"export would tokenize differently: {shorten(ascii(text), 60)} gives the tokens "
+                       f"{loaded.encode(text)[:8]}, and {_encode(theirs, text)[:8]} in transformers",
+                       remedy="transformers' tokenizers library has no equivalent for this tokenizer")

@@ -1,0 +1,84 @@
+"""Read a tokenizer.json, or GPT-2's vocab.json and merges.txt, into the tokenizers library."""
+
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.special_tokens import read_object
+from pretrain.errors import ConfigError
+
+_QWEN_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+               r"|\s+(?!\S)|\s+")  # transformers 5.23, models/qwen2/tokenization_qwen2.py
+
+
+def read_library(path: Path, content: bytes) -> Any:
+    """Return the tokenizers.Tokenizer of a tokenizer.json or vocab.json. Raises ConfigError.
+
+    Added tokens that only tokenizer_config.json or added_tokens.json name are added, as transformers does.
+    """
+    from tokenizers import Tokenizer as Library
+
+    if path.name == "vocab.json":
+        library = _from_merges(path)
+    else:
+        try:
+            library = Library.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"--tokenizer {path}",
+                              problem=f"it is not a tokenizer.json of the tokenizers library: {error}") from None
+    library.no_truncation()
+    library.no_padding()
+    _add_tokens(library, path.parent)
+    library.encode_special_tokens = True  # "<|endoftext|>" in a text is encoded as plain text
+    return library
+
+
+def _from_merges(path: Path) -> Any:
+    """Build the byte-level BPE of GPT-2 or Qwen2."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    config = read_object(path.with_name("tokenizer_config.json"))
+    name = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
+    if name not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        raise ConfigError(f"--tokenizer {path}", problem=f"the vocab.json and merges.txt of a {name} are not supported",
+                          remedy="save the tokenizer with transformers, which writes a tokenizer.json")
+    try:
+        library = Library(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--tokenizer {path}",
+                          problem=f"it and merges.txt are not the files of a byte-level BPE: {error}") from None
+    prefix = bool(config.get("add_prefix_space", False))
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=name == "GPT2Tokenizer")
+    if name == "Qwen2Tokenizer":
+        library.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated"), words])
+    library.pre_tokenizer = words
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([token for token in ("<|endoftext|>",) if library.token_to_id(token) is not None])
+    return library
+
+
+def _add_tokens(library: Any, folder: Path) -> None:
+    """Add the tokens of tokenizer_config.json, or of added_tokens.json, that the library does not have."""
+    from tokenizers import AddedToken
+
+    config = read_object(folder / "tokenizer_config.json")
+    entries = config.get("added_tokens_decoder")
+    where = folder / ("added_tokens.json" if entries is None else "tokenizer_config.json")
+    try:
+        if entries is None:
+            special = {config.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")
+                       if isinstance(config.get(f"{kind}_token"), str)}
+            tokens = {int(token): AddedToken(name, normalized=name not in special, special=name in special)
+                      for name, token in read_object(where).items()}
+        else:
+            tokens = {int(token): AddedToken(**entry) for token, entry in entries.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(str(where), problem=f"its added tokens cannot be read: {error}") from None
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    for number, token in sorted(tokens.items()):
+        if token.content not in known:
+            (library.add_special_tokens if token.special else library.add_tokens)([token])
+            if library.token_to_id(token.content) != number:
+                raise ConfigError(str(where), problem=f"the added token {token.content!r} gets the id "
+                                  f"{library.token_to_id(token.content)}, and this file says {number}")

@@ -1,0 +1,74 @@
+"""Find the special tokens of a tokenizer in the JSON files next to it, as transformers does."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import ConfigError
+
+EOD_PIECE = "<|endoftext|>"
+EOD_NAMES = (EOD_PIECE, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>", "[SEP]")
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Size of a tokenizer's vocabulary, and the ids of its special tokens; None for those that it does not have."""
+
+    vocab_size: int
+    """largest token + 1"""
+    bos: int | None = None
+    eos: int | None = None
+    """token at the end of a document"""
+    pad: int | None = None
+    unk: int | None = None
+    notes: tuple[str, ...] = ()
+    """what differs in an exported tokenizer, one line each"""
+
+
+def find_special_tokens(folder: Path, token_of: Callable[[str], int | None], vocab_size: int) -> TokenIds:
+    """Return the special tokens that tokenizer_config.json and special_tokens_map.json of `folder` name.
+
+    If they name no end-of-document token, it is found by its usual names, then in generation_config.json and
+    config.json. These two come last, because they often have the default of the model's family. `token_of` returns the
+    token of a name, or None.
+    """
+    config = read_object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # with this key, transformers 5 ignores special_tokens_map.json
+        config |= read_object(folder / "special_tokens_map.json")
+    names = {kind: _text(config.get(f"{kind}_token")) for kind in ("bos", "eos", "pad", "unk")}
+    ids = {kind: None if name is None else token_of(name) for kind, name in names.items()}
+    if ids["eos"] is None:
+        ids["eos"] = next((token for token in map(token_of, EOD_NAMES) if token is not None), None)
+    if ids["eos"] is None:
+        ids["eos"] = _eos_of_model(folder, vocab_size)
+    return TokenIds(vocab_size, ids["bos"], ids["eos"], ids["pad"], ids["unk"])
+
+
+def _text(value: Any) -> str | None:
+    """Return the text of a token that is written as a string, or as an object with the key "content"."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _eos_of_model(folder: Path, vocab_size: int) -> int | None:
+    for file in ("generation_config.json", "config.json"):
+        token = read_object(folder / file).get("eos_token_id")
+        token = token[0] if isinstance(token, list) and token else token
+        if type(token) is int and 0 <= token < vocab_size:
+            return token
+    return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Return {} if there is no such file. Raises ConfigError for any other content."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(str(path), problem=f"it is not a JSON object: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), problem=f"it is not a JSON object: it is a JSON {type(values).__name__}")
+    return values

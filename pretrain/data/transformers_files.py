@@ -1,0 +1,50 @@
+"""Make the files from which transformers loads a tokenizer."""
+
+import hashlib
+import json
+from typing import Any
+
+from pretrain.data.convert_sentencepiece import convert_sentencepiece
+from pretrain.data.sentencepiece_model import parse_model
+from pretrain.data.special_tokens import TokenIds
+from pretrain.data.tokenizer import SENTENCEPIECE_KEY, encodes_by_lines
+
+
+def sentencepiece_files(content: bytes, ids: TokenIds, where: str, *,
+                        max_length: int | None = None) -> dict[str, bytes]:
+    """Return the files for a SentencePiece model, by name. `content` is the .model file, `ids` are its special tokens.
+
+    tokenizer.model is kept for programs that read it, such as llama.cpp. transformers prefers tokenizer.json. Raises
+    ConfigError that names `where` if the model has no equivalent tokenizer.json.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    space_is_bytes = encodes_by_lines(SentencePieceProcessor(model_proto=content))
+    library = convert_sentencepiece(parse_model(content, where), space_is_bytes=space_is_bytes, where=where)
+    config = tokenizer_config(library, ids, max_length=max_length)
+    return {"tokenizer.json": to_bytes(library), "tokenizer.model": content,
+            "tokenizer_config.json": json_bytes(config | {SENTENCEPIECE_KEY: hashlib.sha256(content).hexdigest()})}
+
+
+def tokenizer_config(library: Any, ids: TokenIds, *, max_length: int | None = None) -> dict[str, Any]:
+    """Return the tokenizer_config.json of a tokenizers.Tokenizer that this package wrote.
+
+    Special tokens in a text are plain text, and none is added to a text, as in training. llama.cpp reads the two
+    add_..._token keys. "PreTrainedTokenizerFast" names the general class in transformers 4 and 5.
+    """
+    tokens = {"bos_token": ids.bos, "eos_token": ids.eos, "pad_token": ids.pad, "unk_token": ids.unk}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {key: library.id_to_token(token) for key, token in tokens.items() if token is not None}
+    if max_length is not None:
+        config["model_max_length"] = max_length
+    return config | {"add_bos_token": False, "add_eos_token": False, "clean_up_tokenization_spaces": False,
+                     "split_special_tokens": True}
+
+
+def to_bytes(library: Any) -> bytes:
+    """Return the tokenizer.json of a tokenizers.Tokenizer."""
+    return str(library.to_str(pretty=True)).encode()
+
+
+def json_bytes(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
