@@ -1,5 +1,4 @@
-"""Custom kernels compared with torch's operators: values, gradients and saved tensors."""
-
+"""Fused loss and MLP compared with torch's operators: values, gradients and saved tensors."""
 
 import pytest
 import torch
@@ -11,85 +10,27 @@ from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
-from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causal_attention
 from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.loss import linear_cross_entropy
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
+from tests.support.tensors import relative_error, saved_by
 
 
-def heads(batch: int, heads: int, kv_heads: int, length: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return q, k and v with the memory layout of the projection's output, and a gradient of the attention's output."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    q, k, v, grad = (torch.randn(batch, length, n, size, generator=generator).to(dtype).transpose(1, 2) for n in sizes)
-    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
-
-
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def relative_error(mine: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((mine.double() - exact.double()).norm() / exact.double().norm()).item()
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_gradients_of_attention_equal_numerical_derivatives(kv_heads, monkeypatch):
-    monkeypatch.setattr(cpu_attention, "_ROWS", 3)  # 7 positions: blocks of 3, 3 and 1
-    monkeypatch.setattr(cpu_attention, "_SCORES_PER_THREAD", 1)  # one sample at a time
-    q, k, v, _ = heads(2, 4, kv_heads, 7, 4, torch.float64)
-    torch.testing.assert_close(_CausalAttention.apply(q, k, v, Scores(0.5)), plain_attention(q, k, v))
-    assert torch.autograd.gradcheck(lambda *inputs: _CausalAttention.apply(*inputs, Scores(0.5)), (q, k, v))
-
-
-@pytest.mark.parametrize(("length", "kv_heads"), [(40, 4), (300, 4), (300, 1)])
-def test_attention_in_bf16_is_as_precise_as_that_of_torch(length, kv_heads):
-    *inputs, grad = heads(3, 4, kv_heads, length, 64, torch.bfloat16)
-    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    exact = plain_attention(*exact_inputs)
-    mine, theirs = causal_attention(*inputs), plain_attention(*inputs)
-    assert relative_error(mine, exact) < 1.5 * relative_error(theirs, exact) + 1e-3
-    wanted = torch.autograd.grad(exact, exact_inputs, grad.double())
-    for mine_grad, their_grad, exact_grad in zip(torch.autograd.grad(mine, inputs, grad),
-                                                 torch.autograd.grad(theirs, inputs, grad), wanted, strict=True):
-        assert relative_error(mine_grad, exact_grad) < 2 * relative_error(their_grad, exact_grad) + 1e-3
-
-
-def saved_by(compute, *arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return compute(*arguments), saved
-
-
-def test_attention_saves_only_its_inputs():
-    q, k, v, _ = heads(2, 4, 2, 64, 16, torch.bfloat16)
-    _, saved = saved_by(causal_attention, q, k, v)
-    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (q, k, v)}
-
-
-def test_attention_with_dropout_or_in_fp32_uses_torchs_operator():
-    for dtype, dropout in ((torch.float32, 0.0), (torch.bfloat16, 0.5)):
-        q, k, v, _ = heads(2, 4, 4, 32, 16, dtype)
-        torch.manual_seed(1)
-        mine = causal_attention(q, k, v, dropout=dropout)
-        torch.manual_seed(1)
-        assert torch.equal(mine, F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout))
-
-
-def loss_inputs(dtype: torch.dtype, vocab: int = 37) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states, head, labels and weights, with a quarter of the tokens masked."""
+def loss_inputs(dtype: torch.dtype, vocab: int = 37) -> tuple[torch.Tensor, ...]:
+    """Return hidden states, head, labels, weights with a quarter of the tokens masked, and a bias of the head."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(vocab, 8, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(0, vocab, (2, 9), generator=generator)
     mask = (torch.rand(2, 9, generator=generator) > 0.25).float()
-    return x, weight, labels, torch.rand(2, 9, generator=generator) * mask / 100
+    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    return x, weight, labels, torch.rand(2, 9, generator=generator) * mask / 100, bias
+
+
+def plain_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
+    logits = F.linear(x, weight, bias)
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 @pytest.fixture
@@ -99,46 +40,61 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(fused_loss, "_CPU_ELEMENTS", 37 * 2 // torch.get_num_threads())
 
 
+HEADS = pytest.mark.parametrize(("with_bias", "softcap"), [(False, 0.0), (True, 0.0), (True, 2.0)],
+                                ids=["usual", "bias", "bias_softcap"])
+
+
+@HEADS
 @pytest.mark.usefixtures("small_chunks")
-def test_gradients_of_the_fused_loss_equal_numerical_derivatives():
-    x, weight, labels, weights = loss_inputs(torch.float64)
-    loss = linear_cross_entropy(x, weight, (labels, weights))
-    torch.testing.assert_close(loss, (F.cross_entropy(
-        F.linear(x, weight).flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()).sum())
-    assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, (labels, weights.double())), (x, weight))
+def test_gradients_of_the_fused_loss_equal_numerical_derivatives(with_bias, softcap):
+    x, weight, labels, weights, bias = loss_inputs(torch.float64)
+    inputs = (x, weight, bias) if with_bias else (x, weight)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, (labels, weights.double()), bias=bias, softcap=softcap)
+
+    logits = plain_logits(x, weight, bias if with_bias else None, softcap)
+    torch.testing.assert_close(loss(*inputs), (F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()).sum())
+    assert torch.autograd.gradcheck(loss, inputs)
 
 
-def test_the_gradient_of_a_carried_weight_is_computed_after_the_gradient_of_the_output():
-    x, weight, labels, weights = loss_inputs(torch.float32)
-    wanted = torch.autograd.grad(linear_cross_entropy(x, weight, (labels, weights)), (x, weight))
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gradient_of_a_carried_parameter_is_computed_after_the_gradient_of_the_output(with_bias):
+    x, weight, labels, weights, bias = loss_inputs(torch.float32)
+    inputs = (x, weight, bias) if with_bias else (x, weight)
+    wanted = torch.autograd.grad(linear_cross_entropy(x, weight, (labels, weights), *inputs[2:]), inputs)
     order = []
-    output = fused_loss.carry(x, weight)
+    output = fused_loss.carry(*inputs)
     output.register_hook(lambda _: order.append("output"))
-    weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
-    linear_cross_entropy(output, weight, (labels, weights)).backward()
-    assert order == ["output", "weight"]
-    assert torch.equal(x.grad, wanted[0])
-    assert torch.equal(weight.grad, wanted[1])
+    for parameter in inputs[1:]:
+        parameter.register_post_accumulate_grad_hook(lambda _: order.append("parameter"))
+    linear_cross_entropy(output, weight, (labels, weights), *inputs[2:]).backward()
+    assert order == ["output", *["parameter"] * (len(inputs) - 1)]
+    assert all(torch.equal(tensor.grad, gradient) for tensor, gradient in zip(inputs, wanted, strict=True))
 
 
+@HEADS
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("dtype", "scale", "tolerance"), [
     (torch.float32, 1.0, 1e-6), (torch.bfloat16, 1.0, 2e-2), (torch.float16, 65536.0, 3e-3)])
-def test_fused_loss_equals_the_loss_of_the_logits(dtype, scale, tolerance):
+def test_fused_loss_equals_the_loss_of_the_logits(dtype, scale, tolerance, with_bias, softcap):
     """fp16 uses a loss scale, because gradients of this size would otherwise be 0."""
-    x, weight, labels, weights = loss_inputs(dtype)
-    mine = linear_cross_entropy(x, weight, (labels, weights / 1000))
-    plain = token_weighted_cross_entropy(F.linear(x.float(), weight.float()), (labels, weights / 1000))
+    x, weight, labels, weights, bias = loss_inputs(dtype)
+    inputs = (x, weight, bias) if with_bias else (x, weight)
+    mine = linear_cross_entropy(x, weight, (labels, weights / 1000), *inputs[2:], softcap=softcap)
+    logits = plain_logits(x.float(), weight.float(), bias.float() if with_bias else None, softcap)
+    plain = token_weighted_cross_entropy(logits, (labels, weights / 1000))
     assert mine.dtype == torch.float32
     assert mine.item() == pytest.approx(plain.item(), rel=max(tolerance / 4, 1e-6))
-    for mine_grad, grad in zip(torch.autograd.grad(mine * scale, (x, weight)),
-                               torch.autograd.grad(plain * scale, (x, weight)), strict=True):
+    for mine_grad, grad in zip(torch.autograd.grad(mine * scale, inputs),
+                               torch.autograd.grad(plain * scale, inputs), strict=True):
         assert mine_grad.dtype == dtype
         assert relative_error(mine_grad, grad) < tolerance
 
 
 def test_fused_loss_is_correct_for_large_logits_and_masked_tokens():
-    x, weight, labels, _ = loss_inputs(torch.float32)
+    x, weight, labels, *_ = loss_inputs(torch.float32)
     large = linear_cross_entropy(x * 1000, weight, (labels, torch.ones(2, 9)))
     torch.testing.assert_close(large, token_weighted_cross_entropy(F.linear(x * 1000, weight),
                                                                    (labels, torch.ones(2, 9))))
@@ -148,9 +104,11 @@ def test_fused_loss_is_correct_for_large_logits_and_masked_tokens():
 
 
 def test_fused_loss_saves_two_gradients_and_no_logits():
-    x, weight, labels, weights = loss_inputs(torch.bfloat16, vocab=5000)
+    x, weight, labels, weights, bias = loss_inputs(torch.bfloat16, vocab=5000)
     _, saved = saved_by(linear_cross_entropy, x, weight, (labels, weights))
     assert sorted(tensor.numel() for tensor in saved) == sorted([x.numel(), weight.numel(), labels.numel(), 1])
+    _, saved = saved_by(linear_cross_entropy, x, weight, (labels, weights), bias, 30.0)
+    assert sorted(tensor.numel() for tensor in saved) == sorted([x.numel(), weight.numel(), 5000, labels.numel(), 1])
     with torch.no_grad():
         _, saved = saved_by(linear_cross_entropy, x, weight, (labels, weights))
     assert saved == []
