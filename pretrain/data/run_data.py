@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.data.dataset import SampleDataset, open_datasets
-from pretrain.data.indexed import read_meta
+from pretrain.data.indexed import IndexedDataset, read_meta
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -42,12 +42,10 @@ def open_run_data(train_data: str, *, valid_data: str | None, test_data: str | N
     for name, prefix in (("train", train_data), ("valid", valid_data), ("test", test_data)):
         if not prefix:
             continue
-        meta = _meta_of(datasets[name], prefix)
-        _check_tokens(datasets[name], meta, f"--{name}_data {prefix}", vocab_size)
-        if loaded is not None:
-            _check_tokenizer(loaded, meta, f"--tokenizer {tokenizer}", prefix)
-        elif isinstance(meta.get("eod_token"), int):
-            eod_token = meta["eod_token"]
+        token = check_prepared_data(datasets[name].indexed, f"--{name}_data {prefix}", vocab_size=vocab_size,
+                                    tokenizer=loaded)
+        if loaded is None and token is not None:
+            eod_token = token
     if eod_mask_loss and eod_token is None:
         raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
                           "and the data's .meta.json does not name the token",
@@ -55,30 +53,41 @@ def open_run_data(train_data: str, *, valid_data: str | None, test_data: str | N
     return RunData(datasets, loaded, eod_token)
 
 
-def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int) -> ConfigError:
-    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}",
-                       remedy=f"--model_overrides vocab_size={needed}, or another --model")
+def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int, tokenizer: Tokenizer | None,
+                        can_change_model: bool = True) -> int | None:
+    """Return the end-of-document token that the data's .meta.json names; None if it names none.
 
-
-def _meta_of(dataset: SampleDataset, prefix: str) -> dict[str, Any]:
-    """Read PREFIX.meta.json. Return {} if there is none, or if it describes earlier data with this name."""
-    meta = read_meta(prefix) or {}
-    num_tokens = dataset.indexed.num_tokens
-    return meta if meta.get("num_tokens", num_tokens) == num_tokens else {}
-
-
-def _check_tokens(dataset: SampleDataset, meta: dict[str, Any], where: str, vocab_size: int) -> None:
-    """Raise ConfigError if the data has tokens beyond the vocabulary."""
+    Raises ConfigError if the data has tokens beyond the vocabulary, or was prepared with another tokenizer.
+    `can_change_model`: whether another vocab_size is a remedy.
+    """
+    prefix = str(indexed.prefix)
+    meta = _meta_of(indexed)
     largest = meta.get("max_token")
     if not isinstance(largest, int):
-        largest = _largest_token(dataset)
+        largest = _largest_token(indexed)
     if largest >= vocab_size:
-        raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size)
+        raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size, can_change_model)
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, meta, f"--tokenizer {tokenizer.path}", prefix)
+    token = meta.get("eod_token")
+    return token if isinstance(token, int) else None
 
 
-def _largest_token(dataset: SampleDataset) -> int:
+def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int,
+                      can_change_model: bool = True) -> ConfigError:
+    remedy = f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
+        "use data that was prepared with this model's tokenizer"
+    return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}", remedy=remedy)
+
+
+def _meta_of(indexed: IndexedDataset) -> dict[str, Any]:
+    """Read PREFIX.meta.json. Return {} if there is none, or if it describes earlier data with this name."""
+    meta = read_meta(indexed.prefix) or {}
+    return meta if meta.get("num_tokens", indexed.num_tokens) == indexed.num_tokens else {}
+
+
+def _largest_token(indexed: IndexedDataset) -> int:
     """Return the largest of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative token."""
-    indexed = dataset.indexed
     total = indexed.num_tokens
     starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
     starts |= set(range(max(total - SCANNED_TOKENS, 0), total, _CHUNK_TOKENS))

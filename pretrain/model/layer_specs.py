@@ -183,6 +183,11 @@ class CausalLM(nn.Module):
             raise ValueError("forward() got labels_BT without weights_BT; the loss needs both")
         return self.layers[-1](self._hidden(tokens_BT), (labels_BT, weights_BT))
 
+    def row_losses(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each row of the batch, [B] fp32: the sum of weight * cross-entropy over its tokens."""
+        rows = zip(self._hidden(tokens_BT).split(1), labels_BT.split(1), weights_BT.split(1), strict=True)
+        return torch.stack([self.layers[-1](x_1TD, (labels_1T, weights_1T)) for x_1TD, labels_1T, weights_1T in rows])
+
 
 def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
     for layer in layers:

@@ -1,0 +1,250 @@
+"""Find the model, the tokenizer and the data of an evaluation, and check that they fit. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.manifest import MANIFEST
+from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder, is_hf_folder
+from pretrain.checkpoint.load.select import is_checkpoint, select_checkpoint, tokenizer_of
+from pretrain.data.indexed import IndexedDataset
+from pretrain.data.run_data import check_prepared_data, open_run_data
+from pretrain.data.text import check_inputs, read_chunks, read_texts
+from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
+from pretrain.errors import ConfigError
+from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.monitor.read_run_folder import newest_start
+
+_LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """The flags of tools/evaluate.py that choose the data. None: the run's value, or a default."""
+
+    data: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    jsonl_key: str = "text"
+    seq_length: int | None = None
+    stride: int | None = None
+    max_samples: int | None = None
+    eod_mask_loss: bool | None = None
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model to evaluate: a checkpoint of any layout, or a transformers folder."""
+
+    path: Path  # as the user named it
+    folder: Path  # the checkpoint or the transformers folder
+    config: ModelConfig
+    precision: str  # of the run that wrote the checkpoint, or of most weights of the transformers folder
+    trained_length: int | None  # --seq_length of the run
+    tokenizer_fingerprint: str | None  # of the run
+    hf_folder: HFFolder | None = None
+
+    @cached_property
+    def run(self) -> dict[str, Any] | None:
+        """The newest record in run.json of the run that this model belongs to; None if there is none."""
+        run = run_folder_of(self.path) if self.hf_folder is None else None
+        return newest_start(run) if run is not None else None
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """Return the run folder of RUN, RUN/checkpoints or RUN/checkpoints/global_stepN; None if it has no run.json."""
+    return next((folder for folder in (path, *path.absolute().parents[:2]) if (folder / "run.json").is_file()), None)
+
+
+def find_model(path: Path, step: int | None) -> ModelSource:
+    """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
+    if path.is_dir() and is_hf_folder(path) and not is_checkpoint(path) and not (path / "checkpoints").is_dir():
+        if step is not None:
+            raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
+                              remedy="leave --step out")
+        found = check_hf_folder(path)
+        return ModelSource(path, path, found.config, found.dtype, None, None, found)
+    folder, manifest = select_checkpoint(path, step)
+    config = model_config_from(manifest.model, str(folder / MANIFEST))
+    return ModelSource(path, folder, config, manifest.precision,
+                       None if getattr(manifest, "weights_only", False) else manifest.seq_length, manifest.tokenizer_fingerprint)
+
+
+def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigError:
+    """Load the tokenizer of --tokenizer, of the run or of the transformers folder.
+
+    Returns the error if no tokenizer is known. Raises ConfigError if it does not fit the model.
+    """
+    try:
+        path = flag or (tokenizer_of(source.path) if source.hf_folder is None else _tokenizer_in(source.folder))
+    except ConfigError as error:
+        return error
+    loaded = load_tokenizer(path)
+    if loaded.vocab_size > source.config.vocab_size:
+        raise ConfigError(f"--tokenizer {path}", found=f"{loaded.vocab_size} tokens",
+                          expected=f"at most the model's vocab_size, {source.config.vocab_size}",
+                          remedy="name the tokenizer with which the model was trained")
+    expected = source.tokenizer_fingerprint
+    if expected is not None and loaded.fingerprint != expected:
+        raise ConfigError(f"--tokenizer {path}", found=f"sha256 {loaded.fingerprint[:12]}...",
+                          expected=f"sha256 {expected[:12]}..., with which {source.folder} was trained",
+                          remedy="name the tokenizer of the run: with another one, the losses have no meaning")
+    return loaded
+
+
+def _tokenizer_in(folder: Path) -> str:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {folder} has neither tokenizer.json nor "
+                          "tokenizer.model", remedy="name the tokenizer of the model")
+    return str(folder)
+
+
+def open_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError) -> list[WindowSet]:
+    """Return the windows of all data that the flags choose. Without --data and --split: the run's own evaluations.
+
+    Raises ConfigError if data is missing or damaged, or does not fit the model.
+    """
+    length = _seq_length(source, flags)
+    stride = length if flags.stride is None else flags.stride
+    if stride > length:
+        raise ConfigError("--stride", found=stride, expected=f"at most --seq_length, {length}")
+    known = tokenizer if isinstance(tokenizer, Tokenizer) else None
+    sets = [_named_data(word, source, flags, tokenizer, length=length, stride=stride) for word in flags.data]
+    if flags.split or not flags.data:
+        sets += _run_data(source, flags, known, length=length, stride=stride)
+    return [one if flags.max_samples is None else one.first(flags.max_samples) for one in sets]
+
+
+def _seq_length(source: ModelSource, flags: DataFlags) -> int:
+    longest = source.config.max_positions
+    length = flags.seq_length or source.trained_length or min(longest, _LONGEST_DEFAULT)
+    if length > longest:
+        raise ConfigError("--seq_length", found=length,
+                          expected=f"at most {longest}, the positions of the model in {source.folder}")
+    return length
+
+
+def _named_data(word: str, source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError, *, length: int,
+                stride: int) -> WindowSet:
+    """Return the windows of a value of --data: the prefix of a .bin/.idx pair, or a text file."""
+    if word.endswith((".bin", ".idx")):
+        raise ConfigError(f"--data {word}", problem=f"give the prefix without {word[-4:]}")
+    known = tokenizer if isinstance(tokenizer, Tokenizer) else None
+    if Path(f"{word}.idx").is_file():
+        indexed = IndexedDataset(word)
+        masked_after = _masked_after(source, flags, _check_data(source, indexed, known), known)
+        return _rolling(word, indexed, 0, indexed.num_tokens, length=length, stride=stride, masked_after=masked_after)
+    if not Path(word).is_file():
+        raise ConfigError(f"--data {word}", problem=f"there is neither {word}.idx nor a text file {word}",
+                          remedy="give the prefix of a .bin/.idx pair, or a .txt, .jsonl or .gz file")
+    if flags.eod_mask_loss:
+        raise ConfigError("--eod_mask_loss", problem=f"it has no effect on the text {word}: the first token of a "
+                          "document always counts", remedy="leave it out, or give prepared data")
+    if isinstance(tokenizer, ConfigError):
+        raise tokenizer
+    return _text_windows(word, tokenizer, flags.jsonl_key, length=length, stride=stride)
+
+
+def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, length: int, stride: int,
+             masked_after: int | None) -> WindowSet:
+    if last - first < 2:
+        raise ConfigError(name, found=f"{last - first} tokens", expected="at least 2, to predict one of them",
+                          remedy="give more data")
+    return rolling_windows(name, indexed.tokens, [(first, last)], seq_length=length, stride=stride,
+                           masked_after=masked_after)
+
+
+def _check_data(source: ModelSource, indexed: IndexedDataset, tokenizer: Tokenizer | None) -> int | None:
+    return check_prepared_data(indexed, f"--data {indexed.prefix}", vocab_size=source.config.vocab_size,
+                               tokenizer=tokenizer, can_change_model=False)
+
+
+def _masked_after(source: ModelSource, flags: DataFlags, eod_of_data: int | None,
+                  tokenizer: Tokenizer | None) -> int | None:
+    """Return the token after which no prediction counts, if the loss is masked as by --eod_mask_loss."""
+    masks = flags.eod_mask_loss
+    if masks is None:
+        masks = bool(source.run is not None and source.run["flags"].get("eod_mask_loss"))
+    if not masks:
+        return None
+    token = tokenizer.eod_token if tokenizer is not None else eod_of_data
+    if token is None:
+        raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
+                          "and the data's .meta.json does not name the token", remedy="give --tokenizer")
+    return token
+
+
+def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, *, length: int, stride: int) -> WindowSet:
+    """Tokenize a text file. Each document follows an end-of-document token, which is its first context."""
+    import numpy as np
+
+    check_inputs([path])
+    prefix = [] if tokenizer.eod_token is None else [tokenizer.eod_token]
+    documents, num_bytes = _documents(path, tokenizer, jsonl_key)
+    if not documents:
+        raise ConfigError(path, problem="there is no text", remedy="give a file that is not empty")
+    flat = np.concatenate([np.array([*prefix, *document], np.int64) for document in documents])
+    ends = np.cumsum([len(prefix) + len(document) for document in documents]).tolist()
+
+    def tokens(start: int, stop: int) -> Tokens:
+        return flat[start:stop]
+
+    return rolling_windows(path, tokens, list(zip([0, *ends], ends, strict=False)), seq_length=length, stride=stride,
+                           vocab_charged=not prefix, text_bytes=num_bytes)
+
+
+def _documents(path: str, tokenizer: Tokenizer, jsonl_key: str) -> tuple[list[list[int]], int]:
+    """Return the tokens of each document with text, and the UTF-8 bytes of the text."""
+    documents: list[list[int]] = [[]]
+    num_bytes = 0
+    for chunk in read_chunks(path):
+        for text, ends in read_texts(chunk, jsonl_key=jsonl_key):
+            documents[-1] += tokenizer.encode(text)
+            num_bytes += len(text.encode())
+            if ends:
+                documents.append([])
+    return [document for document in documents if document], num_bytes
+
+
+def _run_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | None, *, length: int,
+              stride: int) -> list[WindowSet]:
+    """Return the windows of --split, or the samples of the run's own evaluations."""
+    run = source.run
+    if run is None:
+        raise ConfigError("--split" if flags.split else "--data",
+                          problem=f"{source.path} belongs to no run, so it has no data of its own",
+                          remedy="give --data with the prefix of a .bin/.idx pair or a text file")
+    if not flags.split and flags.stride is not None:
+        raise ConfigError("--stride", problem="the samples of the run's own evaluation do not overlap",
+                          remedy="give --data or --split too")
+    recorded = run["flags"]
+    data = open_run_data(recorded.get("train_data") or "", valid_data=recorded.get("valid_data"),
+                         test_data=recorded.get("test_data"), split=recorded.get("split") or "1", seq_length=length,
+                         seed=recorded.get("seed", 0), tokenizer=None, vocab_size=source.config.vocab_size,
+                         eod_mask_loss=False)
+    names = flags.split or tuple(name for name in SPLITS[1:] if name in data.datasets) or ("valid",)
+    masked_after = _masked_after(source, flags, data.eod_token, tokenizer)
+    sets = []
+    for name in names:
+        if name not in data.datasets:
+            raise ConfigError(f"--split {name}", problem=f"the run of {source.path} has no {name} data",
+                              remedy="give --data with the prefix of a .bin/.idx pair or a text file")
+        dataset = data.datasets[name]
+        sets.append(_rolling(name, dataset.indexed, dataset.first_token, dataset.last_token, length=length,
+                             stride=stride, masked_after=masked_after) if flags.split else
+                    sample_windows(f"{name}, as in training", dataset, _samples_of_evaluation(source.path, run, flags),
+                                   masked_after=masked_after))
+    return sets
+
+
+def _samples_of_evaluation(path: Path, run: dict[str, Any], flags: DataFlags) -> int:
+    """Return the number of samples that one evaluation of the run reads, or --max_samples if that is smaller."""
+    try:
+        samples = int(run["flags"]["eval_steps"]) * int(run["batch"]["global_batch_size"])
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{path}: run.json", problem="the record of the run's batch size or eval_steps is damaged",
+                          remedy="give --data or --split") from None
+    return samples if flags.max_samples is None else min(samples, flags.max_samples)

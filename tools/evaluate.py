@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.
+
+    python tools/evaluate.py RUN
+    deepspeed --num_accelerators 2 tools/evaluate.py RUN --data data/valid book.txt
+
+RUN is a run folder, a checkpoint of any layout, or a transformers folder. Any launcher may start the ranks.
+Exit codes: 0 done; 2 bad input.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # find the package from any working directory, also without an installation
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pretrain.analysis.evaluate.inputs import SPLITS, DataFlags, find_model, find_tokenizer, open_data
+from pretrain.analysis.evaluate.report import Setting, table_lines, write_json
+from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
+from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.distributed.device import detect_device
+from pretrain.distributed.print_error import print_error
+from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.engine.prepare import prepare_deepspeed
+from pretrain.errors import ConfigError
+from pretrain.paths import check_file
+from pretrain.terminal.status import clear_status, status
+
+
+def _parser() -> Parser:
+    parser = Parser(description="Evaluate a model: loss, perplexity and bits per byte on data, and tasks of lm-eval.")
+    add = parser.add_argument
+    add("run", type=path, metavar="RUN",
+        help="run folder, one of its global_stepN folders, or a transformers folder")
+    add("--step", type=whole_number(), metavar="N",
+        help="step of the checkpoint (default: the newest complete checkpoint)")
+    add("--data", nargs="+", type=path_text, default=(), metavar="DATA",
+        help="prefix of a .bin/.idx pair, or text: .txt, .jsonl, .gz (default: repeat the run's own evaluation)")
+    add("--split", nargs="+", choices=SPLITS, default=(), help="all documents of these parts of the run's data")
+    add("--tokenizer", type=path_text, metavar="PATH", help="tokenizer (default: the run's --tokenizer)")
+    add("--jsonl_key", type=text, default="text", metavar="KEY",
+        help="key of the text in .jsonl files (default: %(default)s)")
+    add("--seq_length", type=whole_number(1), metavar="T",
+        help="largest number of tokens that the model sees at once (default: the run's --seq_length)")
+    add("--stride", type=whole_number(1), metavar="S",
+        help="new tokens of each window; the others are context (default: T, that is, no overlap)")
+    add("--max_samples", type=whole_number(1), metavar="N", help="evaluate only the first N windows of each data set")
+    add("--micro_batch_size", type=whole_number(1), metavar="B",
+        help="windows that a rank computes at once (default: 8192 / T)")
+    add("--eod_mask_loss", action=argparse.BooleanOptionalAction,
+        help="leave out the prediction that follows an end-of-document token (default: as the run)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's precision)")
+    add("--partition_weights", action=argparse.BooleanOptionalAction,
+        help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
+    add("--json", type=path, metavar="FILE", help="also write the results to this file")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    return parser
+
+
+def _run(args: argparse.Namespace, world: World) -> int:
+    """Check everything, then import torch and evaluate. Raises ConfigError."""
+    flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
+                      args.max_samples, args.eod_mask_loss)
+    if args.json is not None:
+        check_file(args.json, "--json")
+    source, device = find_model(args.run, args.step), detect_device()
+    dtype = choose_dtype(source, device, args.dtype)
+    partition = choose_partition(source, dtype, device, world, args.partition_weights)
+    tokenizer = find_tokenizer(source, args.tokenizer)
+    sets = open_data(source, flags, tokenizer)
+    status("loading torch and DeepSpeed")
+    prepare_deepspeed(device)
+    from pretrain.analysis.evaluate.evaluate import evaluate
+    from pretrain.distributed.process_group import init_process_group
+    from pretrain.engine.build import deepspeed_output
+
+    with deepspeed_output("error"):
+        if world.size > 1:
+            init_process_group(world)
+        status("loading the weights")
+        results = evaluate(source, sets, tokenizer if isinstance(tokenizer, Tokenizer) else None, dtype=dtype,
+                           partition=partition, micro_batch_size=args.micro_batch_size)
+    clear_status()
+    if world.rank == 0:
+        setting = Setting(str(source.folder), source.config.num_parameters(), dtype, device.kind, world.size, partition)
+        print("\n".join(table_lines(setting, results, {})))
+        if args.json is not None:
+            write_json(args.json, setting, results, {})
+    return 0
+
+
+def main() -> int:
+    """Run the program and return its exit code."""
+    world = ALONE
+    try:
+        world = running_environment()
+        return _run(_parser().parse_args(), world)
+    except ConfigError as error:
+        print_error(world, error)
+        return 2
+
+
+if __name__ == "__main__":
+    run_main(main)
