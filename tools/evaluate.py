@@ -55,7 +55,7 @@ def _parser() -> Parser:
     add("--partition_weights", action=argparse.BooleanOptionalAction,
         help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
     add("--json", type=path, metavar="FILE", help="also write the results to this file")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    add("--local_rank", type=whole_number(-1, 2**31), help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     return parser
 
 

@@ -48,18 +48,23 @@ class WindowSet:
         cut = {name: getattr(self, name)[:number] for name in ("starts", "lengths", "scored", "without_context")}
         return replace(self, **cut, text_bytes=None)
 
-    def window(self, index: int) -> tuple[Tokens, Tokens, npt.NDArray[np.float32]]:
-        """Return inputs, targets and weights of a window, each [T]. Padding at the end has weight 0."""
-        start, length, scored = int(self.starts[index]), int(self.lengths[index]), int(self.scored[index])
-        inputs, targets = np.zeros(self.seq_length, np.int64), np.zeros(self.seq_length, np.int64)
-        weights = np.zeros(self.seq_length, np.float32)
-        if length:
-            tokens = self.tokens(start, start + length + 1)
-            inputs[:length], targets[:length] = tokens[:-1], tokens[1:]
-            weights[length - scored:length] = 1
+    def batch(self, first: int, size: int) -> tuple[Tokens, Tokens, npt.NDArray[np.float32], Tokens]:
+        """Return `size` windows from `first` on: inputs, targets and weights [size, T], and `without_context` [size].
+
+        Weights are 1 for targets that count and 0 for others. Rows after the last window have only zeros.
+        """
+        inputs, targets = np.zeros((size, self.seq_length), np.int64), np.zeros((size, self.seq_length), np.int64)
+        weights, alone = np.zeros((size, self.seq_length), np.float32), np.zeros(size, np.int64)
+        for row, index in enumerate(range(first, min(first + size, len(self)))):
+            start, length, scored = int(self.starts[index]), int(self.lengths[index]), int(self.scored[index])
+            alone[row] = self.without_context[index]
+            if length:
+                tokens = self.tokens(start, start + length + 1)
+                inputs[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
+                weights[row, length - scored:length] = 1
         if self.masked_after is not None:
             weights[inputs == self.masked_after] = 0
-        return inputs, targets, weights
+        return inputs, targets, weights, alone
 
     def target_ranges(self) -> list[tuple[int, int]]:
         """Return the ranges [first, last) of the flat sequence that the targets cover. Adjacent ranges are merged."""
@@ -89,9 +94,9 @@ class WindowSet:
             start = first
             while start < last:
                 tokens = self.tokens(start, min(start + _DECODED_TOKENS, last))
-                ends = np.flatnonzero(tokens == eod_token) if eod_token is not None else ()
+                ends = np.flatnonzero(tokens == eod_token) if eod_token is not None else np.zeros(0, np.int64)
                 if start + len(tokens) < last and len(ends):
-                    tokens = tokens[:ends[-1] + 1]
+                    tokens = tokens[:int(ends[-1]) + 1]
                 counted = np.ones(len(tokens), bool)
                 if self.masked_after is not None:
                     before = self.tokens(start - 1, start) if start else tokens[:1]

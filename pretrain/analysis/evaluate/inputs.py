@@ -70,7 +70,7 @@ def find_model(path: Path, step: int | None) -> ModelSource:
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     return ModelSource(path, folder, config, manifest.precision,
-                       None if getattr(manifest, "weights_only", False) else manifest.seq_length, manifest.tokenizer_fingerprint)
+                       None if manifest.weights_only else manifest.seq_length, manifest.tokenizer_fingerprint)
 
 
 def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigError:

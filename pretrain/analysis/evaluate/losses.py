@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -148,16 +146,9 @@ def _losses_of_batch(model: LoadedModel, windows: WindowSet, first: int, size: i
                      vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss and the number of tokens of `size` windows from `first` on, [B] fp64 each.
 
-    Windows after the last one are empty: this rank makes its forward call, but counts nothing.
+    Rows after the last window are empty: this rank makes its forward call, but counts nothing.
     """
-    indices = np.arange(first, first + size)
-    rows = [windows.window(index) for index in indices.clip(max=len(windows) - 1).tolist()]
-    tokens_BT, labels_BT = (torch.from_numpy(np.stack(arrays)) for arrays in list(zip(*rows, strict=True))[:2])
-    weights_BT = torch.from_numpy(np.stack([row[2] for row in rows]))
-    weights_BT[torch.from_numpy(indices >= len(windows))] = 0
-    alone_B = torch.tensor([windows.without_context[index] if index < len(windows) else 0 for index in indices.tolist()],
-                           dtype=torch.float64)
-    counts_B = weights_BT.sum(1, dtype=torch.float64) + alone_B
-    moved: list[Any] = [tensor.to(model.device) for tensor in (tokens_BT, labels_BT, weights_BT, counts_B, alone_B)]
-    loss_B = model.losses_of_rows(*moved[:3]).double() + moved[4] * math.log(vocab_size)
-    return loss_B, moved[3]
+    arrays = windows.batch(first, size)
+    tokens_BT, labels_BT, weights_BT, alone_B = (torch.from_numpy(array).to(model.device) for array in arrays)
+    loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT).double() + alone_B * math.log(vocab_size)
+    return loss_B, weights_BT.sum(1, dtype=torch.float64) + alone_B
