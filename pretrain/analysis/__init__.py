@@ -1,4 +1,5 @@
 """Tools for existing runs: the summary and loss plot of a run folder, text generation and evaluation.
 
-Imports checkpoint/, monitor/, engine/, distributed/, terminal/, data/, model/, cli and errors; never the trainer, cluster/ or bench/.
+Imports checkpoint/, monitor/, engine/, distributed/, terminal/, data/, model/, cli and errors; never the
+trainer, cluster/ or bench/.
 """
