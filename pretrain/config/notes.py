@@ -7,6 +7,7 @@ from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
+from pretrain.model.init_methods import width_multiplier
 
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
 
@@ -32,7 +33,7 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_vocabulary_notes(resolved, data), *_epoch_notes(resolved, data),
-            *_evaluation_notes(resolved, data), *_speed_notes(resolved))
+            *_evaluation_notes(resolved, data), *_speed_notes(resolved), *_mup_notes(resolved))
 
 
 def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
@@ -76,3 +77,13 @@ def _speed_notes(resolved: ResolvedConfig) -> list[str]:
         if model.activation == "gelu_tanh" and shutil.which(os.environ.get("CC", "cc")) is None:
             notes.append("no C compiler: torch's own GELU is used, which takes four times as long")
     return notes
+
+
+def _mup_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note the learning rate that muP gives to matrices."""
+    width = resolved.args.mup_base_width
+    if width is None:
+        return []
+    multiplier, rate = width_multiplier(resolved.model, width), resolved.get("optimizer.params.lr")
+    return [f"muP: the model is {multiplier:g} times as wide as its base model; the peak learning rate of its "
+            f"matrices, embeddings aside, is {rate / multiplier:g}, and that of all other parameters {rate:g}"]

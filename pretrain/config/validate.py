@@ -7,6 +7,7 @@ from typing import Any
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags, check_folders
+from pretrain.config.initialization import check_initialization_flags, mup, with_dropout
 from pretrain.config.layout import Layout
 from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
@@ -29,7 +30,7 @@ class Plan:
 
     args: RunArguments
     ds_config: dict[str, Any]  # complete, as handed to deepspeed.initialize
-    model: ModelConfig
+    model: ModelConfig  # with the dropouts of the flags
     layout: Layout
     train_steps: int
     datasets: dict[str, SampleDataset]
@@ -76,10 +77,11 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
     """Validate flags, model and JSON together. Raises ConfigError for the first error."""
     _check_deepspeed()
     check_flags(args)
+    check_initialization_flags(args)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
-    model = model_of_run(args.model, args.model_overrides, saved_model)
+    model = with_dropout(model_of_run(args.model, args.model_overrides, saved_model), args)
     if args.seq_length > model.max_positions:
         source = f"--model {args.model}" if args.model or saved_model is None else saved_model.where
         raise ConfigError("--seq_length", found=args.seq_length,
@@ -87,6 +89,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     resolved = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(resolved)
+    mup(resolved)
     return resolved
 
 

@@ -16,12 +16,14 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
+from pretrain.config.initialization import initialization_of
 from pretrain.config.validate import Plan
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
-from pretrain.engine.parameter_groups import parameter_groups
+from pretrain.engine.parameter_groups import mup_parameter_groups, parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
+from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks
 from pretrain.patches.apply import apply_patches
 
@@ -70,19 +72,30 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     module = _build_module(plan)
     if initialize:
-        initialize_parameters(module, plan.model, seed=plan.args.seed)
+        initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
-    groups = parameter_groups(module.parameters())
-    _check_groups(groups)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=plan.ds_config,
-                                      lr_scheduler=_scheduler(plan))
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
+                                      config=plan.ds_config, lr_scheduler=_scheduler(plan))
     apply_patches(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine
+
+
+def _parameter_groups(module: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups, those of muP with --mup_base_width. Raises ConfigError."""
+    base_width = plan.args.mup_base_width
+    if base_width is None:
+        groups = parameter_groups(module.named_parameters())
+        _check_groups(groups)
+        return groups
+    groups = mup_parameter_groups(module.named_parameters(), multiplier=width_multiplier(plan.model, base_width),
+                                  learning_rate=plan.ds_config["optimizer"]["params"]["lr"])
+    _check_groups(groups[1:])  # the first group, of embeddings, may differ: see patches/pipeline.py, reduce_norm_once
+    return groups
 
 
 def _check_groups(groups: list[dict[str, Any]]) -> None:

@@ -7,42 +7,48 @@ import torch
 from torch import nn
 
 from pretrain.model.config import ModelConfig
+from pretrain.model.init_methods import Initialization, initial_std, is_uniform
 
-RESIDUAL_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")
+FROM_CONFIG = Initialization()
 
 
-def initial_value(name: str, shape: torch.Size, config: ModelConfig, *, seed: int) -> torch.Tensor:
-    """Return an fp32 tensor on the CPU: 0 for biases, 1 for norms, N(0, initializer_range) for matrices.
+def initial_value(name: str, shape: torch.Size, config: ModelConfig, *, seed: int,
+                  how: Initialization = FROM_CONFIG) -> torch.Tensor:
+    """Return an fp32 tensor on the CPU: 0 for biases, random values for matrices; norms start as multiplication by 1.
 
-    With `config.scale_residual_init`, residual projections have a smaller standard deviation.
+    The values of a matrix have the standard deviation of `initial_std` and the mean 0.
     """
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    std = config.initializer_range
-    if config.scale_residual_init and name.endswith(RESIDUAL_PROJECTIONS):
-        std /= math.sqrt(2 * config.num_layers)
+        return torch.zeros(shape) if name.endswith("bias") else torch.full(shape, 1.0 - config.norm_offset)
+    std = initial_std(name, shape, config, how)
     # a 32-bit checksum, because torch's CPU generator ignores the higher bits of a seed
     generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if is_uniform(name, how):
+        bound = math.sqrt(3) * std
+        return values.uniform_(-bound, bound, generator=generator)
+    return values.normal_(0.0, std, generator=generator)
 
 
-def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int) -> None:
+def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int,
+                          how: Initialization = FROM_CONFIG) -> None:
     """Fill the parameters of a plain module, of this rank's pipeline stage, or of a module under `zero.Init`, in place.
 
     Under ZeRO-3 the call is collective, and rank 0 computes the values.
     """
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id"):
-            _fill_partitioned(name, parameter, config, seed)
+            _fill_partitioned(name, parameter, config, seed, how)
         else:
             with torch.no_grad():
-                parameter.copy_(initial_value(name, parameter.shape, config, seed=seed))
+                parameter.copy_(initial_value(name, parameter.shape, config, seed=seed, how=how))
 
 
-def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int) -> None:
+def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int,
+                      how: Initialization) -> None:
     import deepspeed
 
     # one at a time, so that no rank holds more than one complete parameter
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         if deepspeed.comm.get_rank() == 0:
-            parameter.copy_(initial_value(name, parameter.shape, config, seed=seed))
+            parameter.copy_(initial_value(name, parameter.shape, config, seed=seed, how=how))

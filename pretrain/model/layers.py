@@ -41,7 +41,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         # with learned positions, PositionEmbedding applies the dropout
-        self.dropout = nn.Dropout(config.embedding_dropout if config.position == "rope" else 0.0)
+        self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""

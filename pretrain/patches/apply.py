@@ -23,6 +23,8 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
+    ZeRO-1 + pipeline: stages with different parameter groups wait for
+       each other forever                                                 pipeline.reduce_norm_once
     on CPUs each run leaves 66 MiB a rank in /dev/shm                     process_group.remove_shared_memory_names
     process groups ignore DEEPSPEED_TIMEOUT                               process_group.use_one_timeout_for_all_groups
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
@@ -32,11 +34,17 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.patches.adam import make_bias_correction_stateless
 from pretrain.patches.fp16 import scale_loss_at_stage_0
 from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
-from pretrain.patches.pipeline import clip_fp32_by_global_norm, reduce_tied_gradients
+from pretrain.patches.pipeline import (
+    clip_fp32_by_global_norm,
+    has_different_groups,
+    reduce_norm_once,
+    reduce_tied_gradients,
+)
 
 
 def apply_patches(engine: DeepSpeedEngine) -> None:
@@ -45,6 +53,8 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         scale_loss_at_stage_0(engine)
     if isinstance(engine, PipelineEngine):
         reduce_tied_gradients(engine)
+        if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and has_different_groups(engine):
+            reduce_norm_once(engine)
     if engine.zero_nvme_offload_optimizer() or parameters_on_nvme(engine):
         save_complete_nvme_checkpoints(engine)
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):

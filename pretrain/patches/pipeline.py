@@ -1,8 +1,9 @@
-"""Defects B and K: wrong gradients and wrong clipping between pipeline stages.
+"""Defects B and K: wrong gradients and wrong clipping between pipeline stages; and a norm that never completes.
 
-Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*.
+Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*, and by tests/engine/test_mup.py.
 """
 
+import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
@@ -51,3 +52,31 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     engine.clip_fp32_gradients = clip
     if max_norm == 0:  # the engine calls clip_fp32_gradients only if clipping is on
         engine.optimizer.register_step_pre_hook(lambda *_: clip())
+
+
+def has_different_groups(engine: PipelineEngine) -> bool:
+    """Return whether the pipeline stages have different numbers of parameter groups, without empty ones; collective."""
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, len(engine.optimizer.param_groups))
+    return len({*counts}) > 1
+
+
+def reduce_norm_once(engine: PipelineEngine) -> None:
+    """Sum the gradient norm of all parameter groups over the pipeline stages at once, instead of that of each group.
+
+    DeepSpeed 0.19.8: `scaled_global_norm` (runtime/zero/stage_1_and_2.py) reduces the norm of each non-empty group.
+    Stages with different groups wait for each other forever. With muP, only the first stage has embeddings.
+    """
+    optimizer = engine.optimizer
+    norm_of_stage, reduce_over_stages = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        try:
+            squared: torch.Tensor = norm_of_stage(norm_type).float() ** 2
+        finally:
+            optimizer._model_parallel_all_reduce = reduce_over_stages
+        reduce_over_stages(tensor=squared, op=dist.ReduceOp.SUM)
+        return squared.sqrt()
+
+    optimizer.scaled_global_norm = scaled_global_norm

@@ -1,10 +1,12 @@
 """Layers, loss and initial weights of the plain module."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from pretrain.config.initialization import DROPOUTS
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module
@@ -156,6 +158,19 @@ def test_dropout_acts_in_training_only(tmp_path):
         assert not torch.equal(module(tokens), module(tokens)), (name, changes)
         module.eval()
         assert torch.equal(module(tokens), module(tokens)), (name, changes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox_parallel"])
+@pytest.mark.parametrize("dropout", DROPOUTS)
+def test_every_family_has_every_dropout(name, dropout, tmp_path):
+    """The flags of train.py give all families dropouts for which their config.json has no keys."""
+    config = dataclasses.replace(load_model_config(write_config(tmp_path, SHAPES[name])), **{dropout: 0.3})
+    module = as_module(config)
+    initialize_parameters(module, config, seed=1)
+    tokens = torch.randint(0, config.vocab_size, (2, 16))
+    assert not torch.equal(module(tokens), module(tokens))
+    module.eval()
+    assert torch.equal(module(tokens), module(tokens))
 
 
 def test_labels_without_weights_are_rejected(tmp_path):

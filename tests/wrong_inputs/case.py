@@ -40,10 +40,12 @@ class Case:
 _ZEROS = {  # flags for which 0 is valid
     "tools/check_cluster.py": ("rounds", "min_gbit", "max_clock_skew"), "tools/generate.py": ("top_k",),
     "tools/checkpoint.py prune": ("keep_every", "keep_best"),
-    "tools/compare_zero.py": ("activation_checkpoint_interval",),
+    "tools/compare_zero.py": ("activation_checkpoint_interval", "embedding_dropout", "attention_dropout",
+                              "residual_dropout"),
     "launch/supervise.py": ("max_restarts", "backoff_s", "backoff_max_s", "grace_s"),
     "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
-                          "keep_every", "keep_best", "weight_decay", "adam_epsilon"),
+                          "keep_every", "keep_best", "weight_decay", "adam_epsilon", "embedding_dropout",
+                          "attention_dropout", "residual_dropout"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
@@ -51,7 +53,7 @@ _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/generate.py": ("temperature", "repetition_penalty"), "tools/make_corpus.py": ("megabytes",),
     "tools/train_tokenizer.py": ("max_megabytes",),
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
-    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops"),
+    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std"),
 }
 
 

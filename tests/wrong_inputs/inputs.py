@@ -106,6 +106,7 @@ def _make_run(run: Path, tokenizer: str) -> None:
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+UNTIED = {"model_overrides": "tie_word_embeddings=false"}
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # the file
     ({}, {"deepspeed_config": NOTHING}, "--deepspeed_config: found nothing"),
@@ -263,6 +264,18 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"lr_schedule": "cosin"}, 'Did you mean "cosine"'),
     ({}, {"lr_warmup_steps": 51}, "--lr_warmup_steps"),
     ({}, {"min_lr_ratio": 2}, "--min_lr_ratio"),
+    # initial weights, muP and dropout
+    ({}, {"init_method": "smal_init"}, 'Did you mean "small_init"'),
+    ({}, {"init_method": "wang_init", "output_init_method": "small_init", "init_std": 0.1}, "--init_std"),
+    ({}, {"init_std": 0}, "--init_std"),
+    ({}, {"residual_dropout": 1}, "--residual_dropout: found 1.0; expected a probability"),
+    ({}, {"mup_base_width": 32}, "--model_overrides tie_word_embeddings=false"),
+    ({}, {"mup_base_width": 48, **UNTIED}, "--mup_base_width: found 48; expected a multiple of 32"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization.stage": 2},
+     {"mup_base_width": 32, **UNTIED},
+     "expected Adam, AdamW or Lion with --mup_base_width"),
+    ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"mup_base_width": 32, **UNTIED},
+     "it sets one learning rate for all parameters"),
     ({}, {"save_interval": -1}, "--save_interval"),
     ({}, {"log_interval": 0}, "--log_interval"),
     ({}, {"exit_step": 51}, "--exit_step"),

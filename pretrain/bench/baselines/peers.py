@@ -57,8 +57,8 @@ def torch_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     plan = job.plan()
     device = torch.device("cuda" if job.device_kind == "cuda" else "cpu")
     model = _model(plan).to(device)
-    optimizer = torch.optim.AdamW(parameter_groups(model.parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8,
-                                  weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95),
+                                  eps=1e-8, weight_decay=0.1, fused=True)
     requests.report_build(_parameters(model))
     for tokens_BT, labels_BT in _batches(plan, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.layout.precision == "bf16"):
@@ -80,7 +80,7 @@ def deepspeed_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         plan = job.plan()
         model = _model(plan)
         parameters = _parameters(model)
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model.parameters()),
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model.named_parameters()),
                                           config=job.option("ds_config"))
     requests.report_build(parameters)
     for tokens_BT, labels_BT in _batches(plan, engine.device):

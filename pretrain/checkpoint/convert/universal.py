@@ -28,6 +28,10 @@ def convert(folder: Path, out: Path) -> None:
     if manifest.weights_only:
         raise ConfigError(str(folder), problem="this checkpoint has only weights, and the universal format needs the "
                           "optimizer's states", remedy="name a checkpoint that a run wrote")
+    if manifest.initialization.get("mup_base_width") is not None:
+        raise ConfigError(str(folder), problem="it was trained with --mup_base_width, and DeepSpeed's universal format "
+                          "has one learning rate for all parameters",
+                          remedy="resume with pretrain/train.py, which loads checkpoints of any layout")
 
     def write(temporary: Path) -> None:
         reader = CheckpointReader(folder)

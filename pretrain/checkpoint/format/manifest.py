@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.format.files import FileRecord
+from pretrain.config.initialization import DROPOUTS, initialization_of
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 
@@ -54,6 +55,8 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: no evaluation at this step, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
+    initialization: dict[str, Any] = field(default_factory=dict)  # fields of Initialization
+    dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
@@ -119,8 +122,9 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         seq_length=layout.seq_length, model=plan.model.hf_config,
         data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
-        loss_scale=loss_scale, scheduler=scheduler_source(plan), save_id=save_id,
-        origin=asdict(plan.origin) if plan.origin else None)
+        loss_scale=loss_scale, initialization=asdict(initialization_of(plan.args)),
+        dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
+        save_id=save_id, origin=asdict(plan.origin) if plan.origin else None)
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:

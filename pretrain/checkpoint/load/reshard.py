@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch._utils import _unflatten_dense_tensors
+from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
@@ -253,6 +254,8 @@ def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
     engine.skipped_steps = saved["skipped_steps"]
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        if isinstance(engine.lr_scheduler, LambdaLR):  # its state has a rate for each group of another layout
+            engine.lr_scheduler.base_lrs = [group["initial_lr"] for group in base_optimizer(engine).param_groups]
 
 
 def _update_16bit_weights(engine: DeepSpeedEngine) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from pretrain.checkpoint.format.manifest import (
     tokenizer_fingerprint,
 )
 from pretrain.checkpoint.load.init_from import check_origin
+from pretrain.config.initialization import initialization_of, reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import check_same_parameters
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
+from pretrain.model.init_methods import Initialization
 from pretrain.monitor.read_run_folder import newest_start
 
 
@@ -88,6 +90,7 @@ def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[st
     if plan.args.resume == "required":
         raise ConfigError("--resume required", problem=f"{folder} holds weights alone, and no state of a run",
                           remedy="to begin at step 0 with these weights, use --resume auto")
+    reject_initial_values(plan.args, f"the run begins with the weights of {folder}")
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
     return check_same_parameters(saved, plan.model, folder=folder, model=plan.args.model,
                                  overrides=plan.args.model_overrides)
@@ -114,10 +117,13 @@ def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     # a scheduler cannot load the state of another scheduler
     _reject_change(folder, "source of the learning rate", {
         "scheduler of": (manifest.scheduler, scheduler_source(plan))})
-    saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
+    saved = replace(model_config_from(manifest.model, f"{folder / MANIFEST}: model"), **manifest.dropouts)
     _reject_change(folder, "model", {
         f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
         for f in fields(saved) if f.name != "hf_config"})
+    initial, current = Initialization(**manifest.initialization), initialization_of(plan.args)
+    _reject_change(folder, "initialization", {
+        f"--{name}": (value, getattr(current, name)) for name, value in asdict(initial).items()})
     if plan.args.train_tokens is not None:
         _reject_change(folder, "batch, or --train_steps instead of --train_tokens", {
             "global batch size": (manifest.global_batch_size, plan.layout.global_batch_size)})

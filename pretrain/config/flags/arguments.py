@@ -80,6 +80,26 @@ class ScheduleArguments:
 
 
 @dataclass(frozen=True)
+class InitArguments:
+    title: ClassVar[str] = "initial weights and dropout"
+    description: ClassVar[str] = "Settings of the training only: an exported config.json does not change."
+
+    init_method: str = _flag("config", "initial values of matrices: config (as the config.json says), normal, "
+                                       "scaled_normal, small_init, wang_init, xavier_normal or xavier_uniform",
+                             metavar="NAME")
+    output_init_method: str = _flag("config", "the same for the projections into the residual stream", metavar="NAME")
+    init_std: float | None = _flag(None, "standard deviation of config, normal and scaled_normal",
+                                   unset="initializer_range of the config.json")
+    mup_base_width: int | None = _flag(None, "muP: hidden size of the smaller model whose learning rate and "
+                                             "standard deviation were tuned", unset="without muP")
+    embedding_dropout: float | None = _flag(None, "dropout of the embeddings", unset="that of the config.json")
+    attention_dropout: float | None = _flag(None, "dropout of the attention probabilities",
+                                            unset="that of the config.json")
+    residual_dropout: float | None = _flag(None, "dropout of the outputs of attention and MLP",
+                                           unset="that of the config.json")
+
+
+@dataclass(frozen=True)
 class LoggingArguments:
     title: ClassVar[str] = "evaluation and logging"
 
@@ -150,13 +170,13 @@ class SpeedArguments:
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # set by DeepSpeed's launcher
 
 
-GROUPS = (ModelArguments, DataArguments, ScheduleArguments, LoggingArguments, CheckpointArguments, AutoArguments,
-          SpeedArguments)
+GROUPS = (ModelArguments, DataArguments, ScheduleArguments, InitArguments, LoggingArguments, CheckpointArguments,
+          AutoArguments, SpeedArguments)
 
 
 @dataclass(frozen=True)
-class RunArguments(SpeedArguments, AutoArguments, CheckpointArguments, LoggingArguments, ScheduleArguments,
-                   DataArguments, ModelArguments):
+class RunArguments(SpeedArguments, AutoArguments, CheckpointArguments, LoggingArguments, InitArguments,
+                   ScheduleArguments, DataArguments, ModelArguments):
     """All flags of a run.
 
     The base classes are in reverse order, because a dataclass takes the fields of its last base first.

@@ -8,6 +8,7 @@ from pretrain.cli import LONGEST_SECONDS
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.lr_schedule import KINDS
 from pretrain.errors import ConfigError
+from pretrain.model.init_methods import INIT_METHODS
 from pretrain.paths import check_folder
 
 RESUME_CHOICES = ("auto", "required", "never")
@@ -15,15 +16,15 @@ SAVE_BUSY_CHOICES = ("wait", "skip")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                 "global_batch_size", "train_steps", "train_tokens")
+                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "weight_decay", "adam_epsilon",
                   "gradient_clipping")
-_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops")
+_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std")
 _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
-            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1}
+            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "deepspeed_log_level": LOG_LEVELS,
-            "lr_schedule": KINDS}
+            "lr_schedule": KINDS, "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
 
 
 def check_flags(args: RunArguments) -> None:

@@ -3,8 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from pretrain.config.initialization import given_dropouts, with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
@@ -72,7 +74,9 @@ def workload_of(flags: argparse.Namespace) -> Workload:
                        kernel_efficiency=flags.kernel_efficiency)
     shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
         read_shape(flags.model)
-    model = None if shape.untrainable_reason else load_model_config(flags.model, flags.model_overrides)
+    shape = replace(shape, **given_dropouts(flags))
+    model = None if shape.untrainable_reason else \
+        with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
     return Workload(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import Parser, number, path_text, text, whole_number
+from pretrain.config.initialization import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
@@ -62,6 +63,8 @@ def _parser() -> Parser:
     group.add_argument("--model", type=path_text,
                        help="preset name, transformers config.json, or a folder that holds one")
     group.add_argument("--model_overrides", type=text, help="changes to the config.json: n_layer=4,vocab_size=8000")
+    for flag in DROPOUTS:
+        group.add_argument(f"--{flag}", type=number(0, 0.999), help="instead of the dropout in the config.json")
     group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: compare only the model states, as in the ZeRO paper")
     group = parser.add_argument_group("the machines")
@@ -123,8 +126,9 @@ def validate_flags(flags: argparse.Namespace) -> None:
     if (flags.model is None) == (flags.num_parameters is None):
         raise ConfigError("--model / --num_parameters", expected="one of the two",
                           found="neither" if flags.model is None else "both")
-    if flags.model_overrides and flags.model is None:
-        raise ConfigError("--model_overrides", problem="it needs --model, which is missing")
+    for name in ("model_overrides", *DROPOUTS):
+        if getattr(flags, name) is not None and flags.model is None:
+            raise ConfigError(f"--{name}", problem="it needs --model, which is missing")
     if flags.configs:
         _reject(flags, [name for name in _AXES if name not in ("micro_batch_size", "seq_length")], "with --configs")
         _reject(flags, ["global_batch_size"], "with --configs")

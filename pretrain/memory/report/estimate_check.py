@@ -15,6 +15,7 @@ from rich.table import Table
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.initialization import given_dropouts
 from pretrain.distributed.device import cpu_device, detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.estimate_memory import MemoryEstimate, estimate_memory, estimate_rank
@@ -110,7 +111,7 @@ def _train_arguments(candidate: Candidate, flags: argparse.Namespace, folder: Pa
         deepspeed_config=str(path), model=flags.model, model_overrides=flags.model_overrides, save=str(folder / "run"),
         seq_length=layout.seq_length, train_steps=100, nvme_path=nvme_path if needs_nvme_path else None,
         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE,
-        emulate_fp16=layout.precision == "fp16" and not device.fp16)
+        emulate_fp16=layout.precision == "fp16" and not device.fp16, **given_dropouts(flags))
 
 
 def check_estimates(candidates: Sequence[Candidate], workload: Workload, flags: argparse.Namespace,

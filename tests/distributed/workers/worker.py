@@ -34,6 +34,7 @@ from pretrain.engine.steps import (
     sum_over_data_parallel,
     train_batch,
 )
+from pretrain.model.layer_specs import as_module
 from tests.support.cases_loop import each_case
 
 Case = dict[str, Any]
@@ -200,6 +201,31 @@ def two_steps(case: Case) -> dict[str, Any]:
               "stages": plan.layout.pipeline_stages, "before": initial_loss_bound(plan)}
     end(engine)
     return result
+
+
+def mup(case: Case) -> dict[str, Any]:
+    """Train; return the losses, the rate and weight decay of each parameter, and mean absolute activations at the end.
+
+    The activations are those of a fixed batch: outputs of each block's attention and MLP, and the logits.
+    """
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    groups_of = {id(parameter): group for group in engine.optimizer.param_groups for parameter in group["params"]}
+    rates = {name: [groups_of[id(parameter)][key] for key in ("lr", "weight_decay")]
+             for name, parameter in engine.module.named_parameters() if id(parameter) in groups_of}
+    rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
+    state, sizes = engine.module.state_dict(), {}
+    if plan.layout.pipeline_stages == 1 and plan.layout.zero_stage < 3:
+        module = as_module(plan.model)
+        module.load_state_dict(state)
+        tokens = torch.arange(4 * 32).view(4, 32) * 7 % plan.model.vocab_size
+        watched = [name for name, _ in module.named_modules() if name.endswith(("attention", "mlp", "lm_head"))]
+        for name in watched:
+            module.get_submodule(name).register_forward_hook(
+                lambda *call, name=name: sizes.update({name: float(call[-1].abs().mean())}))
+        module.eval()(tokens)
+    end(engine)
+    return {**rows, "rates": rates, "sizes": sizes}
 
 
 def initial_loss_bound(plan: Plan) -> float:
