@@ -32,6 +32,8 @@ def main() -> None:
     import_hf(found, args.output, tokenizer)
     print(output_summary(args.output))
     print(f"{found.config.num_parameters():,} parameters, {found.dtype}, architecture {found.config.architecture}")
+    for note in tokenizer.notes if tokenizer else ():
+        print(f"note: {note}")
     if tokenizer is None:
         print("no tokenizer: the folder has neither tokenizer.model nor tokenizer.json")
     elif step_of(args.output) == 0:

@@ -8,13 +8,11 @@ from typing import Any
 from pretrain.data.huggingface_tokenizer import read_library
 from pretrain.data.probe_texts import ORDINARY, RARE
 from pretrain.data.special_tokens import TokenIds, read_object
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from pretrain.data.transformers_files import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
 from pretrain.errors import ConfigError, shorten
 
 _CONFIG = "tokenizer_config.json"
-_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-               "vocab.json", "merges.txt", "tokenizer.model")
 _OWN_CLASS = ("qwen2",)
 """model types for which transformers 5.23 ignores the tokenizer_class of tokenizer_config.json, and rebuilds the
 tokenizer with a class of its own (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in models/auto/tokenization_auto.py).
@@ -61,7 +59,7 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
         missing = {key: value for key, value in ours.items() if key.endswith("_token") and isinstance(value, str)
                    and published.get(key) is None}
         ours = published | missing
-    files = {name: loaded.path.with_name(name).read_bytes() for name in _COMPANIONS
+    files = {name: loaded.path.with_name(name).read_bytes() for name in TOKENIZER_FILES
              if published and loaded.path.with_name(name).is_file()}
     return files | {"tokenizer.json": to_bytes(library) if loaded.path.name == "vocab.json" else content,
                     _CONFIG: json_bytes(ours)}

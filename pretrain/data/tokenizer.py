@@ -16,6 +16,9 @@ from pretrain.data.special_tokens import EOD_NAMES, TokenIds, find_special_token
 from pretrain.data.text import check_unicode
 from pretrain.errors import ConfigError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
+                   "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+"""names of the files that belong to a tokenizer"""
 SENTENCEPIECE_KEY = "sentencepiece_sha256"
 """key of tokenizer_config.json: SHA-256 of the tokenizer.model from which tokenizer.json was made"""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
@@ -78,15 +81,21 @@ def _find_file(path: Path) -> Path:
         if not path.exists():
             raise ConfigError(f"--tokenizer {path}", problem="there is no such file", remedy=_REMEDY)
         return path
-    model, fast, vocab = path / "tokenizer.model", path / "tokenizer.json", path / "vocab.json"
+    found = find_tokenizer_file(path)
+    if found is None:
+        raise ConfigError(f"--tokenizer {path}", problem="the folder contains neither tokenizer.model nor "
+                          f"tokenizer.json{_other_files(path)}", remedy="tools/train_tokenizer.py trains a tokenizer")
+    return found
+
+
+def find_tokenizer_file(folder: Path) -> Path | None:
+    """Return the file of a folder that `load_tokenizer` reads; None if the folder has no such file."""
+    model, fast, vocab = folder / "tokenizer.model", folder / "tokenizer.json", folder / "vocab.json"
     if fast.is_file():
-        return model if model.is_file() and _is_made_from(path, model) else fast
+        return model if model.is_file() and _is_made_from(folder, model) else fast
     if model.is_file():
         return model
-    if vocab.is_file() and (path / "merges.txt").is_file():
-        return vocab
-    raise ConfigError(f"--tokenizer {path}", problem="the folder contains neither tokenizer.model nor tokenizer.json"
-                      f"{_other_files(path)}", remedy="tools/train_tokenizer.py trains a tokenizer")
+    return vocab if vocab.is_file() and (folder / "merges.txt").is_file() else None
 
 
 def _is_made_from(folder: Path, model: Path) -> bool:

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.checkpoint.load.hf_folder import HFFolder
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.errors import ConfigError
-
-_READABLE = ("tokenizer.model", "tokenizer.json")  # what load_tokenizer reads, in its order
-_OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-           "chat_template.jinja")
+from pretrain.data.tokenizer import TOKENIZER_FILES, find_tokenizer_file, load_tokenizer
+from pretrain.data.tokenizer_fit import check_tokenizer_fits
 
 
 @dataclass(frozen=True)
@@ -18,28 +14,20 @@ class HFTokenizer:
 
     files: tuple[Path, ...]
     fingerprint: str  # of the file that load_tokenizer reads
+    notes: tuple[str, ...] = ()  # special tokens that differ from the config.json
 
 
 def find_hf_tokenizer(found: HFFolder) -> HFTokenizer | None:
     """Return the tokenizer files of a folder; None if there is no file that load_tokenizer reads.
 
-    Raises ConfigError if a tokenizer cannot be read, or has tokens beyond the model's vocabulary.
+    Raises ConfigError if the tokenizer cannot be read, or has tokens beyond the model's vocabulary.
     """
-    readable = [found.folder / name for name in _READABLE if (found.folder / name).is_file()]
-    if not readable:
+    readable = find_tokenizer_file(found.folder)
+    if readable is None:
         return None
-    fingerprint = _check_vocabulary(readable[0], found)
-    for path in readable[1:]:
-        _check_vocabulary(path, found)
-    others = (found.folder / name for name in _OTHERS)
-    return HFTokenizer((*readable, *(path for path in others if path.is_file())), fingerprint)
-
-
-def _check_vocabulary(path: Path, found: HFFolder) -> str:
-    """Return the fingerprint of a tokenizer. Raises ConfigError if it has tokens beyond the model's vocabulary."""
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > found.config.vocab_size:
-        raise ConfigError(str(path), problem=f"its largest token is {tokenizer.vocab_size - 1}, and the model has only "
-                          f"{found.config.vocab_size} tokens ({found.config.key('vocab_size')} of the config.json)",
-                          remedy="use the tokenizer that belongs to the weights, or remove its files")
-    return tokenizer.fingerprint
+    loaded = load_tokenizer(readable)
+    notes = check_tokenizer_fits(loaded.ids, found.config.hf_config, vocab_size=found.config.vocab_size,
+                                 where=str(readable), remedy="use the tokenizer that belongs to the weights, or remove "
+                                 "its files")
+    files = (found.folder / name for name in TOKENIZER_FILES)
+    return HFTokenizer(tuple(path for path in files if path.is_file()), loaded.fingerprint, tuple(notes))
