@@ -85,6 +85,10 @@ class ModelConfig:
         """Return the attention window of block `index` in tokens; 0: all tokens."""
         return self.windows[index] if self.windows else 0
 
+    def qk_norm_size(self, num_heads: int) -> int:
+        """Return the number of elements that a norm of queries or keys with `num_heads` heads covers."""
+        return self.head_size if self.qk_norm == "head" else num_heads * self.head_size
+
     def tensors(self) -> list[TensorRule]:
         """List all parameters with their shapes and their names in transformers, in the order of layer_specs.py."""
         return list(FAMILIES[self.architecture].tensors(self))

@@ -12,18 +12,22 @@ from typing import Any
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.families.table import FAMILIES
 
-# Types of the keys whose default is None. These keys may be null.
+# Types of the keys whose default is None in a family. There, they may be null.
 NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,
+    "hidden_act": str, "hidden_activation": str, "layer_types": list, "sliding_window_size": int,
+    "final_logit_softcapping": float,
 }
 
 # Keys that change the model in ways that are not implemented. Only these values, which change nothing, are accepted.
+# A family may have more of them (Family.fixed).
 FIXED: dict[str, Any] = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False, "pretraining_tp": 1, "quantization_config": None, "sliding_window": None,
     "use_sliding_window": False, "is_encoder_decoder": False, "tie_encoder_decoder": False, "pruned_heads": {},
-    "layer_types": None, "cross_attention_hidden_size": None, "chunk_size_feed_forward": 0,
+    "layer_types": None, "cross_attention_hidden_size": None, "chunk_size_feed_forward": 0, "rope_interleaved": False,
+    "per_layer_config": None,
 }
 
 # Keys that do not change the trained model: generation, classification heads, metadata.
@@ -36,7 +40,8 @@ IGNORED = frozenset(
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values
-    num_return_sequences exponential_decay_length_penalty""".split()  # noqa: SIM905 (readable)
+    num_return_sequences exponential_decay_length_penalty cache_implementation
+    """.split()  # noqa: SIM905 (readable)
 )
 
 
@@ -66,9 +71,19 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def fixed_keys(architecture: str) -> dict[str, Any]:
+    """Return the keys with only one implemented value, and this value."""
+    return {**FIXED, **FAMILIES[architecture].fixed}
+
+
 def known_keys(architecture: str) -> set[str]:
     """Return all keys that a config.json of this architecture may have."""
-    return set(FAMILIES[architecture].keys) | set(FIXED) | IGNORED
+    return set(FAMILIES[architecture].keys) | set(fixed_keys(architecture)) | IGNORED
+
+
+def _may_be_null(key: str, architecture: str) -> bool:
+    family = FAMILIES[architecture]
+    return family.keys.get(key) is None or key in family.nullable or key == "attention_dropout"
 
 
 def own_key(word: str, architecture: str) -> str:
@@ -84,7 +99,7 @@ def own_key(word: str, architecture: str) -> str:
 
 def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> None:
     """Raise ConfigError for unknown keys, and for keys in FIXED with a value that is not implemented."""
-    known = known_keys(architecture)
+    known, fixed = known_keys(architecture), fixed_keys(architecture)
     for key, value in values.items():
         if key not in known and not key.startswith("_"):
             raise ConfigError(f"{where}: {shorten(key)}", problem=f"this is not a key of a {architecture} config",
@@ -92,16 +107,16 @@ def check_model_keys(values: dict[str, Any], architecture: str, where: str) -> N
                               word=own_key(key, architecture), known=FAMILIES[architecture].keys)
         if key in FAMILIES[architecture].keys:
             continue
-        if key in FIXED and value is not None and (value != FIXED[key] or isinstance(value, bool) !=
-                                                   isinstance(FIXED[key], bool)):
+        if key in fixed and value is not None and (value != fixed[key] or isinstance(value, bool) !=
+                                                   isinstance(fixed[key], bool)):
             raise ConfigError(f"{where}: {key}", found=json.dumps(value),
-                              expected=f"{json.dumps(FIXED[key])} (nothing else is implemented)",
+                              expected=f"{json.dumps(fixed[key])} (nothing else is implemented)",
                               remedy="Remove the key, or choose a model without it")
 
 
 def _type_of(key: str, architecture: str) -> type:
     """Return the type of a key's values other than null."""
-    default = FAMILIES[architecture].keys.get(key, FIXED.get(key))
+    default = FAMILIES[architecture].keys.get(key, fixed_keys(architecture).get(key))
     return NULLABLE.get(key, str) if default is None else type(default)
 
 
@@ -109,7 +124,7 @@ def check_model_types(values: dict[str, Any], architecture: str, where: str) -> 
     """Raise ConfigError for keys of the family whose value has the wrong type."""
     for key in FAMILIES[architecture].keys:
         value, wanted = values.get(key), _type_of(key, architecture)
-        if key not in values or (value is None and (key in NULLABLE or key == "attention_dropout")):
+        if key not in values or (value is None and _may_be_null(key, architecture)):
             continue
         accepted: tuple[type, ...] = (int, float) if wanted is float else (wanted,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
@@ -152,9 +167,9 @@ def parse_overrides(text: str, architecture: str, current: dict[str, Any]) -> di
 
 def _override_value(key: str, text: str, architecture: str, current: dict[str, Any], where: str) -> Any:
     """Parse the value of an override. Raises ConfigError if it has the wrong type."""
-    if text.lower() in ("none", "null") and (key in NULLABLE or current.get(key) is None):
+    if text.lower() in ("none", "null") and (_may_be_null(key, architecture) or current.get(key) is None):
         return None
-    if key in FAMILIES[architecture].keys or FIXED.get(key) is not None:
+    if key in FAMILIES[architecture].keys or fixed_keys(architecture).get(key) is not None:
         wanted = _type_of(key, architecture)
     else:
         wanted = int if key.endswith("_id") else type(current.get(key, ""))

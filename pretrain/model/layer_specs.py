@@ -8,6 +8,7 @@ Muon also does: it uses Adam for parameters with "embed" or "lm_head" in their n
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.fused_loss import carry
-from pretrain.model.layers import Block, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
+from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
 from pretrain.model.rope import Rope
 
@@ -40,20 +41,35 @@ def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | No
     return TiedLayerSpec("embed", TokenEmbedding, config, tied_weight_attr="embedding", forward_fn=forward_fn)
 
 
+def _ropes(config: ModelConfig) -> list[Rope | None]:
+    """Return the rotary positions of each block: one object for all blocks, or one more for those with a window."""
+    if config.position != "rope":
+        return [None] * config.num_layers
+    everywhere = Rope(config)
+    if not config.local_rope_theta:
+        return [everywhere] * config.num_layers
+    local = Rope(replace(config, rope_theta=config.local_rope_theta, rope_scaling=None))
+    return [local if config.window(index) else everywhere for index in range(config.num_layers)]
+
+
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False) -> list[LayerSpec]:
-    """List the specs: token embedding, learned positions if any, blocks, final norm, head. Each layer takes one tensor.
+    """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
+
+    Each layer takes one tensor.
 
     Args:
         ends_in_loss: the head returns the hidden states. Called again with labels, it returns the loss. DeepSpeed's
             pipeline passes labels only to the loss function, which makes this second call.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
     """
-    rope = Rope(config) if config.position == "rope" else None
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config) if tied else LayerSpec(TokenEmbedding, config)]
+    if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
+        specs.append(LayerSpec(EmbeddingNorm, config))
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
-    specs += [LayerSpec(Block, config, rope, plain_operators=plain_operators) for _ in range(config.num_layers)]
+    specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators)
+              for index, rope in enumerate(_ropes(config))]
     specs.append(LayerSpec(FinalNorm, config))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:

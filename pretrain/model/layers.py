@@ -10,6 +10,7 @@ from torch import nn
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
+from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu_attention import causal_attention
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.loss import Labels, linear_cross_entropy
@@ -23,12 +24,23 @@ class Linear(nn.Linear):
         pass
 
 
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Limit the logits to (-cap, cap): cap * tanh(logits / cap); a cap of 0 means no limit."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
 class OutputLinear(Linear):
     """Output matrix [V, D] of a model without tied embeddings."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.softcap = config.logit_softcap
+
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         """Return the logits [B, T, V], or with labels the loss."""
-        return F.linear(x_BTD, self.weight) if labels is None else linear_cross_entropy(x_BTD, self.weight, labels)
+        if labels is not None:
+            return linear_cross_entropy(x_BTD, self.weight, labels, bias=self.bias, softcap=self.softcap)
+        return soft_cap(F.linear(x_BTD, self.weight, self.bias), self.softcap)
 
 
 class TokenEmbedding(nn.Module):
@@ -40,16 +52,20 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.scale, self.softcap = config.embedding_scale, config.logit_softcap
         # with learned positions, PositionEmbedding applies the dropout
         self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""
         if labels is not None:
-            return linear_cross_entropy(x, self.embedding, labels)
+            return linear_cross_entropy(x, self.embedding, labels, softcap=self.softcap)
         if x.is_floating_point():
-            return F.linear(x, self.embedding)
-        return self.dropout(F.embedding(x, self.embedding))
+            return soft_cap(F.linear(x, self.embedding), self.softcap)
+        embedded_BTD = F.embedding(x, self.embedding)
+        if self.scale != 1.0:  # rounded to the weight's dtype, as in transformers
+            embedded_BTD = embedded_BTD * torch.tensor(self.scale, dtype=self.embedding.dtype, device="cpu")
+        return self.dropout(embedded_BTD)
 
 
 class PositionEmbedding(nn.Module):
@@ -64,28 +80,68 @@ class PositionEmbedding(nn.Module):
         return self.dropout(x_BTD + self.embedding[: x_BTD.shape[1]])
 
 
-class Attention(nn.Module):
-    """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads."""
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by weight + offset, computed in fp32."""
 
-    def __init__(self, config: ModelConfig, rope: Rope | None, *, plain_operators: bool = False) -> None:
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__(size, eps)
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + self.offset, self.eps).type_as(x)
+
+
+def build_norm(config: ModelConfig, size: int = 0) -> nn.Module:
+    """Return a LayerNorm or RMSNorm over `size` elements; 0: over D."""
+    size = size or config.hidden_size
+    if config.norm == "layernorm":
+        return nn.LayerNorm(size, config.norm_eps, bias=config.norm_bias)
+    if config.norm_offset:
+        return OffsetRMSNorm(size, config.norm_eps, config.norm_offset)
+    return nn.RMSNorm(size, config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads.
+
+    Args:
+        window: number of latest tokens that a query sees, with its own; 0: all tokens.
+    """
+
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, window: int = 0,
+                 plain_operators: bool = False) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         self.dropout, self.plain_operators = config.attention_dropout, plain_operators
         self.rope = rope
+        self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
+        # not a buffer, because the engine casts buffers to bf16
+        self.slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        self.qk_norm = config.qk_norm
+        self.q_norm = build_norm(config, config.qk_norm_size(config.num_heads)) if config.qk_norm else None
+        self.k_norm = build_norm(config, config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
         self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
-        heads = self.qkv(x_BTD).view(batch, length, -1, self.head_size).split(
+        q_BTHE, k_BTKE, v_BTKE = self.qkv(x_BTD).view(batch, length, -1, self.head_size).split(
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTKE = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE)
+        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
         y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0,
-                                  plain=self.plain_operators)
+                                  plain=self.plain_operators, scale=self.scale, window=self.window,
+                                  softcap=self.softcap, alibi_slopes=self.slopes_H)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
+
+    def _normalized(self, norm: nn.Module, x_BTHE: torch.Tensor) -> torch.Tensor:
+        """Apply a norm over each head, or over all heads together."""
+        normed: torch.Tensor = norm(x_BTHE if self.qk_norm == "head" else x_BTHE.flatten(2))
+        return normed.view(x_BTHE.shape).type_as(x_BTHE)  # torch.autocast computes norms in fp32
 
 
 class ActivatedLinear(Linear):
@@ -116,33 +172,55 @@ class MLP(nn.Module):
         return output
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
-    """Return a LayerNorm or RMSNorm over D."""
-    norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return norm(config.hidden_size, eps=config.norm_eps)
+def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool) -> nn.Module:
+    """Return the MLP of block `index`, which maps [B, T, D] to [B, T, D]."""
+    del index  # all blocks of the present families have the same MLP
+    return MLP(config, plain_operators=plain_operators)
 
 
 class Block(nn.Module):
     """Attention and MLP with residual connections: one after the other, or both from the same input.
 
     Args:
-        rope: shared by all blocks; None with learned positions.
+        rope: shared by all blocks with the same frequencies; None without rotary positions.
+        index: of the block in the model, from 0.
         plain_operators: use torch's operators instead of the custom kernels.
     """
 
-    def __init__(self, config: ModelConfig, rope: Rope | None, *, plain_operators: bool = False) -> None:
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0,
+                 plain_operators: bool = False) -> None:
         super().__init__()
-        self.parallel = config.parallel_residual
-        self.norm1 = build_norm(config)
-        self.attention = Attention(config, rope, plain_operators=plain_operators)
-        self.norm2 = build_norm(config)
-        self.mlp = MLP(config, plain_operators=plain_operators)
+        self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
+        self.norm1 = build_norm(config) if config.pre_norm else None
+        self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators)
+        self.post_norm1 = build_norm(config) if config.post_norm else None
+        self.norm2 = build_norm(config) if config.pre_norm and not config.shared_norm else None
+        self.mlp = build_mlp(config, index, plain_operators=plain_operators)
+        self.post_norm2 = build_norm(config) if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        after_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
+        if self.shared_norm:
+            normed_BTD = _apply(self.norm1, x_BTD)
+            return x_BTD + self.dropout(self.attention(normed_BTD)) + self.dropout(self.mlp(normed_BTD))
+        after_BTD = x_BTD + self.dropout(_apply(self.post_norm1, self.attention(_apply(self.norm1, x_BTD))))
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
-        return after_BTD + self.dropout(self.mlp(self.norm2(mlp_input_BTD)))
+        return after_BTD + self.dropout(_apply(self.post_norm2, self.mlp(_apply(self.norm2, mlp_input_BTD))))
+
+
+def _apply(norm: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
+    return x_BTD if norm is None else norm(x_BTD)
+
+
+class EmbeddingNorm(nn.Module):
+    """Norm after the token embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = build_norm(config)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.norm(x_BTD)
 
 
 class FinalNorm(nn.Module):
@@ -161,7 +239,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.lm_head = OutputLinear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputLinear(config)
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         output: torch.Tensor = self.lm_head(x_BTD, labels)

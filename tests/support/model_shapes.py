@@ -1,4 +1,4 @@
-"""Tiny models of every architecture, for the tests of pretrain/model."""
+"""Tiny models of every family, for the tests of pretrain/model. Windows and soft-caps are so small that they act."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,18 @@ _GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_
          "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _NEOX = {"model_type": "gpt_neox", "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3,
          "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64, "rotary_pct": 0.25}
+
+_LLAMA_LIKE = {key: value for key, value in _LLAMA.items() if key != "model_type"}
+_MISTRAL = {**_LLAMA_LIKE, "model_type": "mistral", "sliding_window": 12, "head_dim": 16}
+_QWEN2 = {**_LLAMA_LIKE, "model_type": "qwen2", "sliding_window": 9}
+_QWEN3 = {**_LLAMA_LIKE, "model_type": "qwen3", "head_dim": 16}
+# without pad_token_id, whose embedding gets no gradient in transformers
+_GEMMA = {**_LLAMA_LIKE, "model_type": "gemma", "head_dim": 16, "pad_token_id": None}
+_GEMMA2 = {**_GEMMA, "model_type": "gemma2", "sliding_window": 10, "query_pre_attn_scalar": 20,
+           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "sliding_window": 7, "query_pre_attn_scalar": 12,
+           "rope_theta": 30000.0, "rope_local_base_freq": 500.0}
+_OLMO2 = {**_LLAMA_LIKE, "model_type": "olmo2", "rope_theta": 5000, "pad_token_id": None}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
@@ -31,6 +43,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 24, "beta_fast": 4.0, "beta_slow": 0.5,
         "mscale": 1.3, "mscale_all_dim": 0.7, "truncate": False}},
     "neox_tied_no_bias": {**_NEOX, "tie_word_embeddings": True, "attention_bias": False},
+    "mistral_multi_query": {**_MISTRAL, "num_key_value_heads": 1},
+    "mistral_no_window_tied": {**_MISTRAL, "sliding_window": None, "tie_word_embeddings": True, "head_dim": None,
+                               "num_key_value_heads": None},
+    "qwen2_tied": {**_QWEN2, "tie_word_embeddings": True, "rope_theta": 1000000.0},
+    "qwen2_upper_windows": {**_QWEN2, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 20},
+    "qwen3": _QWEN3,
+    "qwen3_layer_types_bias_tied": {
+        **_QWEN3, "attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma_multi_query": {**_GEMMA, "num_key_value_heads": 1, "hidden_act": "gelu", "hidden_activation": None},
+    "gemma_untied_bias": {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "hidden_act": "silu"},
+    "gemma2": {**_GEMMA2, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "gemma2_no_caps_untied": {**_GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                              "tie_word_embeddings": False, "attention_bias": True,
+                              "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    "gemma3": {**_GEMMA3, "sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3_untied_softcap": {
+        **{key: value for key, value in _GEMMA3.items() if not key.startswith("rope")}, "tie_word_embeddings": False,
+        "final_logit_softcapping": 4.0, "num_key_value_heads": 1, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 40000.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 600.0}}},
+    "olmo2": _OLMO2,
+    "olmo2_multi_head_tied_bias": {**_OLMO2, "num_key_value_heads": None, "tie_word_embeddings": True,
+                                   "attention_bias": True, "head_dim": 8},
 }
 
 

@@ -50,6 +50,8 @@ class Family:
     prefix: str  # of all their names except the head's; the base model alone is saved without it
     head_in_files: str = ""  # name of the head in weights files, if it is not "lm_head"
     key_names: dict[str, str] = field(default_factory=dict)  # field of ModelConfig -> key, where the two differ
+    nullable: frozenset[str] = frozenset()  # keys that may be null although their default is not null
+    fixed: dict[str, Any] = field(default_factory=dict)  # keys for which only this value, or null, is implemented
 
 
 def linear(ours: str, theirs: str, rows: int, columns: int, *, bias: bool,
@@ -94,11 +96,12 @@ def fused_qkv(ours: str, theirs: str, config: "ModelConfig", *, row_order: str =
 
 def whole_model(config: "ModelConfig", *, embedding: str, blocks: str, final_norm: str,
                 block: Callable[[str, str, "ModelConfig"], Iterator[TensorRule]], head: str = "lm_head",
-                positions: str = "") -> Iterator[TensorRule]:
+                positions: str = "", embedding_norm: str = "") -> Iterator[TensorRule]:
     """Yield the rules of all layers, in the order of layer_specs.py.
 
     Args:
         embedding, positions: their names of the tables of tokens and of learned positions.
+        embedding_norm: their name of the norm after the embedding, if config.embedding_norm.
         blocks: their name of the list of blocks, such as "model.layers".
         block: yields a block's rules for (our name, their name, config).
     """
@@ -106,9 +109,12 @@ def whole_model(config: "ModelConfig", *, embedding: str, blocks: str, final_nor
     first = "tied_modules.embed" if config.tie_word_embeddings else "0"
     yield TensorRule(f"{first}.embedding", (vocab, hidden), (embedding,))
     start = 1
+    if config.embedding_norm:
+        yield from norm(f"{start}.norm", embedding_norm, config)
+        start += 1
     if config.position == "learned":
-        yield TensorRule("1.embedding", (config.max_positions, hidden), (positions,))
-        start = 2
+        yield TensorRule(f"{start}.embedding", (config.max_positions, hidden), (positions,))
+        start += 1
     for index in range(config.num_layers):
         yield from block(str(start + index), f"{blocks}.{index}", config)
     end = start + config.num_layers

@@ -1,64 +1,15 @@
-"""Llama 2 and 3, and the families that differ from Llama in a few settings."""
+"""Llama 2 and 3."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pretrain.model.families.family import Family, TensorRule, Values, linear, norm, separate_qkv, whole_model
-from pretrain.model.families.read import activation, ratio
-from pretrain.model.families.rope_keys import read_rope
-
-if TYPE_CHECKING:
-    from pretrain.model.config import ModelConfig
+from pretrain.model.families.family import Family, Values
+from pretrain.model.families.llama_like import KEY_NAMES, KEYS, llama_like_tensors, read_llama_like
 
 
 def _read(values: Values, where: str) -> dict[str, Any]:
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-    head_size = ratio(values["hidden_size"], heads) if values["head_dim"] is None else values["head_dim"]
     bias = values["attention_bias"]
-    return {
-        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"],
-        "num_layers": values["num_hidden_layers"], "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else kv_heads, "head_size": head_size,
-        "intermediate_size": values["intermediate_size"], "max_positions": values["max_position_embeddings"],
-        "norm": "rmsnorm", "norm_eps": values["rms_norm_eps"],
-        "activation": activation(values["hidden_act"], f"{where}: hidden_act"), "gated_mlp": True, "position": "rope",
-        **read_rope(values, where, theta_key="rope_theta", fraction_key=None, head_size=head_size),
-        "qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": values["mlp_bias"],
-        "tie_word_embeddings": values["tie_word_embeddings"], "embedding_dropout": 0.0,
-        "attention_dropout": values["attention_dropout"] or 0.0, "residual_dropout": 0.0,
-        "initializer_range": values["initializer_range"], "scale_residual_init": False,
-    }
+    return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, mlp_bias=values["mlp_bias"])
 
 
-def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    attention = f"{theirs}.self_attn"
-    yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", (f"{attention}.q_proj", f"{attention}.k_proj",
-                                                      f"{attention}.v_proj"), config)
-    yield from linear(f"{ours}.attention.out", f"{attention}.o_proj", hidden, config.num_heads * config.head_size,
-                      bias=config.attention_out_bias)
-    yield from norm(f"{ours}.norm2", f"{theirs}.post_attention_layernorm", config)
-    for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        yield from linear(f"{ours}.mlp.{part}", f"{theirs}.mlp.{part}_proj", rows, columns, bias=config.mlp_bias)
-
-
-def _tensors(config: "ModelConfig") -> Iterator[TensorRule]:
-    return whole_model(config, embedding="model.embed_tokens.weight", block=_block, blocks="model.layers",
-                       final_norm="model.norm")
-
-
-LLAMA = Family(
-    keys={
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
-        "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None,
-        "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
-    },
-    key_names={
-        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-        "head_size": "head_dim", "activation": "hidden_act", "max_positions": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-    },
-    read=_read, tensors=_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, key_names=KEY_NAMES, read=_read,
+               tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
