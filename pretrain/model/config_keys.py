@@ -83,7 +83,7 @@ def known_keys(architecture: str) -> set[str]:
 
 def _may_be_null(key: str, architecture: str) -> bool:
     family = FAMILIES[architecture]
-    return family.keys.get(key) is None or key in family.nullable or key == "attention_dropout"
+    return family.keys.get(key) is None or key in family.nullable
 
 
 def own_key(word: str, architecture: str) -> str:

@@ -24,7 +24,7 @@ def both_models(name, tmp_path):
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in theirs.parameters():
-            center = 1.0 if parameter.dim() == 1 else 0.0
+            center = 1.0 - config.norm_offset if parameter.dim() == 1 else 0.0
             parameter.copy_(torch.empty_like(parameter).normal_(center, 0.15, generator=generator))
     ours = as_module(config).eval()
     ours.load_state_dict(from_transformers(theirs.state_dict(), config))

@@ -45,7 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "neox_tied_no_bias": {**_NEOX, "tie_word_embeddings": True, "attention_bias": False},
     "mistral_multi_query": {**_MISTRAL, "num_key_value_heads": 1},
     "mistral_no_window_tied": {**_MISTRAL, "sliding_window": None, "tie_word_embeddings": True, "head_dim": None,
-                               "num_key_value_heads": None},
+                               "num_key_value_heads": 4},
     "qwen2_tied": {**_QWEN2, "tie_word_embeddings": True, "rope_theta": 1000000.0},
     "qwen2_upper_windows": {**_QWEN2, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 20},
     "qwen3": _QWEN3,

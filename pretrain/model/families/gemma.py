@@ -109,15 +109,18 @@ _GEMMA3: dict[str, Any] = {
     "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6,
     "rope_local_base_freq": 10000.0, "final_logit_softcapping": None,
 }
+_NULLABLE = frozenset({"attention_dropout", "final_logit_softcapping"})
 _FIXED = {"use_bidirectional_attention": False}
 _NEWER_NAMES = {**KEY_NAMES, "activation": "hidden_activation", "logit_softcap": "final_logit_softcapping",
                 "attention_softcap": "attn_logit_softcapping"}
 
-GEMMA = Family(keys=_GEMMA, fixed=_FIXED, key_names=KEY_NAMES, read=_read_gemma, tensors=llama_like_tensors,
-               embedding="model.embed_tokens.weight", prefix="model.")
-GEMMA2 = Family(keys=_GEMMA2, nullable=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}), fixed=_FIXED,
-                key_names=_NEWER_NAMES, read=_read_gemma2, tensors=llama_like_tensors,
-                embedding="model.embed_tokens.weight", prefix="model.")
+GEMMA = Family(
+    keys=_GEMMA, fixed=_FIXED, key_names=KEY_NAMES, read=_read_gemma, tensors=llama_like_tensors,
+    embedding="model.embed_tokens.weight", prefix="model.")
+GEMMA2 = Family(
+    keys=_GEMMA2, nullable=_NULLABLE | {"attn_logit_softcapping"}, fixed=_FIXED, key_names=_NEWER_NAMES,
+    read=_read_gemma2, tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
 # transformers 5.23 ignores attn_logit_softcapping of Gemma 3 (models/gemma3/modeling_gemma3.py, Gemma3Attention)
-GEMMA3 = Family(keys=_GEMMA3, fixed={**_FIXED, "attn_logit_softcapping": None}, key_names=_NEWER_NAMES,
-                read=_read_gemma3, tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
+GEMMA3 = Family(
+    keys=_GEMMA3, nullable=_NULLABLE, fixed={**_FIXED, "attn_logit_softcapping": None}, key_names=_NEWER_NAMES,
+    read=_read_gemma3, tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")

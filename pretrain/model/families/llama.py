@@ -11,5 +11,6 @@ def _read(values: Values, where: str) -> dict[str, Any]:
     return read_llama_like(values, where, qkv_bias=bias, attention_out_bias=bias, mlp_bias=values["mlp_bias"])
 
 
-LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, key_names=KEY_NAMES, read=_read,
+LLAMA = Family(keys={**KEYS, "attention_bias": False, "mlp_bias": False}, nullable=frozenset({"attention_dropout"}),
+               key_names=KEY_NAMES, read=_read,
                tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")

@@ -14,5 +14,5 @@ def _read(values: Values, where: str) -> dict[str, Any]:
 MISTRAL = Family(
     keys={**KEYS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
           "sliding_window": 4096},
-    nullable=frozenset({"num_key_value_heads", "sliding_window"}), key_names=KEY_NAMES, read=_read,
+    nullable=frozenset({"sliding_window"}), key_names=KEY_NAMES, read=_read,
     tensors=llama_like_tensors, embedding="model.embed_tokens.weight", prefix="model.")
