@@ -8,7 +8,6 @@ Muon also does: it uses Adam for parameters with "embed" or "lm_head" in their n
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +47,7 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
     everywhere = Rope(config)
     if not config.local_rope_theta:
         return [everywhere] * config.num_layers
-    local = Rope(replace(config, rope_theta=config.local_rope_theta, rope_scaling=None))
+    local = Rope(config, local=True)
     return [local if config.window(index) else everywhere for index in range(config.num_layers)]
 
 

@@ -250,4 +250,6 @@ class LossHead(Head):
     """Last layer of a pipeline. Without labels it returns its input; the loss function calls it again with labels."""
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        return carry(x_BTD, self.lm_head.weight) if labels is None else super().forward(x_BTD, labels)
+        if labels is None:
+            return carry(x_BTD, self.lm_head.weight, self.lm_head.bias)
+        return super().forward(x_BTD, labels)

@@ -70,6 +70,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "olmo2_multi_head_tied_bias": {**_OLMO2, "num_key_value_heads": None, "tie_word_embeddings": True,
                                    "attention_bias": True, "head_dim": 8},
 }
+# models whose blocks have the norms and the attention of GPT-2, GPT-NeoX and Llama
+USUAL = [name for name, values in SHAPES.items() if values["model_type"] in ("gpt2", "gpt_neox", "llama")]
 
 
 def write_config(folder: Path, values: dict[str, Any]) -> str:

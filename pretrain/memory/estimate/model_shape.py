@@ -115,8 +115,9 @@ class ModelShape:
 @lru_cache(maxsize=256)
 def _layers(shape: ModelShape) -> tuple[Layer, ...]:
     embedding = Tensor("embedding", (shape.vocab_size, shape.hidden_size), "rows")
-    first = (embedding, *(_norm(shape, "norm") if shape.embedding_norm else ()))
-    layers = [Layer("embedding", first, tied=shape.tie_word_embeddings)]
+    layers = [Layer("embedding", (embedding,), tied=shape.tie_word_embeddings)]
+    if shape.embedding_norm:
+        layers.append(Layer("norm", _norm(shape, "norm")))
     if shape.position == "learned":
         layers.append(Layer("positions", (Tensor("embedding", (shape.position_rows, shape.hidden_size)),)))
     layers += [_block(shape, shape.has_experts(index)) for index in range(shape.num_layers)]
@@ -173,12 +174,15 @@ def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
 def shape_of(config: ModelConfig) -> ModelShape:
     """Return the shape of a model that this project trains."""
     learned = config.position == "learned"
+    norms = (0 if not config.pre_norm else 1 if config.shared_norm else 2) + (2 if config.post_norm else 0)
+    qk_norm = config.qk_norm_size(config.num_heads) + config.qk_norm_size(config.num_kv_heads) if config.qk_norm else 0
     return ModelShape(
         architecture=config.architecture, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
         num_layers=config.num_layers, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
         head_size=config.head_size, intermediate_size=config.intermediate_size, max_positions=config.max_positions,
-        activation=config.activation, gated_mlp=config.gated_mlp, norm=config.norm, position=config.position,
-        position_rows=config.max_positions if learned else 0, rotary_size=config.rotary_size,
+        activation=config.activation, gated_mlp=config.gated_mlp, norm=config.norm, norms_per_block=norms,
+        qk_norm_size=qk_norm, embedding_norm=config.embedding_norm, head_bias=config.head_bias,
+        position=config.position, position_rows=config.max_positions if learned else 0, rotary_size=config.rotary_size,
         parallel_residual=config.parallel_residual, qkv_bias=config.qkv_bias,
         attention_out_bias=config.attention_out_bias, mlp_bias=config.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings, embedding_dropout=config.embedding_dropout,

@@ -82,15 +82,6 @@ def _mixtral(values: Values) -> dict[str, Any]:
                        moe_intermediate_size=_require(values, "intermediate_size"))
 
 
-def _qwen2(values: Values) -> dict[str, Any]:
-    return _llama_like(values, qkv_bias=True, attention_out_bias=False)
-
-
-def _qwen3(values: Values) -> dict[str, Any]:
-    head_size = _read(values, "head_dim", 128)
-    return _llama_like(values, head_size=head_size, qk_norm_size=2 * head_size)
-
-
 def _qwen_experts(values: Values, *, expert_size: int, num_experts: int, per_token: int) -> dict[str, Any]:
     """Read Qwen's experts. Every decoder_sparse_step-th block has experts, except the blocks in mlp_only_layers.
 
@@ -113,21 +104,9 @@ def _qwen2_moe(values: Values) -> dict[str, Any]:
 
 
 def _qwen3_moe(values: Values) -> dict[str, Any]:
-    head_size = _require(values, "hidden_size") // _require(values, "num_attention_heads")
-    return {**_qwen3({"head_dim": head_size, **values}),
+    head_size = _read(values, "head_dim", _require(values, "hidden_size") // _require(values, "num_attention_heads"))
+    return {**_llama_like(values, head_size=head_size, qk_norm_size=2 * head_size),
             **_qwen_experts(values, expert_size=768, num_experts=128, per_token=8)}
-
-
-def _gemma(values: Values, norms: int = 2, qk_norm: bool = False) -> dict[str, Any]:
-    head_size = _read(values, "head_dim", 256)
-    activation = _activation(values, "hidden_activation", str(_read(values, "hidden_act", "gelu_pytorch_tanh")))
-    return _llama_like(values, tied=True, head_size=head_size, norms_per_block=norms, activation=activation,
-                       qk_norm_size=2 * head_size if qk_norm else 0)
-
-
-def _olmo2(values: Values) -> dict[str, Any]:
-    shape = _llama_like(values)
-    return {**shape, "qk_norm_size": (shape["num_heads"] + shape["num_kv_heads"]) * shape["head_size"]}
 
 
 def _phi(values: Values) -> dict[str, Any]:
@@ -213,11 +192,9 @@ def _falcon(values: Values) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Callable[[Values], dict[str, Any]]] = {
-    "mistral": lambda values: _llama_like(values, kv_heads=8), "granite": _llama_like,
-    "smollm3": lambda values: _llama_like(values, tied=True, kv_heads=4), "phi3": _llama_like, "mixtral": _mixtral,
-    "qwen2": _qwen2, "qwen2_moe": _qwen2_moe, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "gemma": _gemma,
-    "gemma2": lambda values: _gemma(values, 4), "gemma3_text": lambda values: _gemma(values, 4, True),
-    "olmo": lambda values: _llama_like(values, norm="none"), "olmo2": _olmo2, "phi": _phi, "stablelm": _stablelm,
+    "granite": _llama_like, "smollm3": lambda values: _llama_like(values, tied=True, kv_heads=4), "phi3": _llama_like,
+    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe,
+    "olmo": lambda values: _llama_like(values, norm="none"), "phi": _phi, "stablelm": _stablelm,
     "starcoder2": _starcoder2, "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "bloom": _bloom,
     "gptj": _gptj, "falcon": _falcon,
 }

@@ -19,7 +19,7 @@ from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
-from tests.support.model_shapes import SHAPES
+from tests.support.model_shapes import SHAPES, USUAL
 
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
            "neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "llama": {"attention_dropout": 0.1}}
@@ -50,7 +50,7 @@ def saved_bytes(function: Any, excluded: list[torch.Tensor], *inputs: Any) -> in
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval
     assert saved == pytest.approx(sum(group.saved for group in groups), rel=0.01)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(("batch", "length"), [(4, 64), (2, 512)])
