@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import MANIFEST
-from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder, is_hf_folder
-from pretrain.checkpoint.load.select import is_checkpoint, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
+from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint, select_checkpoint, tokenizer_of
 from pretrain.data.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
 from pretrain.data.text import check_inputs, read_chunks, read_texts
@@ -46,6 +46,7 @@ class ModelSource:
     trained_length: int | None  # --seq_length of the run
     tokenizer_fingerprint: str | None  # of the run
     hf_folder: HFFolder | None = None
+    published: bool = False  # whether another program trained the model: documents then begin with the bos token
 
     @cached_property
     def run(self) -> dict[str, Any] | None:
@@ -61,16 +62,17 @@ def run_folder_of(path: Path) -> Path | None:
 
 def find_model(path: Path, step: int | None) -> ModelSource:
     """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
-    if path.is_dir() and is_hf_folder(path) and not is_checkpoint(path) and not (path / "checkpoints").is_dir():
+    if (path / "config.json").is_file() and not is_checkpoint(path) and find_checkpoints_folder(path) == path:
         if step is not None:
             raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
                               remedy="leave --step out")
         found = check_hf_folder(path)
-        return ModelSource(path, path, found.config, found.dtype, None, None, found)
+        return ModelSource(path, path, found.config, found.dtype, None, None, found, published=True)
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     return ModelSource(path, folder, config, manifest.precision,
-                       None if manifest.weights_only else manifest.seq_length, manifest.tokenizer_fingerprint)
+                       None if manifest.weights_only else manifest.seq_length, manifest.tokenizer_fingerprint,
+                       published=manifest.weights_only)
 
 
 def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigError:
@@ -96,8 +98,8 @@ def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigE
 
 
 def _tokenizer_in(folder: Path) -> str:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {folder} has neither tokenizer.json nor "
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {folder} has no tokenizer.json or "
                           "tokenizer.model", remedy="name the tokenizer of the model")
     return str(folder)
 
@@ -145,7 +147,9 @@ def _named_data(word: str, source: ModelSource, flags: DataFlags, tokenizer: Tok
                           "document always counts", remedy="leave it out, or give prepared data")
     if isinstance(tokenizer, ConfigError):
         raise tokenizer
-    return _text_windows(word, tokenizer, flags.jsonl_key, length=length, stride=stride)
+    bos, eos = tokenizer.ids.bos, tokenizer.ids.eos
+    context = bos if source.published and bos is not None else eos
+    return _text_windows(word, tokenizer, flags.jsonl_key, context, length=length, stride=stride)
 
 
 def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, length: int, stride: int,
@@ -177,12 +181,13 @@ def _masked_after(source: ModelSource, flags: DataFlags, eod_of_data: int | None
     return token
 
 
-def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, *, length: int, stride: int) -> WindowSet:
-    """Tokenize a text file. Each document follows an end-of-document token, which is its first context."""
+def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, context: int | None, *, length: int,
+                  stride: int) -> WindowSet:
+    """Tokenize a text file. Each document follows the token `context`, if there is one."""
     import numpy as np
 
     check_inputs([path])
-    prefix = [] if tokenizer.eod_token is None else [tokenizer.eod_token]
+    prefix = [] if context is None else [context]
     documents, num_bytes = _documents(path, tokenizer, jsonl_key)
     if not documents:
         raise ConfigError(path, problem="there is no text", remedy="give a file that is not empty")
