@@ -1,11 +1,15 @@
 """Text generation from checkpoints that real engines wrote, compared with transformers and with our own module.
 
-The checkpoints are of ZeRO-3 on 2 ranks and of 2 pipeline stages. Layers on several GPUs cannot be tested without GPUs:
-a device map over two names of the CPU runs the same code of transformers and accelerate, but copies nothing between
-devices.
+The checkpoints are of ZeRO-3 on 2 ranks and of 2 pipeline stages. Layers on several GPUs cannot be tested without GPUs.
+A device map over "cpu" and "disk" runs the same code of transformers and accelerate, except for copies between GPUs and
+for the choice of each GPU's layers, which is tested without a model.
 """
 
+import gzip
+import io
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,16 @@ import pytest
 import torch
 import transformers
 
-from pretrain.analysis.generate.source import find_source
+from pretrain.analysis.generate import devices, interactive
+from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
+from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
+from pretrain.analysis.generate.load_model import load_model
+from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
+from pretrain.analysis.generate.source import ModelSource, find_source
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.distributed.device import Device
+from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
@@ -76,7 +87,9 @@ def run_tool(words: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: 
     """Run tools/generate.py in this process, and return what it prints."""
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
     main_of("tools/generate.py")()
-    return capsys.readouterr().out
+    out, err = capsys.readouterr()
+    print(err, file=sys.stderr)
+    return out
 
 
 def json_rows(words: list[Any], capsys: pytest.CaptureFixture[str],
@@ -130,3 +143,177 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[
             rows = json_rows([*greedy(checkpoint), *words], capsys, monkeypatch)
             assert [row["tokens"] for row in rows] == expected, (layout, words)
         assert [row["prompt"] for row in rows] == PROMPTS
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_batch(checkpoints: dict[str, Path],
+                                                         capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(*words: Any) -> list[list[int]]:
+        rows = json_rows([checkpoints["llama-pipeline"], "--max_new_tokens", 12, "--num_samples", 3,
+                          *(f"--prompt={prompt}" for prompt in PROMPTS[:2]), *words], capsys, monkeypatch)
+        return [row["tokens"] for row in rows]
+
+    first = sample("--seed", 3)
+    assert len({tuple(tokens) for tokens in first}) == 6
+    assert sample("--seed", 3) == sample("--seed", 3, "--batch_size", 1) == sample("--seed", 3, "--no_cache") == first
+    assert all(a != b for a, b in zip(sample("--seed", 4), first, strict=True))
+    assert sample("--top_k", 1) == sample("--top_p", 1e-9) == sample("--temperature", 1e-9)
+
+
+def test_sampled_tokens_have_the_probabilities_of_the_model(checkpoints: dict[str, Path]) -> None:
+    """4,000 samples of one token, compared with softmax(logits / temperature) of our module over the top_k tokens."""
+    source = find_source(checkpoints["gpt2-zero3"])
+    loaded = without_end_token(source)
+    prompt = encode(source, PROMPTS[0])
+    rows = generate(loaded, [prompt], Sampling(max_new_tokens=1, temperature=3.0, top_k=5, top_p=1.0),
+                    num_samples=4000, batch_size=1000)
+    counts = torch.bincount(torch.tensor([row.tokens[0] for row in rows]), minlength=MODEL_VOCAB) / 4000
+    assert source.config is not None
+    module = as_module(source.config).eval()
+    module.load_state_dict(CheckpointReader(source.folder).weights())
+    with torch.no_grad():
+        best = module(torch.tensor([prompt.tokens]))[0, -1, :VOCAB].div(3.0).topk(5)
+    assert set(counts.nonzero().flatten().tolist()) == set(best.indices.tolist())
+    torch.testing.assert_close(counts[best.indices], best.values.softmax(0), atol=0.03, rtol=0)
+
+
+def encode(source: ModelSource, text: str) -> EncodedPrompt:
+    return encode_prompt(Prompt("--prompt", text), source.tokenizer, max_positions=source.max_positions)
+
+
+def test_the_repetition_penalty_ignores_padding(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*greedy(checkpoints["llama-zero3"]), "--repetition_penalty", 1.5]
+    rows = json_rows(words, capsys, monkeypatch)
+    assert rows == json_rows([*words, "--batch_size", 1], capsys, monkeypatch)
+    assert [row["tokens"] for row in rows] != [row["tokens"] for row in json_rows(words[:-2], capsys, monkeypatch)]
+
+
+def without_end_token(source: ModelSource, *end_tokens: int) -> LoadedModel:
+    """Load a model whose texts end only at `end_tokens`."""
+    return LoadedModel(load_model(source, "fp32", torch.device("cpu")), source.tokenizer, frozenset(end_tokens),
+                       tuple(range(VOCAB, MODEL_VOCAB)))
+
+
+def test_a_text_ends_at_a_stop_text_an_end_token_or_the_last_position(
+        checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(checkpoints["llama-zero3"])
+    prompts = [encode(source, PROMPTS[0] * 3), encode(source, PROMPTS[0])]
+    texts = list(generate(without_end_token(source), prompts, Sampling(99, temperature=0)))
+    assert [(len(text.tokens), text.finish_reason) for text in texts] == [(64 - 60, "length"), (64 - 20, "length")]
+    expected, full = texts[1].tokens, texts[1].text
+    assert full == source.tokenizer.decode(expected)
+
+    end = expected[9]
+    text = next(generate(without_end_token(source, end), prompts[1:], Sampling(NEW, temperature=0)))
+    count = expected.index(end)
+    assert (text.finish_reason, text.tokens, text.text) == ("eos", expected[:count + 1], text_of(expected[:count]))
+
+    words, stop = greedy(checkpoints["llama-zero3"]), text_of(expected[6:8])
+    row = json_rows([*words, "--stop", stop, "--stop=never"], capsys, monkeypatch)[0]
+    count = text_of(expected).index(stop)
+    assert (row["finish_reason"], row["completion"], row["tokens"]) == ("stop", text_of(expected[:count]),
+                                                                       expected[:count + 2])
+    run_tool([words[0], "--max_new_tokens", 99, "--prompt", PROMPTS[0] * 3], capsys, monkeypatch)
+    with pytest.raises(ConfigError, match=r"--prompt: the prompt has 80 tokens, and the model has 64 positions"):
+        run_tool([words[0], "--prompt", PROMPTS[0] * 4], capsys, monkeypatch)
+    assert "note: --prompt: --max_new_tokens 99 is reduced to 4: the model has 64 positions" in capsys.readouterr().err
+
+
+def test_prompts_from_files_and_standard_input(checkpoints: dict[str, Path], tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [checkpoints["gpt2-zero3"], "--temperature", 0, "--max_new_tokens", 3]
+    expected = run_tool([*words, *(f"--prompt={prompt}" for prompt in PROMPTS)], capsys, monkeypatch)
+    assert [part[:len(prompt)] for part, prompt in zip(expected.split("--------\n"), PROMPTS, strict=True)] == PROMPTS
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("\r\n".join(["\ufeff" + PROMPTS[0], "", *PROMPTS[1:]]).encode())
+    assert run_tool([*words, "--prompt_file", lines], capsys, monkeypatch) == expected
+    rows = tmp_path / "rows.jsonl.gz"
+    rows.write_bytes(gzip.compress("\n".join(json.dumps({"q": prompt}) for prompt in PROMPTS).encode()))
+    assert run_tool([*words, "--prompt_file", rows, "--jsonl_key", "q"], capsys, monkeypatch) == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(PROMPTS).encode())))
+    assert run_tool([*words, "--prompt_file", "-"], capsys, monkeypatch) == expected
+
+
+def test_interactive_texts_are_printed_while_they_are_generated(
+        checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [checkpoints["gpt2-zero3"], "--temperature", 0, "--max_new_tokens", 5]
+    texts = [row["completion"] for row in
+             json_rows([*words, *(f"--prompt={prompt}" for prompt in PROMPTS)], capsys, monkeypatch)]
+    pieces: list[str] = []
+
+    def collect(piece: str) -> None:
+        pieces.append(piece)
+        print(piece, end="")
+        if len(pieces) == 7:  # in the second text
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(interactive, "_print_piece", collect)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([PROMPTS[0], PROMPTS[1], PROMPTS[0] * 4, PROMPTS[2]])))
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words), "--interactive"])
+    main_of("tools/generate.py")()
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [texts[0], texts[1][:2] + " [stopped]", texts[2]]
+    assert "prompt: the prompt has 80 tokens" in printed.err
+    assert pieces[:5] == list(texts[0])
+
+
+def test_a_piece_that_may_begin_a_stop_text_is_held_back(checkpoints: dict[str, Path]) -> None:
+    source = find_source(checkpoints["llama-zero3"])
+    loaded = without_end_token(source)
+    prompt, pieces = encode(source, PROMPTS[0]), list[str]()
+    full = generate_batch(loaded, [Completion(prompt, 0)], Sampling(12, temperature=0))[0].text
+    for stop, expected in ((full[5:8], full[:full.index(full[5:8])]), (full[5:7] + "z", full)):
+        pieces.clear()
+        generate_batch(loaded, [Completion(prompt, 0)], Sampling(12, temperature=0, stop=(stop,)),
+                       on_text=pieces.append)
+        assert "".join(pieces) == expected
+
+
+def test_layers_on_two_devices(checkpoints: dict[str, Path], tmp_path: Path, tokenizer: Path,
+                               capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint and a transformers folder. The second half of the layers is on disk until each layer is computed."""
+    checkpoint = checkpoints["llama-pipeline"]
+    expected = [row["tokens"] for row in json_rows(greedy(checkpoint), capsys, monkeypatch)]
+    source = find_source(checkpoint)
+    first = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
+    placement = {**first, "model.layers.1": "disk", "model.layers.2": "disk", "model.norm": "disk", "lm_head": "disk"}
+    load_model(source, "fp32", torch.device("cpu")).save_pretrained(tmp_path / "hf")
+    shutil.copy(tokenizer, tmp_path / "hf/tokenizer.json")
+    for origin in (source, find_source(tmp_path / "hf")):
+        model = load_model(origin, "fp32", placement, offload_folder=tmp_path / "offloaded")
+        assert model.hf_device_map == placement
+        assert [weight.is_meta for weight in (model.model.embed_tokens.weight, model.lm_head.weight)] == [False, True]
+        loaded = LoadedModel(model, source.tokenizer, frozenset({0}), tuple(range(VOCAB, MODEL_VOCAB)))
+        prompts = [encode(source, prompt) for prompt in PROMPTS]
+        assert [text.tokens for text in generate(loaded, prompts, Sampling(NEW, temperature=0))] == expected
+    assert [row["tokens"] for row in json_rows([tmp_path / "hf", *greedy(checkpoint)[1:]], capsys,
+                                               monkeypatch)] == expected
+
+
+GPU, CPU = Device("cuda", fp16=True, bf16=True, memory_bytes=0), Device("cpu", fp16=True, bf16=True, memory_bytes=0)
+
+
+def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    assert [choose_num_devices(needed * gib, [20 * gib] * 4, None, "m") for needed in (1, 18, 19, 70)] == [1, 1, 2, 4]
+    assert choose_num_devices(gib, [20 * gib] * 4, 3, "m") == 3
+    for needed, free, requested, message in (
+            (30, [20] * 2, 1, "m: the model and its key-value cache take 30.0 GiB, and the device has 20.0 GiB of free "
+                              "memory. Use --devices 2"),
+            (50, [20] * 2, None, "2 devices have 40.0 GiB of free memory. Use a 16-bit --dtype"),
+            (1, [20], 2, "--devices: found 2; expected at most 1")):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            choose_num_devices(needed * gib, [size * gib for size in free], requested, "m")
+    with pytest.raises(ConfigError, match="--devices: found 2"):
+        check_devices(2, CPU)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"accelerate, which is not installed. pip install -c launch/constraints.txt"):
+        check_devices(2, GPU)
+    for fast in (True, False):
+        monkeypatch.setattr(devices, "multiplies_bf16", lambda fast=fast: fast)
+        assert [choose_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
+            "fp32", "bf16" if fast else "fp32", "fp32"]
+    assert [choose_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
+    assert choose_dtype("fp16", "fp32", CPU) == "fp16"

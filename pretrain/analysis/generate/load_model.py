@@ -122,7 +122,8 @@ def spread(model: Any, free: Sequence[int]) -> DeviceMap:
     return found
 
 
-def load_model(source: ModelSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None) -> Any:
+def load_model(source: ModelSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None,
+               offload_folder: Path | None = None) -> Any:
     """Return the transformers model with the source's weights. Raises ConfigError.
 
     Host memory holds at most one converted tensor, in addition to the parts of the model that are on the CPU.
@@ -130,14 +131,17 @@ def load_model(source: ModelSource, dtype: str, placement: torch.device | Device
     Args:
         placement: one device, or a device map of transformers.
         model: the result of `empty_model`, if there is one already.
+        offload_folder: folder for the weights of modules that the device map places on "disk".
     """
     if source.config is None:
-        model = _load_transformers_folder(source.folder, dtype, placement)
+        model = _load_transformers_folder(source.folder, dtype, placement, offload_folder)
     else:
         model = empty_model(source, dtype) if model is None else model
         _fill(model, source, placement)
         if isinstance(placement, dict):
-            _dispatch(model, placement)
+            from accelerate import dispatch_model  # each module then moves its inputs to its device
+
+            dispatch_model(model, placement, offload_dir=offload_folder, skip_keys=model._skip_keys_device_placement)
         else:
             model.to(placement)  # the buffers
     from transformers import GenerationConfig
@@ -146,10 +150,12 @@ def load_model(source: ModelSource, dtype: str, placement: torch.device | Device
     return model.eval()
 
 
-def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device | DeviceMap) -> Any:
+def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device | DeviceMap,
+                              offload_folder: Path | None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    settings: dict[str, Any] = {"device_map": placement} if isinstance(placement, dict) else {}
+    mapped = isinstance(placement, dict)
+    settings: dict[str, Any] = {"device_map": placement, "offload_folder": offload_folder} if mapped else {}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True,
                                                              output_loading_info=True, **settings)
@@ -159,7 +165,7 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
     if wrong:
         raise ConfigError(str(folder), problem=f"{len(wrong)} tensors of the model are missing or have another shape "
                           f"({wrong[0]} ...)", remedy="use a complete folder, as tools/export_hf.py writes it")
-    return model if settings else model.to(placement)
+    return model if mapped else model.to(placement)
 
 
 def _fill(model: Any, source: ModelSource, placement: torch.device | DeviceMap) -> None:
@@ -184,15 +190,8 @@ def _fill(model: Any, source: ModelSource, placement: torch.device | DeviceMap) 
 
 
 def _device_of(name: str, placement: torch.device | DeviceMap) -> torch.device:
-    """Return the device of a parameter."""
+    """Return the device that a parameter is loaded onto: for modules on "disk", the CPU."""
     if not isinstance(placement, dict):
         return placement
     module = max((key for key in placement if not key or name.startswith(f"{key}.")), key=len)
-    return torch.device(placement[module])
-
-
-def _dispatch(model: Any, placement: DeviceMap) -> None:
-    """Make each module move its inputs to its device."""
-    from accelerate import dispatch_model
-
-    dispatch_model(model, placement, skip_keys=model._skip_keys_device_placement)
+    return torch.device("cpu" if placement[module] == "disk" else placement[module])

@@ -56,7 +56,7 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
     notes = _skipped_checkpoints(path, manifest.step) if step is None else []
     if manifest.tokenizer_fingerprint not in (None, loaded.fingerprint):
         notes.append(f"{loaded.path} is another file than the tokenizer of the training")
-    leading = _leading_tokens(loaded) if getattr(manifest, "weights_only", False) else ()
+    leading = _leading_tokens(loaded) if manifest.weights_only else ()
     source = ModelSource(folder, config, manifest.precision, config.max_positions, loaded, leading, notes=tuple(notes))
     return _checked(source, config.vocab_size)
 
@@ -77,8 +77,7 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
         raise ConfigError(str(folder), problem="the folder has a config.json, but no weights",
                           remedy="name a run folder, a global_stepN folder, or a transformers folder with weights")
     _check_headers(folder, values)
-    own = folder / "tokenizer.json"  # it also has the special tokens, which a tokenizer.model may lack
-    loaded = load_tokenizer(tokenizer or (own if own.is_file() else folder))
+    loaded = load_tokenizer(tokenizer or folder)
     dtype = values.get("dtype", values.get("torch_dtype"))
     positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
     source = ModelSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
@@ -110,17 +109,18 @@ def _checked(source: ModelSource, vocab_size: int) -> ModelSource:
 
 
 def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer.json adds before a text, such as <s>.
+    """Return the special tokens that transformers adds before a text, such as <s>: published models expect them.
 
-    Published models were trained with them. A SentencePiece .model does not say which tokens are added.
+    Only a tokenizer.json names them, so it is read even if the tokenizer is the tokenizer.model next to it.
     """
-    if tokenizer.path.suffix != ".json":
-        return ()
     from tokenizers import Tokenizer as Library
 
-    library = Library.from_file(str(tokenizer.path))
-    probe = "a"
-    plain, complete = (library.encode(probe, add_special_tokens=special).ids for special in (False, True))
+    path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
+    try:
+        library = Library.from_str(path.read_text(encoding="utf-8"))
+    except Exception:  # there is no such file, or it is damaged; the library raises plain Exception
+        return ()
+    plain, complete = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = [start for start in range(len(complete)) if complete[start:start + len(plain)] == plain]
     return tuple(complete[:starts[0]]) if starts else ()
 
