@@ -14,6 +14,8 @@ from rich.table import Table
 
 from pretrain.checkpoint.convert.inspect import layout_summary, verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
+from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES
 from pretrain.checkpoint.load.select import (
     FoundCheckpoint,
     find_checkpoint,
@@ -95,12 +97,12 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _consolidate(args: argparse.Namespace) -> int:
     source = find_checkpoint(args.checkpoint)
-    check_new_folder(args.out)
+    plan = plan_export(source.folder, args.out, dtype=args.dtype, with_tokenizer=False)
     if _verify_and_print(source):
         return 1
-    from pretrain.checkpoint.convert.consolidate import consolidate
+    from pretrain.checkpoint.convert.export_hf import consolidate
 
-    consolidate(source.folder, args.out, dtype=args.dtype)
+    consolidate(plan)
     print(output_summary(args.out))
     return 0
 
@@ -143,10 +145,10 @@ def _parser() -> Parser:
     converting = add("convert", _convert, "convert to the universal format, which plain DeepSpeed can load")
     converting.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
     converting.add_argument("out", type=path, help="new folder")
-    merging = add("consolidate", _consolidate, "write only the weights, as unsharded safetensors files")
+    merging = add("consolidate", _consolidate, "write only weights and config.json, as transformers loads them")
     merging.add_argument("checkpoint", type=path, help=_CHECKPOINT_HELP)
     merging.add_argument("out", type=path, help="new folder")
-    merging.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
+    merging.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="fp32",
                          help="data type of the weights (default: %(default)s)")
     comparing = add("diff", _diff, "compare the weights and optimizer states of two checkpoints")
     comparing.add_argument("a", type=path, help=_CHECKPOINT_HELP)

@@ -32,6 +32,11 @@ def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tupl
     return (ours,) if len(rule.theirs) == 1 else tuple(part.clone() for part in ours.split(rule.their_rows))
 
 
+def is_concatenation(rule: TensorRule) -> bool:
+    """Return whether our tensor is the rows of `rule.theirs` one after another, so that it needs no conversion."""
+    return not rule.transposed and not rule.row_order
+
+
 def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Return the rows [outer, inner, rest] in the order [inner, outer, rest]."""
     rest = tensor.shape[1:]

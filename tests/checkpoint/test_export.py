@@ -1,31 +1,29 @@
-"""Conversions for other programs: plain DeepSpeed loads universal checkpoints, and safetensors hold the weights."""
+"""Conversions for other programs: plain DeepSpeed loads universal checkpoints, and transformers loads exports."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
 
-from pretrain.checkpoint.convert import consolidate as consolidate_module
 from pretrain.checkpoint.convert import universal
-from pretrain.checkpoint.convert.consolidate import consolidate
 from pretrain.checkpoint.convert.diff import diff
+from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
+from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load import reader as reader_module
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
-from pretrain.model.config import model_config_from
+from pretrain.model.hf_weights import from_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
 from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {**dp2(1, precision="bf16"), **FP32_SUMS}
-SOURCES = {"stage0": pp2(0), "zero3": dp2(3), "bf16": BF16, "fp16": fp16(pp2(0))}
+SOURCES = {"stage0": pp2(0), "pipeline": pp2(1), "zero3": dp2(3), "bf16": BF16, "fp16": fp16(pp2(0))}
 # DeepSpeed's own conversion rejects these changes: from ZeRO-0 to any layout, 1 to 3, 3 to 1, and ZeRO-3 to pipeline
 UNIVERSAL = {"stage0-zero1": dp2(1), "stage0-zero3": dp2(3), "zero3-pipeline2": pp2(1), "zero3-zero2": dp2(2),
              "bf16-zero3": dp2(3, precision="bf16"), "fp16-zero2": fp16(dp2(2))}
@@ -83,26 +81,41 @@ def test_conversion_is_atomic_and_skips_an_equal_result(work: Path, saved: dict[
         convert(source, out)
 
 
-def test_consolidated_weights_are_the_master_weights(work: Path, saved: dict[str, Any],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SOURCES:
-        folder = Path(saved[name]["folder"])
-        reader = CheckpointReader(folder)
-        consolidate(folder, work / f"{name}-fp32", dtype="fp32")
-        weights = load_file(work / f"{name}-fp32" / "model.safetensors")
-        assert {key: value.tolist() for key, value in reader.weights().items()} == {
-            key: value.tolist() for key, value in weights.items()}
-        values = json.loads((work / f"{name}-fp32" / "config.json").read_text())
-        as_module(model_config_from(values, "config.json")).load_state_dict(weights)
-    monkeypatch.setattr(consolidate_module, "SHARD_BYTES", 100_000)
-    monkeypatch.setattr(reader_module, "_CHUNK_NUMEL", 1000)
-    consolidate(folder, work / "bf16", dtype="bf16")
-    files = json.loads((work / "bf16/model.safetensors.index.json").read_text())["weight_map"]
-    parts = {file: load_file(work / "bf16" / file) for file in set(files.values())}
-    assert len(parts) > 3
-    for key, weight in weights.items():
-        assert torch.equal(parts[files[key]][key], weight.bfloat16()), key
-    assert sum(map(len, parts.values())) == len(weights)
+def load_exactly(folder: Path) -> transformers.PreTrainedModel:
+    """Load a folder with transformers. Every key must fit."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_transformers_loads_the_trained_weights(name: str, work: Path, saved: dict[str, Any]) -> None:
+    """The logits of an exported checkpoint are those of our model, and the weights are the master weights."""
+    folder = Path(saved[name]["folder"])
+    plan = plan_export(folder, work / f"{name}-export", dtype="fp32", shard_gb=1e-4)
+    export_hf(plan)
+    assert len(list(plan.out.glob("model-*-of-*.safetensors"))) > 3
+    consolidate(plan_export(folder, work / f"{name}-fp32", dtype="fp32", with_tokenizer=False))
+    reader = CheckpointReader(folder)
+    ours = as_module(plan.config).eval()
+    ours.load_state_dict(reader.weights())
+    tokens = torch.randint(0, 256, (2, 50), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = ours(tokens)
+        for theirs in (load_exactly(plan.out), load_exactly(work / f"{name}-fp32")):
+            torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-5, rtol=0)
+            back = from_transformers(theirs.state_dict(), plan.config)
+            assert all(torch.equal(back[key], reader.tensor(key)) for key in reader.shapes)
+    assert set(os.listdir(work / f"{name}-fp32")) == {"model.safetensors", "config.json", "source.json"}
+
+
+def test_the_default_dtype_is_the_precision_of_the_run(work: Path, saved: dict[str, Any]) -> None:
+    plan = plan_export(Path(saved["bf16"]["folder"]), work / "default-dtype")
+    export_hf(plan)
+    theirs, exact = load_exactly(plan.out), CheckpointReader(plan.folder)
+    assert theirs.dtype is torch.bfloat16
+    for key, value in from_transformers(theirs.state_dict(), plan.config).items():
+        assert torch.equal(value, exact.tensor(key).bfloat16()), key
 
 
 def test_diff_names_each_differing_state(saved: dict[str, Any]) -> None:
@@ -136,7 +149,8 @@ def test_memory_is_at_most_twice_the_largest_file(corpus: str, work: Path) -> No
     assert sum(sizes) > 2e8
     used: dict[str, int] = {}
     for what, action in (("convert", lambda: convert(folder, work / "wide-universal")),
-                         ("consolidate", lambda: consolidate(folder, work / "wide-bf16", dtype="bf16"))):
+                         ("consolidate", lambda: consolidate(plan_export(folder, work / "wide-bf16", dtype="bf16",
+                                                                     with_tokenizer=False)))):
         with MemoryWatch() as watch:
             action()
         used[what] = watch.peak - watch.before

@@ -68,16 +68,18 @@ def test_dtypes_are_kept_and_hashes_are_recorded(tmp_path: Path) -> None:
     assert diff(checkpoint, tmp_path / "run/checkpoints/global_step0") == []
 
 
-def _add_tokenizer(folder: Path, size: int) -> None:
-    Tokenizer(WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+def add_tokenizer(folder: Path, size: int, eos: int = 0) -> None:
+    """Write a tokenizer of `size` words. The word of token `eos` ends documents."""
+    words = {f"w{i}": i for i in range(size) if i != eos} | {"<|endoftext|>": eos}
+    Tokenizer(WordLevel(words, unk_token="w1")).save(str(folder / "tokenizer.json"))
 
 
 def test_the_tokenizer_is_copied_if_it_fits(tmp_path: Path) -> None:
     save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
-    _add_tokenizer(tmp_path / "hf", 97)
+    add_tokenizer(tmp_path / "hf", 97)
     checkpoint = imported(tmp_path / "hf", tmp_path / "run")
     assert tokenizer_of(checkpoint) == tokenizer_of(tmp_path / "run") == str(tmp_path / "run/tokenizer")
-    _add_tokenizer(tmp_path / "hf", 98)
+    add_tokenizer(tmp_path / "hf", 98)
     with pytest.raises(ConfigError, match=r"its largest token is 97, and the model has only 97 tokens"):
         imported(tmp_path / "hf", tmp_path / "other")
 

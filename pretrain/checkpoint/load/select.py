@@ -105,17 +105,25 @@ def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
     return found.folder, found.manifest
 
 
+def run_folder_of(path: Path) -> Path | None:
+    """Return the folder with the run.json of the run that `path` belongs to; None if there is none."""
+    return next((folder for folder in _possible_runs(path) if (folder / "run.json").is_file()), None)
+
+
+def _possible_runs(path: Path) -> tuple[Path, ...]:
+    return (path, *path.absolute().parents[:2])  # `path` may be RUN, RUN/checkpoints or RUN/checkpoints/global_stepN
+
+
 def tokenizer_of(path: Path) -> str:
     """Return the --tokenizer of the run that this folder belongs to, or the tokenizer that its weights came with.
 
     Raises ConfigError if there is neither.
     """
-    runs = (path, *path.absolute().parents[:2])  # `path` may be RUN, RUN/checkpoints or RUN/checkpoints/global_stepN
-    run = next((folder for folder in runs if (folder / "run.json").is_file()), None)
+    run = run_folder_of(path)
     tokenizer = None if run is None else newest_start(run)["flags"].get("tokenizer")
     if isinstance(tokenizer, str):
         return tokenizer
-    imported = next((folder for folder in runs
+    imported = next((folder for folder in _possible_runs(path)
                      if (folder / "checkpoints").is_dir() and (folder / "tokenizer").is_dir()), None)
     if imported is not None:  # by tools/import_hf.py
         return str(imported / "tokenizer")

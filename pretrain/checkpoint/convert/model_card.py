@@ -1,0 +1,104 @@
+"""Text of the README.md of an exported model: a model card with the facts of the run. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.convert.inspect import layout_summary
+from pretrain.checkpoint.convert.plan_export import ExportPlan
+from pretrain.monitor.read_run_folder import newest_start, read_metrics
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- ds-pretrain
+- deepspeed
+- {architecture}
+---
+
+# {name}
+
+A {architecture} language model with {parameters} parameters, {origin}.
+
+```python
+from transformers import AutoModelForCausalLM{import_tokenizer}
+
+model = AutoModelForCausalLM.from_pretrained("{name}"){load_tokenizer}
+```
+
+## Model
+
+{model}
+
+## Training
+
+{training}
+
+## Versions
+
+{versions}
+"""
+
+
+def model_card(plan: ExportPlan) -> str:
+    """Return the model card. Facts come from the manifest and, if there are any, run.json and metrics.jsonl."""
+    name, config = plan.out.absolute().name, plan.config
+    tokenizer = plan.tokenizer is not None
+    versions = {**plan.manifest.versions, "git commit": _start(plan).get("git_commit")}
+    origin = "imported into ds-pretrain and exported without training" if plan.manifest.weights_only else \
+        "pretrained with ds-pretrain and DeepSpeed"
+    return _CARD.format(
+        name=name, architecture=config.architecture, parameters=f"{config.num_parameters():,}", origin=origin,
+        import_tokenizer=", AutoTokenizer" if tokenizer else "",
+        load_tokenizer=f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")' if tokenizer else "",
+        model=_table(_model_facts(plan)), training=_table(_training_facts(plan)), versions=_table(versions))
+
+
+def _model_facts(plan: ExportPlan) -> dict[str, Any]:
+    config = plan.config
+    return {"architecture": config.architecture, "parameters": f"{config.num_parameters():,}",
+            "layers": config.num_layers, "hidden size": config.hidden_size,
+            "attention heads": f"{config.num_heads}, and {config.num_kv_heads} for keys and values",
+            "positions": f"{config.max_positions:,} tokens", "vocabulary": f"{config.vocab_size:,} tokens",
+            "weights in these files": plan.dtype}
+
+
+def _training_facts(plan: ExportPlan) -> dict[str, Any]:
+    manifest, start = plan.manifest, _start(plan)
+    if manifest.weights_only:
+        return {"training": "none by this program"}
+    tokens = manifest.consumed_samples * manifest.seq_length
+    settings = manifest.optimizer.get("params", {})
+    return {
+        "steps": f"{manifest.step:,}" + (f" of {start['train_steps']:,}" if "train_steps" in start else ""),
+        "samples": f"{manifest.consumed_samples:,} of {manifest.seq_length:,} tokens", "tokens": f"{tokens:,}",
+        "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
+        "data fingerprint": manifest.data_fingerprint, "tokenizer fingerprint": manifest.tokenizer_fingerprint,
+        "global batch size": f"{manifest.global_batch_size:,} samples", "precision": manifest.precision,
+        "layout": layout_summary(manifest), "seed": manifest.seed,
+        "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
+
+
+def _start(plan: ExportPlan) -> dict[str, Any]:
+    """Return the newest record of run.json; an empty one without this file."""
+    return {} if plan.run is None else newest_start(plan.run)
+
+
+def _loss(plan: ExportPlan, key: str, **wanted: str) -> str | None:
+    """Return the last value of a key of metrics.jsonl up to the checkpoint's step, with its step."""
+    rows = [] if plan.run is None else read_metrics(plan.run)
+    found = [row for row in rows if isinstance(row.get(key), float) and isinstance(row.get("step"), int)
+             and row["step"] <= plan.manifest.step and all(row.get(name) == value for name, value in wanted.items())]
+    return f"{found[-1][key]:.4f} nats per token at step {found[-1]['step']:,}" if found else None
+
+
+def _validation_loss(plan: ExportPlan) -> str | None:
+    if plan.manifest.eval_loss is not None:
+        return f"{plan.manifest.eval_loss:.4f} nats per token at step {plan.manifest.step:,}"
+    return _loss(plan, "eval_loss", split="valid")
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    """Return a table of the facts that are known."""
+    rows = (f"| {name} | {value} |" for name, value in facts.items() if value not in (None, ""))
+    return "\n".join(["| | |", "| --- | --- |", *rows])

@@ -1,0 +1,140 @@
+"""Export for transformers: every architecture there and back, tokenizer, model card, wrong input and memory."""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pretrain.checkpoint.convert.export_hf import export_hf
+from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.hf_folder import check_hf_folder, hash_files
+from pretrain.errors import ConfigError
+from tests.checkpoint.test_export import load_exactly
+from tests.checkpoint.test_import import add_tokenizer, imported
+from tests.support.checkpoints import STEPS, real_run
+from tests.support.conversion_faults import run_tool
+from tests.support.hf_models import save_hf_model
+from tests.support.launch import ROOT
+from tests.support.model_shapes import SHAPES
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_survive_import_and_export_exactly(name: str, tmp_path: Path) -> None:
+    before = save_hf_model(tmp_path / "hf", SHAPES[name])
+    plan = plan_export(imported(tmp_path / "hf", tmp_path / "run"), tmp_path / "out", shard_gb=2e-5)
+    export_hf(plan)
+    assert len(list(plan.out.glob("model-*-of-*.safetensors"))) > 5
+    after, expected = load_exactly(plan.out).state_dict(), before.state_dict()
+    assert after.keys() == expected.keys()
+    assert all(torch.equal(after[key], value) for key, value in expected.items())
+    # the files have the names and the index of transformers' own
+    index = json.loads((plan.out / "model.safetensors.index.json").read_text())
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    assert index["weight_map"].keys() == stored.keys()
+    assert index["metadata"] == {"total_parameters": plan.config.num_parameters(), "total_size": plan.num_bytes}
+    assert hash_files(check_hf_folder(plan.out)).keys() == set(index["weight_map"].values())
+
+
+def test_every_file_is_hashed(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    add_tokenizer(tmp_path / "hf", 97)
+    out = tmp_path / "out"
+    export_hf(plan_export(imported(tmp_path / "hf", tmp_path / "run"), out))
+    files = json.loads((out / "source.json").read_text())["files"]
+    assert {*files, "source.json"} == set(os.listdir(out))
+    assert {"README.md", "tokenizer.json", "generation_config.json", "model.safetensors"} <= files.keys()
+    for name, record in files.items():
+        assert record["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest(), name
+    with open(out / "model.safetensors", "r+b") as file:
+        file.seek(50_000)
+        file.write(b"damage")
+    with pytest.raises(ConfigError, match=r"found SHA-256 .*, as recorded"):
+        hash_files(check_hf_folder(out))
+
+
+def test_token_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", {**SHAPES["llama"], "bos_token_id": 1, "eos_token_id": 2})
+    checkpoint = imported(tmp_path / "hf", tmp_path / "run")
+    add_tokenizer(tmp_path, 97, eos=40)
+    export_hf(plan_export(checkpoint, tmp_path / "out", tokenizer=str(tmp_path)))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 40, None)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 40
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 40
+    export_hf(plan_export(checkpoint, tmp_path / "without"))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "without")
+    assert (config.bos_token_id, config.eos_token_id, config.dtype) == (1, 2, torch.float32)
+
+
+def _set_value(folder: Path, name: str, value: float) -> None:
+    state = load_file(folder / "model.safetensors")
+    state[name].view(-1)[5] = value
+    save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("value", "dtype", "message"), [
+    (7e4, "fp16", r"--dtype: 2.mlp.up.weight has values that are too large for torch.float16"),
+    (float("nan"), "bf16", r"2.mlp.up.weight: it has values that are NaN or infinite")])
+def test_values_that_are_not_finite_are_rejected(value: float, dtype: str, message: str, tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    _set_value(tmp_path / "hf", "transformer.h.0.mlp.c_fc.weight", value)
+    plan = plan_export(imported(tmp_path / "hf", tmp_path / "run"), tmp_path / "out", dtype=dtype)
+    with pytest.raises(ConfigError, match=message):
+        export_hf(plan)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "run"]
+
+
+def test_the_model_card_has_the_facts_of_the_run(corpus: str, tmp_path_factory: pytest.TempPathFactory,
+                                                 tmp_path: Path) -> None:
+    run = real_run("pipeline2", corpus, tmp_path_factory)
+    done = run_tool("export_hf.py", run, "--output", tmp_path / "out", "--step", "2")
+    assert done.returncode == 0, done.stderr
+    manifest = read_manifest(run / "checkpoints/global_step2")
+    assert "parameters, bf16, architecture gpt2, from" in done.stdout
+    assert load_exactly(tmp_path / "out").dtype is torch.bfloat16
+    card = (tmp_path / "out/README.md").read_text()
+    rows: dict[str, Any] = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.count(" | ") == 1)
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    loss = next(row["loss"] for row in losses if row["step"] == 2 and "loss" in row)
+    assert rows["training loss"] == f"{loss:.4f} nats per token at step 2"
+    assert rows["validation loss"] == f"{manifest.eval_loss:.4f} nats per token at step 2"
+    assert rows["steps"] == f"2 of {STEPS}"
+    assert rows["tokens"] == f"{manifest.consumed_samples * 64:,}"
+    assert rows["data fingerprint"] == manifest.data_fingerprint
+    assert rows["layout"] == "2 ranks, ZeRO-1, 2 stages x 1 data-parallel"
+    assert str(run) not in card  # no paths of this machine
+
+
+def test_wrong_input_is_rejected_in_one_line_and_nothing_remains(tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
+    checkpoint = imported(tmp_path / "hf", tmp_path / "run")
+    words = ("export_hf.py", tmp_path / "run", "--output", tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+
+    def rejected(message: str, *more: str, **fault: Any) -> None:
+        done = run_tool(*words, *more, **fault)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert message in done.stderr.splitlines()[-1]
+        assert done.stderr.count("ds-pretrain: ") == 1
+        assert sorted(tmp_path.rglob("*")) == before
+
+    rejected("out: the folder cannot be written: File too large", largest_file=100_000)
+    assert run_tool(*words, kill=signal.SIGTERM).returncode == 128 + signal.SIGTERM
+    assert sorted(tmp_path.rglob("*")) == before
+    file = checkpoint / "weights.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"x")
+    rejected("the checkpoint is damaged")
+    file.write_bytes(content)
+    assert run_tool(*words).returncode == 0
+    assert str(ROOT) not in (tmp_path / "out/README.md").read_text()
