@@ -126,6 +126,15 @@ def _weights_cases() -> Iterator[Case]:
             ("tokenizer.json", tokenizer, "its largest token is 320, and the model has only 320"),
             ("tokenizer.model", b"nonsense", "tokenizer.model")):
         yield Case(f"{program} {file}", program, tuple(TOOLS[program]), culprit, ((f"hf/{file}", content),))
+    program = "tools/export_hf.py"
+    for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+        yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+        if what not in ("folder", "file"):
+            yield Case(f"{program} --tokenizer {what}", program, (*TOOLS[program], "--tokenizer", path), "--tokenizer")
+    for what, path in {**UNWRITABLE, "file": "{world}/file", "other folder": "{world}/done"}.items():
+        yield Case(f"{program} to {what}", program, ("{world}/done", "--output", path), _name_of(path))
+    yield Case(f"{program} damaged", program, tuple(TOOLS[program]), "weights.pt: found SHA-256")
+    yield Case(f"{program} --step of no checkpoint", program, (*TOOLS[program], "--step", "7"), "global_step7")
 
 
 def _generate_cases() -> Iterator[Case]:
