@@ -9,6 +9,7 @@ from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES
 from pretrain.checkpoint.load.select import FoundCheckpoint, run_folder_of, select_checkpoint, tokenizer_of
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.terminal.progress import ProgressBar
@@ -64,9 +65,9 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
         if with_tokenizer:
             raise
         loaded, notes = None, ()
-    if loaded is not None and loaded.vocab_size > config.vocab_size:
-        raise ConfigError(f"--tokenizer {loaded.path}", problem=f"its largest token is {loaded.vocab_size - 1}, and "
-                          f"the model has only {config.vocab_size} tokens", remedy="name the tokenizer of this model")
+    if loaded is not None:  # without notes: the export has the special tokens of the tokenizer
+        check_tokenizer_fits(loaded.ids, {}, vocab_size=config.vocab_size, where=f"--tokenizer {loaded.path}",
+                             remedy="name the tokenizer of this model")
     return ExportPlan(folder, manifest, config, out, dtype or manifest.precision, max(1, round(shard_gb * 1e9)), loaded,
                       notes)
 
