@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from pathlib import Path
 
 from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
+from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "checkpoints/global_step*")
 _PADDING = 256  # rows; vocabularies are often padded by up to this number of unused rows
 
 
@@ -31,9 +34,23 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 
 
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
-    """All notes about a run: JSON, vocabulary, epochs, evaluation and speed."""
-    return (*json_notes(resolved), *_vocabulary_notes(resolved, data), *_epoch_notes(resolved, data),
-            *_evaluation_notes(resolved, data), *_speed_notes(resolved), *_mup_notes(resolved))
+    """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
+    return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
+            *_epoch_notes(resolved, data), *_evaluation_notes(resolved, data), *_speed_notes(resolved),
+            *_mup_notes(resolved))
+
+
+def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note a --model with weights next to its config.json: the run starts from random weights."""
+    model = resolved.args.model
+    if resolved.args.init_from is not None or not model or model in preset_names():
+        return []
+    folder = find_config(model).parent
+    names = sorted(path.name for pattern in _WEIGHTS for path in folder.glob(pattern))
+    if not names:
+        return []
+    return [f"--model {model}: the folder holds weights ({names[0]}), which are not used: a new run starts from random "
+            f"weights. --init_from {folder if Path(model).is_file() else model} starts from them"]
 
 
 def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:

@@ -20,6 +20,7 @@ _FILE = re.compile(r".*\.(json|ya?ml|safetensors|bin|model|txt)")
 _CONFIG = ("config.json",)
 _WEIGHTS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
             "tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+_TIMEOUT_S = 10.0
 
 
 def is_repository(name: str) -> bool:
@@ -99,30 +100,33 @@ def _turn(cache: Path, key: str, name: str, flag: str) -> Iterator[None]:
 
 
 def _download(name: str, flag: str, cache: Path, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     say(f"downloading {'the weights' if weights else 'config.json'} of {name} to {cache}")
     try:
+        HfApi().model_info(name, timeout=_TIMEOUT_S)  # snapshot_download alone waits forever for a silent server
         folder = Path(snapshot_download(name, allow_patterns=list(_WEIGHTS if weights else _CONFIG)))
     except Exception as error:  # of the library, of its HTTP client, and of the file system
-        raise _not_found(name, flag, f"this repository cannot be downloaded: {_reason(error)}") from None
+        raise _download_error(name, flag, error) from None
     if not (folder / "config.json").is_file():
-        raise _not_found(name, flag, "this repository has no config.json")
+        raise ConfigError(f"{flag} {name}", problem="this repository has no config.json",
+                          remedy="name the repository of a transformers model")
     return folder
 
 
-def _reason(error: BaseException) -> str:
-    """Return the reason of a failed download in a few words."""
+def _download_error(name: str, flag: str, error: BaseException) -> ConfigError:
+    """Return the error for a failed download."""
     cause = error.__cause__ or error
     status = getattr(getattr(cause, "response", None), "status_code", None)
     if status in (401, 403, 404):
-        return {401: "there is no such repository, or it needs a login (hf auth login)",
-                403: "access is denied (hf auth login)", 404: "there is no such repository"}[status]
+        return ConfigError(f"{flag} {name}", problem="there is no such folder, and no such repository on the Hub that "
+                           "you may read", remedy="check the name; for a private repository, run `hf auth login`")
     text = " ".join(str(cause).split())
-    return shorten(f"{type(cause).__name__}: {text}" if text else type(cause).__name__, 200)
+    return _not_found(name, flag, f"this repository cannot be downloaded "
+                      f"({shorten(f'{type(cause).__name__}: {text}', 200)})")
 
 
 def _not_found(name: str, flag: str, problem: str) -> ConfigError:
