@@ -14,6 +14,7 @@ from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights, hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
+from pretrain.checkpoint.load.init_from import origin_of_folder
 from pretrain.checkpoint.load.reader import chunks_of
 from pretrain.monitor.write_run_folder import versions
 from pretrain.terminal.progress import ProgressBar
@@ -81,4 +82,5 @@ def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:
         step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
         precision=found.dtype, grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
         global_batch_size=0, seed=0, seq_length=found.config.max_positions, model=found.config.hf_config,
-        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), weights_only=True)
+        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), weights_only=True,
+        origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))

@@ -50,8 +50,8 @@ def find_initial_weights(init_from: str) -> InitialWeights:
     if not (folder / "config.json").is_file():
         raise ConfigError(where, problem="the folder has neither a config.json nor checkpoints", remedy=_REMEDY)
     found = check_hf_folder(folder)
-    origin = Origin(source_name(init_from), str(folder.absolute()), _fingerprint(found))
-    return InitialWeights(found, SavedModel(found.config, str(folder / "config.json")), origin)
+    return InitialWeights(found, SavedModel(found.config, str(folder / "config.json")), origin_of_folder(
+        found, source_name(init_from)))
 
 
 def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
@@ -98,12 +98,15 @@ def _manifest_fingerprint(manifest: Manifest) -> str:
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
-def _fingerprint(found: HFFolder) -> str:
-    """Return the SHA-256 of config.json, and of the sizes and headers of the weights files."""
+def origin_of_folder(found: HFFolder, name: str) -> Origin:
+    """Return the record of a transformers folder as the source of weights.
+
+    Its fingerprint is the SHA-256 of config.json, and of the sizes and headers of the weights files.
+    """
     digest = hashlib.sha256((found.folder / "config.json").read_bytes())
-    for name in found.files:
-        with open(found.folder / name, "rb") as file:
-            header = file.read(8 + int.from_bytes(file.read(8), "little"))
-        digest.update(f"{name} {found.bytes_of(name)}\n".encode())
+    for file in found.files:
+        with open(found.folder / file, "rb") as opened:
+            header = opened.read(int.from_bytes(opened.read(8), "little"))
+        digest.update(f"{file} {found.bytes_of(file)}\n".encode())
         digest.update(header)
-    return digest.hexdigest()
+    return Origin(name, str(found.folder.absolute()), digest.hexdigest())

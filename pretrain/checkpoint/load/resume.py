@@ -16,7 +16,6 @@ from pretrain.checkpoint.format.manifest import (
 )
 from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.config.initialization import initialization_of, reject_initial_values
-from pretrain.config.initialization import reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import check_same_parameters
 from pretrain.config.validate import Plan
@@ -92,7 +91,6 @@ def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[st
         raise ConfigError("--resume required", problem=f"{folder} holds weights alone, and no state of a run",
                           remedy="to begin at step 0 with these weights, use --resume auto")
     reject_initial_values(plan.args, f"the run begins with the weights of {folder}")
-    reject_initial_values(plan.args, f"the run starts from the weights in {folder}")
     saved = model_config_from(manifest.model, f"{folder / MANIFEST}: model")
     return check_same_parameters(saved, plan.model, folder=folder, model=plan.args.model,
                                  overrides=plan.args.model_overrides)

@@ -1,15 +1,20 @@
 """Validate a run together with the checkpoint that it resumes from, or the weights that it starts from. No torch."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_complete
+from pretrain.checkpoint.load.hf_folder import HFFolder
+from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
 from pretrain.checkpoint.load.resume import Resume, choose_resume
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.saved_model import SavedModel, check_same_parameters
 from pretrain.config.validate import Plan, check_run
+from pretrain.data.indexed import read_meta
+from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -38,7 +43,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     if weights is None or resume is not None:
         return Start(plan, resume, None)
     notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
-                                  model=args.model, overrides=args.model_overrides)
+                                  model=args.model, overrides=args.model_overrides) + _tokenizer_notes(plan, weights)
     return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *notes)), None, weights)
 
 
@@ -58,3 +63,30 @@ def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
 def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
     where = f"{folder / MANIFEST}: model"
     return SavedModel(model_config_from(manifest.model, where), where)
+
+
+def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:
+    """Note a tokenizer of the run or of its data that is not the one of the weights, and other special tokens."""
+    notes: list[str] = []
+    if plan.tokenizer is not None:
+        notes += check_tokenizer_fits(plan.tokenizer.ids, weights.model.config.hf_config,
+                                      vocab_size=plan.model.vocab_size, where=f"--tokenizer {plan.args.tokenizer}",
+                                      remedy="use the tokenizer of the weights")
+    meta = read_meta(plan.args.train_data) or {}
+    used = plan.tokenizer.fingerprint if plan.tokenizer is not None else meta.get("tokenizer_sha256")
+    expected = _tokenizer_of(weights)
+    if used is not None and expected is not None and used != expected:
+        name = f"--tokenizer {plan.args.tokenizer}" if plan.tokenizer is not None else "the tokenizer of --train_data"
+        notes.append(f"{name} is another file than the tokenizer of the weights ({weights.origin.folder}): make sure "
+                     "that both have the same tokens")
+    return notes
+
+
+def _tokenizer_of(weights: InitialWeights) -> str | None:
+    """Return the fingerprint of the tokenizer that the weights were trained with; None if it is unknown."""
+    if not isinstance(weights.source, HFFolder):
+        return weights.source[1].tokenizer_fingerprint
+    with contextlib.suppress(ConfigError):  # the run does not read this tokenizer
+        found = find_hf_tokenizer(weights.source)
+        return found.fingerprint if found is not None else None
+    return None
