@@ -54,16 +54,18 @@ def resume(case: Case) -> dict[str, Any]:
 
 
 def start_from_weights(case: Case) -> dict[str, Any]:
-    """Load the weights of --init_from into a new engine, save at step 0, and train."""
-    start = start_of(case)
+    """Load the weights of --init_from into a new engine, and train; save at `saved_step` (default: 0)."""
+    start, at = start_of(case), case.get("saved_step", 0)
     groups.mpu = None
     assert start.weights is not None
     verify_weights(start.weights)
     engine = build_engine(start.plan, initialize=False)
     load_weights(engine, start.weights)
-    folder, *_ = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=0,
-                                 consumed_samples=0, versions={})
-    rows = steps(engine, start.plan, 0, start.plan.train_steps)
+    before = steps(engine, start.plan, 0, at)
+    folder, *_ = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=at,
+                                 consumed_samples=at * start.plan.layout.global_batch_size, versions={})
+    after = steps(engine, start.plan, at, start.plan.train_steps)
+    rows = {key: before[key] + after[key] for key in before}
     result = {"folder": str(folder.absolute()), **rows, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)
     return result
