@@ -13,7 +13,7 @@ from tests.support.launch import WORKERS, run_ranks
 from tests.support.model_shapes import SHAPES, write_config
 
 WORKER = WORKERS / "model_worker.py"
-LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel"]
+LAID_OUT = ["gpt2", "llama", "llama_tied_llama3_rope", "neox_parallel", "gemma2", "gemma3_untied_softcap", "olmo2"]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
 
 
@@ -23,7 +23,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layouts")
     for name in LAID_OUT:
         write_config(folder / "shapes" / name, SHAPES[name])
-    done = run_ranks([str(WORKER), str(folder / "shapes"), str(folder)], 2, cwd=folder)
+    for name in SHAPES:
+        write_config(folder / "all" / name, SHAPES[name])
+    done = run_ranks([str(WORKER), str(folder)], 2, cwd=folder)
     assert [rank.returncode for rank in done] == [0, 0], "\n".join(rank.stdout[-3000:] for rank in done)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
@@ -35,12 +37,14 @@ def plain_state(name: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-@pytest.mark.parametrize("name", LAID_OUT)
-def test_one_stage_has_the_names_and_weights_of_the_plain_module(ranks, name, tmp_path):
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_stage_has_the_names_weights_and_loss_of_the_plain_module(ranks, name, tmp_path):
     expected = plain_state(name, tmp_path)
     for seen in ranks:
-        assert list(seen[f"{name}/one_stage"]) == list(expected)
-        assert all(torch.equal(value, expected[key]) for key, value in seen[f"{name}/one_stage"].items())
+        result = seen[f"{name}/one_stage"]
+        assert list(result["state"]) == list(expected)
+        assert all(torch.equal(value, expected[key]) for key, value in result["state"].items())
+        assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LAID_OUT)

@@ -58,10 +58,28 @@ def test_attention_is_causal(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_num_parameters_matches_the_module(name, tmp_path):
+def test_the_config_lists_the_parameters_of_the_module(name, tmp_path):
     config, module = build(name, tmp_path)
-    sizes = {key: parameter.numel() for key, parameter in module.named_parameters()}
-    assert config.num_parameters() == sum(sizes.values())
+    shapes = [(key, tuple(parameter.shape)) for key, parameter in module.named_parameters()]
+    assert [(rule.ours, rule.shape) for rule in config.tensors()] == shapes
+    assert config.num_parameters() == sum(math.prod(shape) for _, shape in shapes)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_custom_kernels_in_bf16_give_the_loss_and_gradients_of_fp32(name, tmp_path):
+    """The sequence is longer than a block of the attention kernel."""
+    config, module = build(name, tmp_path, **({"n_positions": 160} if name.startswith("gpt2") else {}))
+    tokens = torch.randint(0, config.vocab_size, (2, 151), generator=torch.Generator().manual_seed(1))
+    results = []
+    for model in (module, as_module(config).bfloat16()):
+        model.load_state_dict(module.state_dict())
+        loss = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, 150), 1 / 300))
+        loss.backward()
+        gradient = torch.cat([parameter.grad.flatten().float() for parameter in model.parameters()])
+        results.append((loss.item(), gradient))
+    (exact_loss, exact), (loss, gradient) = results
+    assert loss == pytest.approx(exact_loss, rel=2e-3)
+    assert torch.nn.functional.cosine_similarity(gradient, exact, dim=0) > 0.999
 
 
 def test_loss_is_the_weighted_sum_of_cross_entropies_in_fp32():

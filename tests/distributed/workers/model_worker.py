@@ -1,6 +1,7 @@
 """One of two gloo ranks of tests/model/test_layouts.py: compare every layout with the plain module, write the results.
 
-Arguments: folder of the config.jsons (one folder per shape), folder for the results. The caller sets RANK etc.
+Arguments: a folder for the results, with config.jsons: all/NAME/config.json is compared in one pipeline stage, and
+shapes/NAME/config.json in all layouts. The caller sets RANK etc.
 """
 
 import dataclasses
@@ -101,23 +102,36 @@ def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
     return gradients
 
 
+def one_stage(config: ModelConfig) -> dict[str, object]:
+    """Return the weights and the loss of a pipeline of one stage, and the loss of the plain module."""
+    _, plain_loss = reference(config)
+    module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)
+    initialize_parameters(module, config, seed=SEED)
+    tokens, labels, weights = batch(config)
+    loss = module.loss_fn(module(tokens), (labels, weights)).item()
+    return {"state": module.state_dict(), "loss": loss, "plain_loss": plain_loss}
+
+
+def read_configs(folder: Path) -> dict[str, ModelConfig]:
+    return {path.name: load_model_config(str(path)) for path in sorted(folder.iterdir())}
+
+
 def main() -> None:
-    shapes, results = Path(sys.argv[1]), Path(sys.argv[2])
+    results = Path(sys.argv[1])
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     seen: dict[str, object] = {}
-    configs = {folder.name: load_model_config(str(folder)) for folder in sorted(shapes.iterdir())}
+    configs = read_configs(results / "shapes")
     for name, config in configs.items():
         for interval in (0, 2):
             seen[f"{name}/zero3/{interval}"] = zero3(config, interval)
     for name, config in configs.items():  # last, because no other engine can be built after a PipelineModule
         dropping = dataclasses.replace(config, residual_dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
         seen[f"{name}/dropout"] = dropout_gradients(dropping)
-        one_stage = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)
-        initialize_parameters(one_stage, config, seed=SEED)
-        seen[f"{name}/one_stage"] = one_stage.state_dict()
         for interval in (0, 2):
             seen[f"{name}/pipeline/{interval}"] = pipeline(config, interval)
+    for name, config in read_configs(results / "all").items():
+        seen[f"{name}/one_stage"] = one_stage(config)
     torch.save(seen, results / f"rank{deepspeed.comm.get_rank()}.pt")
     deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()
