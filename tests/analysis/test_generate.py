@@ -31,12 +31,15 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
+from tests.conftest import selected_params
 from tests.support.cases import case, flags
 from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 from tests.wrong_inputs.case import main_of
 
-FAMILIES = [name for name in ("llama", "gpt2", "neox_parallel") if name in SHAPES]
+USED = ("llama", "gpt2")  # in all tests
+QUICK = (*USED, "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied", "gemma2")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 VOCAB, MODEL_VOCAB = 256, 260  # of the tokenizer; the model has 4 rows without a token
 PROMPT, NEW = 20, 30  # tokens
 LETTERS = [chr(0x100 + token) for token in range(VOCAB)]  # the text of each token
@@ -58,12 +61,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(corpus: str, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(corpus: str, tokenizer: Path, request: pytest.FixtureRequest,
+                tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return {"family-layout": checkpoint folder}. Each run has one step, and large initial weights."""
     folder = tmp_path_factory.mktemp("generate")
     cases = {}
-    for family in FAMILIES:
-        model = write_config(folder / family, {**SHAPES[family], "vocab_size": MODEL_VOCAB, "initializer_range": 0.2})
+    for family in dict.fromkeys((*USED, *selected_params(request, "family"))):
+        shape = {**SHAPES[family], "vocab_size": MODEL_VOCAB, "initializer_range": 0.2}
+        if "max_position_embeddings" in shape:
+            shape["max_position_embeddings"] = 64
+        if "gemma" in family:
+            shape["tie_word_embeddings"] = False  # else its large embeddings make the last token the most likely one
+        model = write_config(folder / family, shape)
         for layout, values in {"zero3": dp2(3), "pipeline": pp2(1)}.items():
             name = f"{family}-{layout}"
             run_flags = {**flags(corpus, steps=1), "model": model, "seq_length": 32}
@@ -124,7 +133,7 @@ def greedy_of_transformers(config: ModelConfig, weights: dict[str, torch.Tensor]
     return list(map(int, output[0, len(tokens):]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*QUICK, *SLOW])
 def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[str, Path], tokenizer: Path,
                                                  capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +146,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[
         weights = CheckpointReader(checkpoint).weights()
         expected = [greedy_of_transformers(source.config, weights, encode(prompt)) for prompt in PROMPTS]
         assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-        assert len(set(expected[0])) > 5, "the text repeats itself, and so would hide errors"
+        assert sum(len(set(tokens)) for tokens in expected) > 10, "the texts repeat themselves and would hide errors"
         assert [argmax_of_our_module(source.config, weights, encode(prompt)) for prompt in PROMPTS] == expected
         for words in ([], ["--no_cache"], ["--batch_size", 1]):
             rows = json_rows([*greedy(checkpoint), *words], capsys, monkeypatch)

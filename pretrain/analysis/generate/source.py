@@ -1,6 +1,6 @@
 """Find the model that generates: a run, one of its checkpoints, or a transformers folder. Imports no torch."""
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from pretrain.checkpoint.load.select import (
     select_checkpoint,
     tokenizer_of,
 )
+from pretrain.data.special_tokens import read_object
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.config_keys import read_config_json
@@ -53,12 +55,13 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, f"{folder / 'manifest.json'}: model")
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
-    notes = _skipped_checkpoints(path, manifest.step) if step is None else []
     if manifest.tokenizer_fingerprint not in (None, loaded.fingerprint):
-        notes.append(f"{loaded.path} is another file than the tokenizer of the training")
-    leading = _leading_tokens(loaded) if manifest.weights_only else ()
-    source = ModelSource(folder, config, manifest.precision, config.max_positions, loaded, leading, notes=tuple(notes))
-    return _checked(source, config.vocab_size)
+        raise ConfigError(f"--tokenizer {loaded.path}", problem=f"{folder} was trained with another tokenizer",
+                          remedy="use the tokenizer that prepared the data")
+    _require_fit(loaded, {}, config.vocab_size)
+    return ModelSource(folder, config, manifest.precision, config.max_positions, loaded,
+                       leading=_leading_tokens(loaded) if manifest.weights_only else (),
+                       notes=tuple(_skipped_checkpoints(path, manifest.step) if step is None else ()))
 
 
 def _has_checkpoints(path: Path) -> bool:
@@ -80,10 +83,9 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
     loaded = load_tokenizer(tokenizer or folder)
     dtype = values.get("dtype", values.get("torch_dtype"))
     positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
-    source = ModelSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
-                         _end_tokens(folder))
-    vocab_size = values.get("vocab_size")
-    return _checked(source, vocab_size if isinstance(vocab_size, int) else loaded.vocab_size)
+    vocab_size = values["vocab_size"] if isinstance(values.get("vocab_size"), int) else loaded.vocab_size
+    return ModelSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
+                       _end_tokens(folder), tuple(_require_fit(loaded, values, vocab_size)))
 
 
 def _check_headers(folder: Path, values: dict[str, Any]) -> None:
@@ -100,25 +102,28 @@ def _check_headers(folder: Path, values: dict[str, Any]) -> None:
     check_hf_folder(folder, config)
 
 
-def _checked(source: ModelSource, vocab_size: int) -> ModelSource:
-    """Raise ConfigError if the tokenizer has tokens that the model does not have."""
-    if source.tokenizer.vocab_size > vocab_size:
-        raise ConfigError(f"--tokenizer {source.tokenizer.path}", found=f"{source.tokenizer.vocab_size:,} tokens",
-                          expected=f"at most {vocab_size:,}, the vocabulary of the model in {source.folder}")
-    return source
+def _require_fit(tokenizer: Tokenizer, hf_config: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """Return notes on differing special tokens. Raises ConfigError if the model lacks tokens of the tokenizer."""
+    return check_tokenizer_fits(tokenizer.ids, hf_config, vocab_size=vocab_size, where=f"--tokenizer {tokenizer.path}",
+                                remedy="use the tokenizer that belongs to the weights")
 
 
 def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the special tokens that transformers adds before a text, such as <s>: published models expect them.
 
-    Only a tokenizer.json names them, so it is read even if the tokenizer is the tokenizer.model next to it.
+    A tokenizer.json names them, so it is read even if the tokenizer is the tokenizer.model next to it. Without a
+    tokenizer.json, tokenizer_config.json says whether there is one.
     """
+    path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
+    if not path.is_file():
+        bos = tokenizer.ids.bos
+        return (bos,) if bos is not None and read_object(path.with_name("tokenizer_config.json")).get(
+            "add_bos_token") is True else ()
     from tokenizers import Tokenizer as Library
 
-    path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     try:
         library = Library.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # there is no such file, or it is damaged; the library raises plain Exception
+    except Exception:  # the file is damaged; the library raises plain Exception
         return ()
     plain, complete = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = [start for start in range(len(complete)) if complete[start:start + len(plain)] == plain]
@@ -126,10 +131,6 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the end tokens in generation_config.json of a transformers folder; () without this file."""
-    try:
-        values: Any = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        tokens = values.get("eos_token_id")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ()
+    """Return the end tokens in generation_config.json of a transformers folder; () if it names none."""
+    tokens = read_object(folder / "generation_config.json").get("eos_token_id")
     return tuple(token for token in (tokens if isinstance(tokens, list) else [tokens]) if isinstance(token, int))
