@@ -25,7 +25,7 @@ _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # learned positions
 # other architectures, not misspellings
-_OTHER_ARCHITECTURES = ("gpt_neo", "gptj", "gpt_j", "llama4", "mixtral", "olmo", "olmo3", "olmoe", "qwen2_moe",
+_OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "mixtral", "olmo", "olmo3", "olmoe", "qwen2_moe",
                         "qwen3_moe", "gemma3n")
 
 

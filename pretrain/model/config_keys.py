@@ -17,7 +17,8 @@ NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,
     "hidden_act": str, "hidden_activation": str, "layer_types": list, "sliding_window_size": int,
-    "final_logit_softcapping": float,
+    "final_logit_softcapping": float, "hidden_size": int, "n_head": int, "n_layer": int, "n_embed": int,
+    "num_attention_heads": int, "num_hidden_layers": int, "attn_config": dict,
 }
 
 # Keys that change the model in ways that are not implemented. Only these values, which change nothing, are accepted.
@@ -73,12 +74,14 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def fixed_keys(architecture: str) -> dict[str, Any]:
     """Return the keys with only one implemented value, and this value."""
-    return {**FIXED, **FAMILIES[architecture].fixed}
+    family = FAMILIES[architecture]
+    return {**{key: value for key, value in FIXED.items() if key not in family.ignored}, **family.fixed}
 
 
 def known_keys(architecture: str) -> set[str]:
     """Return all keys that a config.json of this architecture may have."""
-    return set(FAMILIES[architecture].keys) | set(fixed_keys(architecture)) | IGNORED
+    family = FAMILIES[architecture]
+    return set(family.keys) | set(fixed_keys(architecture)) | IGNORED | family.ignored
 
 
 def _may_be_null(key: str, architecture: str) -> bool:

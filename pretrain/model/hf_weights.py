@@ -20,6 +20,8 @@ def to_ours(rule: TensorRule, theirs: Sequence[torch.Tensor], config: ModelConfi
         tensor = tensor.t().contiguous()
     if rule.row_order == "head_major":
         tensor = _swap(tensor, config.num_heads, 3)
+    if rule.row_order == "rotary_neighbours":
+        tensor = _reorder_rotary(tensor, config, to_halves=True)
     return tensor
 
 
@@ -27,6 +29,8 @@ def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tupl
     """Return the tensors `rule.theirs` for our tensor: the inverse of `to_ours`."""
     if rule.row_order == "head_major":
         ours = _swap(ours, 3, config.num_heads)
+    if rule.row_order == "rotary_neighbours":
+        ours = _reorder_rotary(ours, config, to_halves=False)
     if rule.transposed:
         ours = ours.t().contiguous()
     return (ours,) if len(rule.theirs) == 1 else tuple(part.clone() for part in ours.split(rule.their_rows))
@@ -41,6 +45,16 @@ def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Return the rows [outer, inner, rest] in the order [inner, outer, rest]."""
     rest = tensor.shape[1:]
     return tensor.reshape(outer, inner, -1, *rest).transpose(0, 1).reshape(-1, *rest).contiguous()
+
+
+def _reorder_rotary(qkv: torch.Tensor, config: ModelConfig, *, to_halves: bool) -> torch.Tensor:
+    """Reorder the rotary rows of each query and key head: neighbours to halves, or the inverse."""
+    heads = config.num_heads + config.num_kv_heads
+    qkv = qkv.clone()
+    rotary = qkv[: heads * config.head_size].view(heads, config.head_size, -1)[:, : config.rotary_size]
+    outer, inner = (config.rotary_size // 2, 2) if to_halves else (2, config.rotary_size // 2)
+    rotary.copy_(rotary.unflatten(1, (outer, inner)).transpose(1, 2).flatten(1, 2).clone())
+    return qkv
 
 
 def _require_names(found: set[str], expected: set[str], what: str) -> None:

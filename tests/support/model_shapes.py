@@ -25,6 +25,11 @@ _GEMMA3 = {**_GEMMA, "model_type": "gemma3_text", "sliding_window": 7, "query_pr
            "rope_theta": 30000.0, "rope_local_base_freq": 500.0}
 _OLMO2 = {**_LLAMA_LIKE, "model_type": "olmo2", "rope_theta": 5000, "pad_token_id": None}
 
+_GPTJ = {"model_type": "gptj", "vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64,
+         "rotary_dim": 8}
+_BLOOM = {"model_type": "bloom", "vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 4}
+_MPT = {"model_type": "mpt", "vocab_size": 97, "d_model": 48, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "gpt2_untied": {**_GPT2, "tie_word_embeddings": False, "n_inner": 56},
@@ -69,6 +74,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO2,
     "olmo2_multi_head_tied_bias": {**_OLMO2, "num_key_value_heads": None, "tie_word_embeddings": True,
                                    "attention_bias": True, "head_dim": 8},
+    "gptj": _GPTJ,
+    "gptj_all_rotary_inner": {**_GPTJ, "rotary_dim": 12, "n_inner": 56, "activation_function": "relu"},
+    "bloom": _BLOOM,
+    "bloom_six_heads_untied": {**_BLOOM, "n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    "bloom_older_names": {"model_type": "bloom", "vocab_size": 97, "n_embed": 40, "num_attention_heads": 5,
+                          "num_hidden_layers": 2, "pretraining_tp": 4, "offset_alibi": 100, "seq_length": 64},
+    "mpt": _MPT,
+    "mpt_untied_scale": {**_MPT, "n_heads": 6, "tie_word_embeddings": False, "learned_pos_emb": False,
+                         "attn_config": {"alibi_bias_max": 8, "softmax_scale": 0.2, "attn_impl": "flash"}},
 }
 # models whose blocks have the norms and the attention of GPT-2, GPT-NeoX and Llama
 USUAL = [name for name, values in SHAPES.items() if values["model_type"] in ("gpt2", "gpt_neox", "llama")]

@@ -88,7 +88,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
                          'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
     "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
                                         "llama max_position_embeddings: 1000000000"),
-    "an architecture that this tool supports": ('compare_zero model_type: "gptj"',),
+    "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
 TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",
          "train_steps": "50", "save": "{world}/run"}

@@ -64,10 +64,11 @@ class ModelShape:
     activation: str = "silu"  # gelu, gelu_tanh, silu, relu, relu2
     gated_mlp: bool = True
     norm: str = "rmsnorm"  # layernorm (weight and bias), rmsnorm (weight), none (no parameters)
+    norm_bias: bool = True  # of a layernorm
     norms_per_block: int = 2
     qk_norm_size: int = 0  # elements of a block's query norm and key norm together
     embedding_norm: bool = False
-    position: str = "rope"  # learned, rope, none
+    position: str = "rope"  # learned, rope, alibi, none
     position_rows: int = 0  # of the learned position table
     rotary_size: int = 0
     parallel_residual: bool = False
@@ -144,6 +145,8 @@ def _block(shape: ModelShape, experts: bool) -> Layer:
 def _norm(shape: ModelShape, name: str) -> tuple[Tensor, ...]:
     vector = (shape.hidden_size,)
     parts = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "none": ()}[shape.norm]
+    if not shape.norm_bias:
+        parts = parts[:1]
     return tuple(Tensor(f"{name}.{part}", vector) for part in parts)
 
 
@@ -180,7 +183,8 @@ def shape_of(config: ModelConfig) -> ModelShape:
         architecture=config.architecture, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
         num_layers=config.num_layers, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
         head_size=config.head_size, intermediate_size=config.intermediate_size, max_positions=config.max_positions,
-        activation=config.activation, gated_mlp=config.gated_mlp, norm=config.norm, norms_per_block=norms,
+        activation=config.activation, gated_mlp=config.gated_mlp, norm=config.norm,
+        norm_bias=config.norm_bias, norms_per_block=norms,
         qk_norm_size=qk_norm, embedding_norm=config.embedding_norm, head_bias=config.head_bias,
         position=config.position, position_rows=config.max_positions if learned else 0, rotary_size=config.rotary_size,
         parallel_residual=config.parallel_residual, qkv_bias=config.qkv_bias,

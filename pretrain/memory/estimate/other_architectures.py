@@ -160,23 +160,6 @@ def _gpt_bigcode(values: Values) -> dict[str, Any]:
     return {**fields, "intermediate_size": _read(values, "n_inner", 4 * hidden)}
 
 
-def _bloom(values: Values) -> dict[str, Any]:
-    hidden = _read(values, "hidden_size", None) or _require(values, "n_embed")
-    layers = _read(values, "n_layer", None) or _require(values, "num_hidden_layers")
-    heads = _read(values, "n_head", None) or _require(values, "num_attention_heads")
-    fields = _gpt2_like(values, hidden, layers, heads, heads, _read(values, "seq_length", 2048))
-    return {**fields, "position": "none", "position_rows": 0, "embedding_norm": True}
-
-
-def _gptj(values: Values) -> dict[str, Any]:
-    hidden, heads = _require(values, "n_embd"), _require(values, "n_head")
-    fields = _gpt2_like(values, hidden, _require(values, "n_layer"), heads, heads, _read(values, "n_positions", 2048))
-    return {**fields, "intermediate_size": _read(values, "n_inner", 4 * hidden), "position": "rope",
-            "position_rows": 0, "rotary_size": _read(values, "rotary_dim", 64), "norms_per_block": 1,
-            "parallel_residual": True, "qkv_bias": False, "attention_out_bias": False, "head_bias": True,
-            "tie_word_embeddings": bool(_read(values, "tie_word_embeddings", False))}
-
-
 def _falcon(values: Values) -> dict[str, Any]:
     hidden, heads = _require(values, "hidden_size"), _require(values, "num_attention_heads")
     newer, bias = bool(_read(values, "new_decoder_architecture", False)), bool(_read(values, "bias", False))
@@ -195,6 +178,5 @@ ARCHITECTURES: dict[str, Callable[[Values], dict[str, Any]]] = {
     "granite": _llama_like, "smollm3": lambda values: _llama_like(values, tied=True, kv_heads=4), "phi3": _llama_like,
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe,
     "olmo": lambda values: _llama_like(values, norm="none"), "phi": _phi, "stablelm": _stablelm,
-    "starcoder2": _starcoder2, "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "bloom": _bloom,
-    "gptj": _gptj, "falcon": _falcon,
+    "starcoder2": _starcoder2, "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "falcon": _falcon,
 }

@@ -28,7 +28,9 @@ class TensorRule:
     theirs: tuple[str, ...]
     their_rows: tuple[int, ...] = ()  # rows of each of `theirs`, if there is more than one
     transposed: bool = False  # theirs is [in, out]
-    row_order: str = ""  # "": the same; "head_major": theirs is head, then q, k, v; ours is q, k, v, then head
+    # "": the same; "head_major": theirs is head, then q, k, v; ours is q, k, v, then head; "rotary_neighbours": theirs
+    # rotates the elements 2 i and 2 i + 1 of a query or key head, ours i and i + rotary_size / 2
+    row_order: str = ""
 
     def their_shapes(self) -> tuple[Shape, ...]:
         """Return the shape of each tensor in `theirs`."""
@@ -52,6 +54,7 @@ class Family:
     key_names: dict[str, str] = field(default_factory=dict)  # field of ModelConfig -> key, where the two differ
     nullable: frozenset[str] = frozenset()  # keys that may be null although their default is not null
     fixed: dict[str, Any] = field(default_factory=dict)  # keys for which only this value, or null, is implemented
+    ignored: frozenset[str] = frozenset()  # keys that do not change the model
 
 
 def linear(ours: str, theirs: str, rows: int, columns: int, *, bias: bool,
@@ -76,12 +79,14 @@ def qkv_rows(config: "ModelConfig") -> tuple[int, int, int]:
             config.num_kv_heads * config.head_size)
 
 
-def separate_qkv(ours: str, theirs: tuple[str, str, str], config: "ModelConfig") -> Iterator[TensorRule]:
+def separate_qkv(ours: str, theirs: tuple[str, str, str], config: "ModelConfig", *,
+                 row_order: str = "") -> Iterator[TensorRule]:
     """Yield the rules of one matrix [q; k; v] here, and three matrices in transformers."""
     rows = qkv_rows(config)
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         shape = (sum(rows), config.hidden_size) if kind == "weight" else (sum(rows),)
-        yield TensorRule(f"{ours}.{kind}", shape, tuple(f"{name}.{kind}" for name in theirs), their_rows=rows)
+        yield TensorRule(f"{ours}.{kind}", shape, tuple(f"{name}.{kind}" for name in theirs), their_rows=rows,
+                         row_order=row_order)
 
 
 def fused_qkv(ours: str, theirs: str, config: "ModelConfig", *, row_order: str = "",

@@ -1,20 +1,26 @@
 """All model families, by their `model_type` in a config.json."""
 
+from pretrain.model.families.bloom import BLOOM
 from pretrain.model.families.family import Family
 from pretrain.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from pretrain.model.families.gpt2 import GPT2
 from pretrain.model.families.gpt_neox import GPT_NEOX
+from pretrain.model.families.gptj import GPTJ
 from pretrain.model.families.llama import LLAMA
 from pretrain.model.families.mistral import MISTRAL
+from pretrain.model.families.mpt import MPT
 from pretrain.model.families.olmo2 import OLMO2
 from pretrain.model.families.qwen import QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {
+    "bloom": BLOOM,
     "gemma": GEMMA, "gemma2": GEMMA2, "gemma3_text": GEMMA3,
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
+    "gptj": GPTJ,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "mpt": MPT,
     "olmo2": OLMO2,
     "qwen2": QWEN2, "qwen3": QWEN3,
 }

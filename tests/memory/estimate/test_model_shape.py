@@ -24,7 +24,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "opt": [{"ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size": 64}], "phi": [{"head_dim": 16}],
     "stablelm": [{"head_dim": 16, "use_qkv_bias": True}],
     "starcoder2": [{"head_dim": 16}, {"use_bias": False, "head_dim": 16}],
-    "bloom": [{"n_layer": 2, "n_head": 4}], "gptj": [{"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}],
     "gpt_bigcode": [{"n_embd": 64, "n_layer": 2, "n_head": 4}, {"n_embd": 64, "n_head": 4, "multi_query": False}],
     "falcon": [{**NO_HEAD_DIM, **changes} for changes in (
         {}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"bias": True, "parallel_attn": False},
