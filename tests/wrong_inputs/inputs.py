@@ -75,18 +75,19 @@ def make_world(folder: Path) -> None:
     for suffix in ("bin", "idx"):
         (folder / f"plain.{suffix}").write_bytes((folder / f"corpus.{suffix}").read_bytes())
     _make_run(folder / "done", str(folder))
-    _make_hf_folder(folder / "hf")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(HF_MODEL))
+    (folder / "hf" / "model.safetensors").write_bytes(safetensors_of(HF_MODEL))
 
 
-def _make_hf_folder(folder: Path) -> None:
-    """Write a transformers folder whose weights are 0."""
-    values = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(values))
+HF_MODEL = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+
+
+def safetensors_of(values: dict[str, Any]) -> bytes:
+    """Return a safetensors file with the weights of a config.json, which are all 0."""
     tensors = [(name, "fp32", shape) for rule in model_config_from(values, "config.json").tensors()
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
-    zeros = bytes(4 * sum(prod(shape) for _, _, shape in tensors))
-    (folder / "model.safetensors").write_bytes(header_bytes(tensors) + zeros)
+    return header_bytes(tensors) + bytes(4 * sum(prod(shape) for _, _, shape in tensors))
 
 
 def _make_run(run: Path, tokenizer: str) -> None:

@@ -1,0 +1,75 @@
+"""Which settings may differ from those of the weights that a run starts from, and weights that a run does not use."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.saved_model import check_same_parameters
+from pretrain.config.validate import check_run
+from pretrain.distributed.device import cpu_device
+from pretrain.errors import ConfigError
+from pretrain.model.config import ModelConfig, load_model_config
+from tests.support.model_shapes import SHAPES, write_config
+from tests.wrong_inputs.inputs import make_world
+
+_SILENT = {"architecture", "hf_config"}
+_NOTED = {"embedding_dropout", "attention_dropout", "residual_dropout", "initializer_range", "scale_residual_init",
+          "norm_eps", "max_positions", "rope_theta", "rope_scaling", "local_rope_theta", "windows"}
+
+
+def _other(value: Any) -> Any:
+    """Return another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return f"other {value}" if isinstance(value, str) else {"other": 1} if not value else None
+
+
+def _compare(saved: ModelConfig, run: ModelConfig) -> list[str]:
+    return check_same_parameters(saved, run, folder=Path("weights"), model="other", overrides=None)
+
+
+def test_every_setting_of_a_model_is_rejected_noted_or_no_setting(tmp_path: Path) -> None:
+    saved = load_model_config(write_config(tmp_path, SHAPES["llama"]))
+    outcomes: dict[str, set[str]] = {"silent": set(), "noted": set(), "rejected": set()}
+    for field, value in vars(saved).items():
+        try:
+            notes = _compare(saved, replace(saved, **{field: _other(value)}))
+        except ConfigError as error:
+            assert str(error).startswith(f"--model other: {saved.key(field)}: found")
+            outcomes["rejected"].add(field)
+        else:
+            outcomes["noted" if notes else "silent"].add(field)
+    assert outcomes["silent"] == _SILENT
+    assert outcomes["noted"] == _NOTED
+    assert {"vocab_size", "num_heads", "activation", "qk_norm", "tie_word_embeddings"} <= outcomes["rejected"]
+
+
+def test_learned_positions_are_parameters(tmp_path: Path) -> None:
+    saved = load_model_config(write_config(tmp_path, SHAPES["gpt2"]))
+    with pytest.raises(ConfigError, match="n_positions: found 65; expected 64"):
+        _compare(saved, replace(saved, max_positions=65))
+
+
+def test_weights_next_to_a_config_are_noted(tmp_path: Path) -> None:
+    make_world(tmp_path)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    args = RunArguments(deepspeed_config=str(tmp_path / "ds.json"), train_data=str(tmp_path / "few"), seq_length=16,
+                        train_steps=5, save=str(tmp_path / "run"))
+
+    def notes(model: Path) -> list[str]:
+        plan = check_run(replace(args, model=str(model)), world_size=1, device=cpu_device())
+        return [note for note in plan.notes if "weights" in note]
+
+    for model in (tmp_path / "hf", tmp_path / "hf" / "config.json"):
+        [note] = notes(model)
+        assert note.startswith(f"--model {model}: the folder holds weights (model.safetensors), which are not used")
+        assert note.endswith(f"--init_from {tmp_path / 'hf'} starts from them")
+    assert notes(tmp_path / "plain") == []
+    (tmp_path / "plain" / "pytorch_model-00001-of-00002.bin").touch()
+    assert len(notes(tmp_path / "plain")) == 1
