@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model."""
+"""Train a SentencePiece tokenizer on text files, and write OUT/tokenizer.model and OUT/tokenizer.json."""
 
 import time
 
@@ -11,7 +11,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
                         help="text file or .jsonl file; either may end with .gz")
-    parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model and tokenizer.vocab")
+    parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
                         help="number of pieces, including 256 for single bytes (default: %(default)s)")
     parser.add_argument("--jsonl_key", type=text, default="text",

@@ -110,6 +110,8 @@ def _normalizers(model: SentencePieceModel, names: list[str], *, space_is_bytes:
         rules = normalizers.Precompiled(model.charsmap)
         if rules.normalize_str("\r") == rules.normalize_str("\n"):
             steps.append(normalizers.Replace("\r", "\n"))  # the library normalizes "\r\n" as one character
+        if rules.normalize_str("e\u0301") == "\u00e9":
+            steps.append(normalizers.NFC())  # it applies no rule to two characters of more than 5 bytes
         steps.append(rules)
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A "), ""),

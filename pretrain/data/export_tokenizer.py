@@ -1,5 +1,6 @@
 """Write a tokenizer's files for transformers, and check that transformers tokenizes with them as training did."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,10 @@ def export_tokenizer(tokenizer: str | Path, folder: Path, *, max_length: int | N
     """Write the files from which `transformers.AutoTokenizer` loads `tokenizer`, and return its special tokens.
 
     `tokenizer` is what `load_tokenizer` accepts. `folder` should already contain the model's config.json, because
-    AutoTokenizer's choice of a class depends on it. A published tokenizer keeps its own tokenizer_config.json; for
-    others it is written, with `max_length` as the longest text in tokens. AutoTokenizer and `load_tokenizer` must then
-    give the same tokens for `texts` and for many other texts. For rare texts that differ, `notes` has a line.
+    AutoTokenizer's choice of a class depends on it. A published tokenizer keeps its own tokenizer_config.json, except
+    for a class with which transformers would tokenize differently. For other tokenizers this file is written, with
+    `max_length` as the longest text in tokens. AutoTokenizer and `load_tokenizer` must then give the same tokens for
+    `texts` and for many other texts. For rare texts that differ, `notes` has a line.
 
     Raises ConfigError, and leaves none of the files, if the tokens of ordinary texts would differ.
     """
@@ -36,11 +38,12 @@ def export_tokenizer(tokenizer: str | Path, folder: Path, *, max_length: int | N
     try:
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        try:
-            return _check(loaded, folder, texts)
-        except ConfigError:
-            _ignore_model_type(folder)
-            return _check(loaded, folder, texts)
+        with contextlib.suppress(ConfigError):
+            ids = _check(loaded, folder, texts)
+            if not ids.notes and ids.vocab_size <= loaded.vocab_size:
+                return ids
+        _use_general_class(folder)
+        return _check(loaded, folder, texts)
     except BaseException:
         for name in files:
             (folder / name).unlink(missing_ok=True)
@@ -51,7 +54,7 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
     """Return the contents of the files to write, by name."""
     content, where = loaded.path.read_bytes(), f"--tokenizer {loaded.path}"
     if loaded.path.suffix != ".json":
-        return sentencepiece_files(content, loaded.ids, where, max_length=max_length)
+        return sentencepiece_files(content, where, max_length=max_length)
     library = read_library(loaded.path, content)
     published = read_object(loaded.path.with_name(_CONFIG))
     ours = tokenizer_config(library, loaded.ids, max_length=max_length)
@@ -65,7 +68,7 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
                     _CONFIG: json_bytes(ours)}
 
 
-def _ignore_model_type(folder: Path) -> None:
+def _use_general_class(folder: Path) -> None:
     """Make AutoTokenizer load tokenizer.json as it is, with the general class."""
     config = read_object(folder / _CONFIG) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     if read_object(folder / "config.json").get("model_type") in _OWN_CLASS:
@@ -123,7 +126,7 @@ def _differing(loaded: Tokenizer, theirs: Any, texts: Iterable[str]) -> list[str
 
 
 def _encode(theirs: Any, text: str) -> list[int]:
-    return list(theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    return list(theirs(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
 
 
 def _difference(where: str, loaded: Tokenizer, theirs: Any, text: str) -> ConfigError:

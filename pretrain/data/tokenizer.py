@@ -19,8 +19,8 @@ from pretrain.errors import ConfigError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
                    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 """names of the files that belong to a tokenizer"""
-SENTENCEPIECE_KEY = "sentencepiece_sha256"
-"""key of tokenizer_config.json: SHA-256 of the tokenizer.model from which tokenizer.json was made"""
+HASHES_KEY = "files_sha256"
+"""key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
 _REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one; "
@@ -92,16 +92,17 @@ def find_tokenizer_file(folder: Path) -> Path | None:
     """Return the file of a folder that `load_tokenizer` reads; None if the folder has no such file."""
     model, fast, vocab = folder / "tokenizer.model", folder / "tokenizer.json", folder / "vocab.json"
     if fast.is_file():
-        return model if model.is_file() and _is_made_from(folder, model) else fast
+        return model if model.is_file() and _is_made_from(fast, model) else fast
     if model.is_file():
         return model
     return vocab if vocab.is_file() and (folder / "merges.txt").is_file() else None
 
 
-def _is_made_from(folder: Path, model: Path) -> bool:
-    """Return whether tokenizer.json was made from this tokenizer.model."""
-    made_from = read_object(folder / "tokenizer_config.json").get(SENTENCEPIECE_KEY)
-    return made_from is not None and made_from == hashlib.sha256(_read(model)).hexdigest()
+def _is_made_from(fast: Path, model: Path) -> bool:
+    """Return whether this tokenizer.json was made from this tokenizer.model, and neither has changed since."""
+    hashes = read_object(fast.with_name("tokenizer_config.json")).get(HASHES_KEY)
+    return isinstance(hashes, dict) and all(
+        hashes.get(file.name) == hashlib.sha256(_read(file)).hexdigest() for file in (model, fast))
 
 
 def _other_files(folder: Path) -> str:
@@ -127,7 +128,7 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
             f"SentencePiece cannot read its {len(content)} bytes")
         raise ConfigError(f"--tokenizer {path}", problem=problem,
                           remedy="give a SentencePiece .model or a tokenizer.json; tools/train_tokenizer.py trains one")
-    ids = _sentencepiece_ids(processor, vocab_size)
+    ids = sentencepiece_ids(processor)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
@@ -135,13 +136,13 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), _sentencepiece_encoder(processor), decode)
 
 
-def _sentencepiece_ids(processor: Any, vocab_size: int) -> TokenIds:
-    """Return the special tokens of the model. An end-of-document token that it does not name is found by its name."""
+def sentencepiece_ids(processor: Any) -> TokenIds:
+    """Return the special tokens of a model. If it has no end of a text, this token is found by its usual names."""
     bos, eos, pad, unk = (token if token >= 0 else None for token in (
         processor.bos_id(), processor.eos_id(), processor.pad_id(), processor.unk_id()))
     if eos is None:
         eos = next((token for token in map(processor.piece_to_id, EOD_NAMES) if token != unk), None)
-    return TokenIds(vocab_size, bos, eos, pad, unk)
+    return TokenIds(processor.vocab_size(), bos, eos, pad, unk)
 
 
 def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:

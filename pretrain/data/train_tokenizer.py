@@ -10,6 +10,7 @@ from pathlib import Path
 from pretrain.data.special_tokens import EOD_PIECE
 from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.transformers_files import sentencepiece_files
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
@@ -26,8 +27,8 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
                         verbose: bool = False) -> Tokenizer:
     """Train on `inputs`, or on a random sample of their lines if they have more than `max_megabytes`.
 
-    Writes out_dir/tokenizer.model, and tokenizer.vocab for people to read. The result is deterministic for the same
-    input and number of threads. Raises ConfigError.
+    Writes out_dir/tokenizer.model, tokenizer.json and tokenizer_config.json for transformers, and tokenizer.vocab for
+    people to read. The result is deterministic for the same input and number of threads. Raises ConfigError.
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -92,13 +93,16 @@ def _vocab_error(vocab_size: int, message: str) -> ConfigError:
 
 
 def _write(folder: Path, model: bytes) -> Tokenizer:
+    """Write tokenizer.vocab, the files for transformers and, last, tokenizer.model. Return the tokenizer."""
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_proto=model)
     vocab = [f"{pieces.id_to_piece(number)}\t{pieces.get_score(number):g}\n" for number in range(len(pieces))]
+    path = folder / "tokenizer.model"
+    files = {"tokenizer.vocab": "".join(vocab).encode(), **sentencepiece_files(model, str(path))}
+    files[path.name] = files.pop(path.name)  # the last file
     temporary = folder / f"tokenizer.tmp-{os.getpid()}"
-    temporary.write_text("".join(vocab), encoding="utf-8")
-    os.replace(temporary, folder / "tokenizer.vocab")
-    temporary.write_bytes(model)
-    os.replace(temporary, folder / "tokenizer.model")
-    return load_tokenizer(folder / "tokenizer.model")
+    for name, content in files.items():
+        temporary.write_bytes(content)
+        os.replace(temporary, folder / name)
+    return load_tokenizer(path)

@@ -7,23 +7,24 @@ from typing import Any
 from pretrain.data.convert_sentencepiece import convert_sentencepiece
 from pretrain.data.sentencepiece_model import parse_model
 from pretrain.data.special_tokens import TokenIds
-from pretrain.data.tokenizer import SENTENCEPIECE_KEY, encodes_by_lines
+from pretrain.data.tokenizer import HASHES_KEY, encodes_by_lines, sentencepiece_ids
 
 
-def sentencepiece_files(content: bytes, ids: TokenIds, where: str, *,
-                        max_length: int | None = None) -> dict[str, bytes]:
-    """Return the files for a SentencePiece model, by name. `content` is the .model file, `ids` are its special tokens.
+def sentencepiece_files(content: bytes, where: str, *, max_length: int | None = None) -> dict[str, bytes]:
+    """Return the files of a SentencePiece model for transformers, by name. `content` is the .model file.
 
-    tokenizer.model is kept for programs that read it, such as llama.cpp. transformers prefers tokenizer.json. Raises
-    ConfigError that names `where` if the model has no equivalent tokenizer.json.
+    transformers reads tokenizer.json. tokenizer.model is for programs such as llama.cpp. Raises ConfigError that names
+    `where` if the tokenizers library cannot represent the model.
     """
     from sentencepiece import SentencePieceProcessor
 
-    space_is_bytes = encodes_by_lines(SentencePieceProcessor(model_proto=content))
-    library = convert_sentencepiece(parse_model(content, where), space_is_bytes=space_is_bytes, where=where)
-    config = tokenizer_config(library, ids, max_length=max_length)
-    return {"tokenizer.json": to_bytes(library), "tokenizer.model": content,
-            "tokenizer_config.json": json_bytes(config | {SENTENCEPIECE_KEY: hashlib.sha256(content).hexdigest()})}
+    processor = SentencePieceProcessor(model_proto=content)
+    library = convert_sentencepiece(parse_model(content, where), space_is_bytes=encodes_by_lines(processor),
+                                    where=where)
+    files = {"tokenizer.json": to_bytes(library), "tokenizer.model": content}
+    config = tokenizer_config(library, sentencepiece_ids(processor), max_length=max_length)
+    config[HASHES_KEY] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    return files | {"tokenizer_config.json": json_bytes(config)}
 
 
 def tokenizer_config(library: Any, ids: TokenIds, *, max_length: int | None = None) -> dict[str, Any]:
