@@ -11,7 +11,8 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("inputs", metavar="INPUT", nargs="+", type=path_text,
                         help="text file or .jsonl file; either may end with .gz")
-    parser.add_argument("--out", type=path, required=True, help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
+    parser.add_argument("--out", type=path, required=True,
+                        help="folder for tokenizer.model, tokenizer.vocab, and the files for transformers")
     parser.add_argument("--vocab_size", type=whole_number(300, 2**24), default=8192,
                         help="number of pieces, including 256 for single bytes (default: %(default)s)")
     parser.add_argument("--jsonl_key", type=text, default="text",

@@ -26,13 +26,6 @@ class TokenIds:
     notes: tuple[str, ...] = ()
     """what differs in an exported tokenizer, one line each"""
 
-    def config_values(self) -> dict[str, int | None]:
-        """Return the keys of a config.json or generation_config.json.
-
-        None is written as well: without the key, transformers uses the default of the model's family.
-        """
-        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
-
 
 def find_special_tokens(folder: Path, token_of: Callable[[str], int | None], vocab_size: int) -> TokenIds:
     """Return the special tokens that tokenizer_config.json and special_tokens_map.json of `folder` name.

@@ -315,4 +315,3 @@ def test_fit_of_tokenizer_and_model() -> None:
         "the config.json's eos_token_id is 0, and the tokenizer's is 5: the tokenizer's is used"]
     with pytest.raises(ConfigError, match=r"tok: its largest token is 99, .* only 99 tokens\. Train another"):
         check({}, vocab_size=99)
-    assert ids.config_values() == {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": None}

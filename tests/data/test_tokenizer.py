@@ -113,10 +113,12 @@ def test_trained_pieces_of_digits_and_spaces(tokenizer: Tokenizer) -> None:
 
 def test_training_is_reproducible_and_the_fingerprint_hashes_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     again = train_sentencepiece(SOURCES, tmp_path, vocab_size=600)
-    assert again.path.read_bytes() == tokenizer.path.read_bytes()
+    names = ["tokenizer.json", "tokenizer.model", "tokenizer.vocab", "tokenizer_config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for name in names:
+        assert (tmp_path / name).read_bytes() == tokenizer.path.with_name(name).read_bytes()
     assert again.fingerprint == tokenizer.fingerprint
     assert train_sentencepiece(SOURCES, tmp_path, vocab_size=601).fingerprint != tokenizer.fingerprint
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.model", "tokenizer.vocab"]
 
 
 def test_training_uses_long_lines_and_lines_with_reserved_characters(tmp_path: Path) -> None:
