@@ -87,7 +87,11 @@ LEGAL: dict[str, tuple[str, ...]] = {
                                                              "eod_token", "entropy_nats")),
                          'meta.json tokenizer: "x"', 'meta.json tokenizer_sha256: "x"'),
     "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
-                                        "llama max_position_embeddings: 1000000000"),
+                                        "llama max_position_embeddings: 1000000000",
+                                        "mistral sliding_window: 1000000000", "qwen2 sliding_window: 1000000000"),
+    "all layers have a window": ("qwen2 max_window_layers: 0",),
+    "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
+    "the default": ("gemma hidden_activation: null",),
     "an architecture that this tool supports": ('compare_zero model_type: "opt"',),
 }
 TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "{world}/corpus", "seq_length": "64",

@@ -176,13 +176,18 @@ def _json_case(dotted: str, value: str, changes: dict[str, Any], about: str) -> 
 
 # keys of the model's config.json
 
+_LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512,
+          "intermediate_size": 64, "max_position_embeddings": 128}
+# The later families only have cases of the keys that no earlier family has, and of those in _READ_DIFFERENTLY.
 _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 128},
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512,
                  "intermediate_size": 64, "max_position_embeddings": 128, "rotary_pct": 1.0},
-    "llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512,
-              "intermediate_size": 64, "max_position_embeddings": 128},
+    "llama": _LLAMA, "mistral": _LLAMA, "qwen2": {**_LLAMA, "use_sliding_window": True}, "qwen3": _LLAMA,
+    "gemma": _LLAMA, "gemma2": _LLAMA, "gemma3_text": _LLAMA, "olmo2": _LLAMA,
 }
+_ALL_KEYS = ("gpt2", "gpt_neox", "llama")
+_READ_DIFFERENTLY = {("gemma3_text", "rope_parameters"), ("qwen2", "sliding_window")}
 _WRONG_TYPES: dict[type, tuple[str, ...]] = {
     int: ('"x"', "1.5", "true", "[]", "{}", "-1", "0", "1e999", "NaN", TOO_LARGE, "1000000000"),
     float: ('"x"', "true", "[]", "{}", "-1", "1e999", "-1e999", "NaN", "1e300"), bool: ('"true"', "1", "[]", "null"),
@@ -191,7 +196,8 @@ _WRONG_TYPES: dict[type, tuple[str, ...]] = {
            '{"type": "linear"}', '{"rope_type": "linear", "factor": "x"}', '{"rope_type": "linear", "factor": 1e999}',
            '{"rope_type": "linear", "factor": -1}', '{"rope_theta": "x"}', '{"rope_theta": []}', '{"rope_theta": -5}',
            '{"partial_rotary_factor": "x"}', '{"partial_rotary_factor": 2}', '{"no_such_key": 1}',
-           '{"full_attention": {"rope_type": "default"}}'),
+           '{"full_attention": {"rope_type": "default"}}', '{"sliding_attention": {"rope_type": "linear"}}'),
+    list: ('"x"', "5", "{}", "true", "[1, 2]", "[[], {}]", '["no-such", "full_attention"]', '["full_attention"]'),
 }
 
 
@@ -200,20 +206,17 @@ def model_cases() -> Iterator[Case]:
     from pretrain.model.config_keys import FIXED, NULLABLE
     from pretrain.model.families.table import FAMILIES
 
+    seen: set[str] = set()
     for architecture, own in _MODELS.items():
-        for key, default in FAMILIES[architecture].keys.items():
-            kind = NULLABLE.get(key, type(default))
-            for value in _WRONG_TYPES[kind]:
-                culprit = "rope" if kind is dict else key
-                yield _model_case(architecture, own, key, value, culprit)
-            for value in (*NUMBERS[:6], TOO_LARGE) if kind in (int, float) else ("no-such", ""):
-                yield Case(f"--model_overrides {architecture} {key}={value}", "pretrain/train.py",
-                           (*TOOLS["pretrain/train.py"], "--model", f"{{world}}/{architecture}.json",
-                            "--model_overrides", f"{key}={value}"), key if value else "--model_overrides",
-                           ((f"{architecture}.json", json.dumps({"model_type": architecture, **own}).encode()),))
-        for key, fixed in FIXED.items():
+        family = FAMILIES[architecture]
+        for key, default in family.keys.items():
+            if architecture not in _ALL_KEYS and key in seen and (architecture, key) not in _READ_DIFFERENTLY:
+                continue
+            yield from _key_cases(architecture, own, key, NULLABLE.get(key, type(default)))
+        for key, fixed in (FIXED if architecture in _ALL_KEYS else family.fixed).items():
             yield _model_case(architecture, own, key, "12345" if fixed != 12345 else "1", key)
         yield _model_case(architecture, own, "no_such_key", "1", "no_such_key")
+        seen.update(family.keys)
     for value in ("5", "null", "[]", "{}", "true", '"opt"', '"x"', '""'):
         yield _model_case("gpt2", {}, "model_type", value, "model_type")
         yield dataclasses.replace(_model_case("gpt2", {}, "model_type", value, "model_type"),
@@ -222,9 +225,20 @@ def model_cases() -> Iterator[Case]:
     yield from _foreign_model_cases()
 
 
+def _key_cases(architecture: str, own: dict[str, Any], key: str, kind: type) -> Iterator[Case]:
+    """Yield wrong values of one key, in the file and as an override."""
+    for value in _WRONG_TYPES[kind]:
+        yield _model_case(architecture, own, key, value, "rope" if kind is dict else key)
+    for value in (*NUMBERS[:6], TOO_LARGE) if kind in (int, float) else ("no-such", ""):
+        yield Case(f"--model_overrides {architecture} {key}={value}", "pretrain/train.py",
+                   (*TOOLS["pretrain/train.py"], "--model", f"{{world}}/{architecture}.json",
+                    "--model_overrides", f"{key}={value}"), key if value else "--model_overrides",
+                   ((f"{architecture}.json", json.dumps({"model_type": architecture, **own}).encode()),))
+
+
 def _foreign_model_cases() -> Iterator[Case]:
     """Yield wrong config.json files of a model that only compare_zero.py supports."""
-    mixtral = {"model_type": "mixtral", **_MODELS["llama"], "num_key_value_heads": 2, "num_local_experts": 4}
+    mixtral = {"model_type": "mixtral", **_LLAMA, "num_key_value_heads": 2, "num_local_experts": 4}
     for key, value in itertools.product([*list(mixtral)[1:], "head_dim", "num_experts_per_tok"], (
             '"x"', "-1", "0", "1.5", "[]", "1e999", TOO_LARGE)):
         text = json.dumps({**mixtral, key: "VALUE"}).replace('"VALUE"', value)

@@ -14,7 +14,9 @@ from pretrain.model.families.family import Family, Values
 from pretrain.model.families.llama_like import KEY_NAMES, KEYS, llama_like_tensors, read_llama_like
 from pretrain.model.families.read import activation
 from pretrain.model.families.rope_keys import read_rope
-from pretrain.model.families.windows import read_windows
+from pretrain.model.families.windows import LARGEST_LAYERS, read_windows
+
+_LARGEST_SCALAR, _LARGEST_CAP = 2**20, 1e6
 
 
 def _read_common(values: Values, where: str, **differences: Any) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def _read_gemma2(values: Values, where: str) -> dict[str, Any]:
 
 def _read_gemma3(values: Values, where: str) -> dict[str, Any]:
     pattern = values["sliding_window_pattern"]
-    if pattern <= 0:
+    if not 0 < pattern <= LARGEST_LAYERS:
         raise ConfigError(f"{where}: sliding_window_pattern", found=pattern, expected="a number of layers above 0")
     return _read_common(values, where, **_newer_fields(values, where, pattern=pattern), **_two_ropes(values, where),
                         qk_norm="head")
@@ -47,8 +49,8 @@ def _read_gemma3(values: Values, where: str) -> dict[str, Any]:
 def _newer_fields(values: Values, where: str, *, pattern: int) -> dict[str, Any]:
     """Return the fields that Gemma 2 and 3 share. All layers but each `pattern`-th have a window."""
     scalar = values["query_pre_attn_scalar"]
-    if scalar <= 0:
-        raise ConfigError(f"{where}: query_pre_attn_scalar", found=scalar, expected="a number above 0")
+    if not 0 < scalar <= _LARGEST_SCALAR:
+        raise ConfigError(f"{where}: query_pre_attn_scalar", found=scalar, expected=f"1 to {_LARGEST_SCALAR:,}")
     name = values["hidden_activation"]
     _require_same(values, "hidden_act", name, where)
     return {"activation": activation(name, f"{where}: hidden_activation"), "post_norm": True,
@@ -59,8 +61,9 @@ def _newer_fields(values: Values, where: str, *, pattern: int) -> dict[str, Any]
 def _softcap(values: Values, key: str, where: str) -> float:
     """Return the cap of a key; 0.0 for null."""
     cap = values[key]
-    if cap is not None and cap <= 0:
-        raise ConfigError(f"{where}: {key}", found=cap, expected="a number above 0, or null for no cap")
+    if cap is not None and not 0 < cap <= _LARGEST_CAP:
+        raise ConfigError(f"{where}: {key}", found=cap,
+                          expected=f"a number above 0, up to {_LARGEST_CAP:g}, or null for no cap")
     return float(cap or 0.0)
 
 

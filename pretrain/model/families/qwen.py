@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from pretrain.errors import ConfigError
 from pretrain.model.families.family import Family, Values
 from pretrain.model.families.llama_like import KEY_NAMES, KEYS, llama_like_tensors, read_llama_like
-from pretrain.model.families.windows import read_windows
+from pretrain.model.families.windows import LARGEST_LAYERS, read_windows
 
 _KEYS: dict[str, Any] = {
     **KEYS, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
@@ -16,8 +17,11 @@ _NULLABLE = frozenset({"num_key_value_heads", "sliding_window"})
 
 def _windows(values: Values, where: str) -> tuple[int, ...]:
     """Return the window of each layer; only layers from `max_window_layers` on have one."""
-    return read_windows(values, where, enabled=values["use_sliding_window"],
-                        slides=lambda index: index >= values["max_window_layers"])
+    first = values["max_window_layers"]
+    if not 0 <= first <= LARGEST_LAYERS:
+        raise ConfigError(f"{where}: max_window_layers", found=first,
+                          expected="the index of the first layer with a window, or the number of layers")
+    return read_windows(values, where, enabled=values["use_sliding_window"], slides=lambda index: index >= first)
 
 
 def _read_qwen2(values: Values, where: str) -> dict[str, Any]:

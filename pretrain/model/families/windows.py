@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pretrain.errors import ConfigError
 from pretrain.model.families.family import Values
 
-_LARGEST_LAYERS = 10**5  # config.py rejects more
+LARGEST_LAYERS, _LARGEST_WINDOW = 10**5, 2**31 - 1  # config.py rejects more layers
 
 
 def read_windows(values: Values, where: str, *, enabled: bool = True,
@@ -18,9 +18,10 @@ def read_windows(values: Values, where: str, *, enabled: bool = True,
         slides: whether the layer of this index has a window, if the config has no layer_types.
     """
     window, layers = values["sliding_window"], values["num_hidden_layers"]
-    if window is not None and window <= 0:
-        raise ConfigError(f"{where}: sliding_window", found=window, expected="a number of tokens above 0, or null")
-    if not 0 < layers <= _LARGEST_LAYERS:
+    if window is not None and not 0 < window <= _LARGEST_WINDOW:
+        raise ConfigError(f"{where}: sliding_window", found=window,
+                          expected=f"a number of tokens from 1 to {_LARGEST_WINDOW:,}")
+    if not 0 < layers <= LARGEST_LAYERS:
         return ()
     if values.get("layer_types") is not None:
         chosen = _read_layer_types(values, where)
