@@ -16,7 +16,9 @@ PUBLISHED = {
     "pythia-410m": 405_334_016, "pythia-1b": 1_011_781_632, "pythia-1.4b": 1_414_647_808,
     "pythia-2.8b": 2_775_208_960, "pythia-6.9b": 6_857_302_016, "pythia-12b": 11_846_072_320,
     "llama3-1b": 1_235_814_400, "llama3-3b": 3_212_749_824, "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
+    "llama3-70b": 70_553_706_496, "llama2-7b": 6_738_415_616, "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+    "gemma2-2b": 2_614_341_888, "olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344,
 }
 # The GPT-3 paper rounds the sizes. The presets have the paper's layers and widths, except that 13B has width 5,120, a
 # multiple of its 40 heads.
