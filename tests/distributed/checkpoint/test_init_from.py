@@ -51,6 +51,10 @@ def loss_of_transformers(folder: Path, corpus: str) -> float:
         return float(F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()))
 
 
+TRAINED = {"trained_pipeline": pp2(1), "trained_zero2_fp16": fp16(dp2(2)),
+           "trained_offload": dp2(3, offload_optimizer=CPU)}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
@@ -65,6 +69,7 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
     (base / "swap").mkdir()
     run_flags = {name: value for name, value in flags(corpus, steps=STEPS).items() if not name.startswith("model")}
     swap = {"offload_optimizer": nvme(base / "swap"), "offload_param": nvme_param(base / "swap")}
+    trained = base / "2" / "run-trained"
     cases = {
         "zero0": (1, config(0, micro=4), "llama"),
         "pipeline": (2, pp2(1), "llama"),
@@ -77,10 +82,16 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
     }
     if not NO_NVME:
         cases["nvme"] = (2, dp2(3, **swap), "llama")
-    found = run_layouts({name: (ranks, case(name, "start_from_weights", values, {
-        **run_flags, "init_from": str(folders[source])}, source=source))
-        for name, (ranks, values, source) in cases.items()}, base)
-    return {name: {**result, "source": folders[cases[name][2]]} for name, result in found.items()}
+    runs = {name: (ranks, case(name, "start_from_weights", values, {**run_flags, "init_from": str(folders[source])}))
+            for name, (ranks, values, source) in cases.items()}
+    # a run of two steps, and runs that start from its checkpoint in another layout
+    runs["trained"] = (2, case("trained", "train_and_save", dp2(3, precision="bf16"), {
+        **run_flags, "init_from": str(folders["gpt2_bf16"])}, saved_step=2))
+    for name, values in TRAINED.items():
+        runs[name] = (2, case(name, "start_from_weights", values, {**run_flags, "init_from": str(trained)}))
+    found = run_layouts(runs, base)
+    sources = {name: folders[source] for name, (_, _, source) in cases.items()}
+    return {name: {**result, "source": sources.get(name, trained)} for name, result in found.items()}
 
 
 EXACT = ["zero0", "pipeline", "zero2", "zero3", "zero3_cpu",
@@ -105,3 +116,20 @@ def test_the_master_weights_are_exactly_those_of_the_folder(name: str, results: 
     origin = read_manifest(Path(result["folder"])).origin
     assert origin is not None
     assert origin["name"] == str(result["source"])
+
+
+@pytest.mark.parametrize("name", list(TRAINED))
+def test_a_run_starts_from_the_weights_of_another_run(name: str, results: dict[str, Any]) -> None:
+    result, trained = results[name], Path(results["trained"]["folder"])
+    saved, source = CheckpointReader(Path(result["folder"])), CheckpointReader(trained)
+    assert saved.shapes == source.shapes
+    assert all(torch.equal(saved.tensor(parameter), source.tensor(parameter)) for parameter in saved.shapes)
+    states = [(parameter, state) for parameter in saved.shapes for state in saved.states if state != "fp32"]
+    assert not any(saved.tensor(parameter, state).any() for parameter, state in states)
+    assert any(source.tensor(parameter, "exp_avg").any() for parameter in source.shapes)
+    assert result["counters"][0] == STEPS
+    assert result["lr"] == results["zero3"]["lr"]
+    assert relative_difference(result["loss"], results["trained_pipeline"]["loss"]) <= 5e-3
+    origin = read_manifest(Path(result["folder"])).origin
+    assert origin is not None
+    assert origin["folder"] == str(trained)

@@ -3,12 +3,15 @@
 import json
 import shutil
 import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from pretrain.checkpoint.format.manifest import newest_complete
+from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import cpu_device
@@ -81,6 +84,23 @@ def test_a_run_from_other_weights_resumes_without_them(folder: Path, corpus: str
     (folder / "other" / "config.json").write_text((folder / "model" / "config.json").read_text() + " ")
     with pytest.raises(ConfigError, match=r"--init_from .*other: the run resumes from .*global_step4, and it started"):
         start([*flags[:-1], f"--init_from={folder / 'other'}"])
+
+
+def test_the_name_of_a_repository_stays_the_source_after_the_cache_is_gone(
+        folder: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache = write_cache(folder / "hub", "org/llama", folder / "model")
+    flags = words(folder, corpus, "named", dp2(2), init_from="org/llama")
+    origin = start(flags).plan.origin
+    assert origin is not None
+    assert (origin.name, Path(origin.folder).parents[1]) == ("org/llama", cache)
+    step4 = newest_complete(folder / "run" / "checkpoints")
+    assert step4 is not None
+    shutil.rmtree(cache)
+    check_origin("org/llama", step4[0], replace(step4[1], origin=asdict(origin)))
+    with pytest.raises(ConfigError, match="started from org/llama"):
+        check_origin("org/other", step4[0], replace(step4[1], origin=asdict(origin)))
 
 
 def test_a_run_begins_with_imported_weights_in_its_folder(folder: Path, corpus: str) -> None:
