@@ -129,11 +129,26 @@ def _load_sentencepiece(path: Path, content: bytes) -> Tokenizer:
         raise ConfigError(f"--tokenizer {path}", problem=problem,
                           remedy="give a SentencePiece .model or a tokenizer.json; tools/train_tokenizer.py trains one")
     ids = sentencepiece_ids(processor)
+    _check_added_tokens(path, ids.vocab_size)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(processor.decode([int(token) for token in tokens]))
 
     return Tokenizer(path, ids, hashlib.sha256(content).hexdigest(), _sentencepiece_encoder(processor), decode)
+
+
+def _check_added_tokens(path: Path, vocab_size: int) -> None:
+    """Raise ConfigError if JSON files next to a tokenizer.model add tokens to it, and no tokenizer.json has them."""
+    if path.name != "tokenizer.model" or path.with_name("tokenizer.json").exists():
+        return
+    added = read_object(path.with_name("added_tokens.json"))
+    decoder = read_object(path.with_name("tokenizer_config.json")).get("added_tokens_decoder")
+    listed = [*added.values(), *(decoder if isinstance(decoder, dict) else ())]
+    beyond = [token for token in listed if str(token).isdigit() and int(token) >= vocab_size]
+    if beyond:
+        raise ConfigError(f"--tokenizer {path}", problem=f"the files next to it add token {beyond[0]} to its "
+                          f"{vocab_size} tokens, which only a tokenizer.json can have",
+                          remedy="load and save the tokenizer with transformers, which writes a tokenizer.json")
 
 
 def sentencepiece_ids(processor: Any) -> TokenIds:

@@ -19,10 +19,11 @@ def sentencepiece_files(content: bytes, where: str, *, max_length: int | None = 
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor(model_proto=content)
-    library = convert_sentencepiece(parse_model(content, where), space_is_bytes=encodes_by_lines(processor),
-                                    where=where)
+    model = parse_model(content, where)
+    library = convert_sentencepiece(model, space_is_bytes=encodes_by_lines(processor), where=where)
     files = {"tokenizer.json": to_bytes(library), "tokenizer.model": content}
     config = tokenizer_config(library, sentencepiece_ids(processor), max_length=max_length)
+    config["add_prefix_space"] = model.add_dummy_prefix  # for llama.cpp; its default is true
     config[HASHES_KEY] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     return files | {"tokenizer_config.json": json_bytes(config)}
 

@@ -77,6 +77,8 @@ def test_our_tokenizer_is_exact_with_every_family(ours: Tokenizer, tmp_path: Pat
     theirs = AutoTokenizer.from_pretrained(folder)
     assert (theirs.eos_token, theirs.all_special_ids, theirs.model_max_length) == (EOD_PIECE, [1, 0], 128)
     assert (theirs.bos_token_id, theirs.pad_token_id, len(theirs)) == (None, None, 600)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert [config[key] for key in ("add_bos_token", "add_prefix_space")] == [False, False]  # llama.cpp reads these
     assert theirs("a").input_ids == ours.encode("a")  # as in training, no token is added
     assert theirs(EOD_PIECE, split_special_tokens=False).input_ids == [1]
     assert all(theirs.decode(ours.encode(text)) == text for text in HARD)
@@ -302,6 +304,18 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path, files: dict[str,
     with pytest.raises(ConfigError, match=message) as caught:
         export_tokenizer(tmp_path, model_folder(tmp_path / "hf"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "values"), [
+    ("added_tokens.json", {"<pad>": 600}), ("tokenizer_config.json", {"added_tokens_decoder": {"600": TOOL_CALL}})])
+def test_tokens_added_to_a_sentencepiece_model_are_rejected(ours: Tokenizer, tmp_path: Path, name: str,
+                                                            values: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(ours.path.read_bytes())
+    (tmp_path / name).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="the files next to it add token 600 to its 600 tokens"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).write_text(json.dumps(values).replace("600", "599"))
+    assert load_tokenizer(tmp_path).vocab_size == 600
 
 
 def test_fit_of_tokenizer_and_model() -> None:
