@@ -82,7 +82,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
     model = with_dropout(model_of_run(args.model, args.model_overrides, saved_model), args)
-    if args.seq_length > model.max_positions:
+    if args.seq_length > model.longest_sequence():
         source = f"--model {args.model}" if args.model or saved_model is None else saved_model.where
         raise ConfigError("--seq_length", found=args.seq_length,
                           expected=f"at most {model.max_positions}, the positions of {source}",

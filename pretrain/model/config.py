@@ -83,6 +83,11 @@ class ModelConfig:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
         return FAMILIES[self.architecture].key_names.get(field, field)
 
+    def longest_sequence(self) -> int:
+        """Return the largest sequence length in tokens: max_positions, and no limit with the rope_type "dynamic"."""
+        dynamic = self.rope_scaling is not None and self.rope_scaling["rope_type"] == "dynamic"
+        return 2**31 - 1 if dynamic else self.max_positions
+
     def window(self, index: int) -> int:
         """Return the attention window of block `index` in tokens; 0: all tokens."""
         return self.windows[index] if self.windows else 0

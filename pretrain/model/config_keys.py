@@ -16,7 +16,8 @@ from pretrain.model.families.table import FAMILIES
 NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,
-    "hidden_act": str, "hidden_activation": str, "layer_types": list, "sliding_window_size": int,
+    "hidden_act": str, "hidden_activation": str, "layer_types": list, "sliding_window": int,
+    "sliding_window_size": int,
     "final_logit_softcapping": float, "hidden_size": int, "n_head": int, "n_layer": int, "n_embed": int,
     "num_attention_heads": int, "num_hidden_layers": int, "attn_config": dict,
 }

@@ -27,14 +27,10 @@ from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 
 VOCAB, BATCH = 97, 8
+SEQ_LENGTH = 32  # more than every sliding window, and than the positions of llama_dynamic_rope
 LAYOUTS = {"pipeline_zero1": pp2(1, lr=1e-2), "zero3": dp2(3, lr=1e-2)}
 CASES = [pytest.param(name, layout, marks=pytest.mark.slow if (number + shift) % 2 else ())
          for number, name in enumerate(SHAPES) for shift, layout in enumerate(LAYOUTS)]
-
-
-def seq_length_of(name: str) -> int:
-    """Return a length that exceeds every sliding window, and that the model allows."""
-    return 32 if name != "llama_dynamic_rope" else 16
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,7 @@ def trained(request: pytest.FixtureRequest, tokens: str, tmp_path_factory: pytes
     for name, source in sources.items():
         for layout in selected_params(request, "layout"):
             flags = {"init_from": str(source), "train_data": tokens, "split": "1,0,0", "train_steps": 1,
-                     "seq_length": seq_length_of(name), "lr_schedule": "constant", "lr_warmup_steps": 0}
+                     "seq_length": SEQ_LENGTH, "lr_schedule": "constant", "lr_warmup_steps": 0}
             cases[f"{name}-{layout}"] = (2, case(f"{name}-{layout}", "start_from_weights", LAYOUTS[layout], flags,
                                                      saved_step=1))
     return {"sources": sources, **run_layouts(cases, base / "runs")}
@@ -90,7 +86,7 @@ def first_batch(prefix: str, seq_length: int) -> tuple[torch.Tensor, torch.Tenso
 def test_weights_come_in_train_and_leave(name: str, layout: str, trained: dict[str, Any], tokens: str,
                                          tmp_path: Path) -> None:
     source, result = trained["sources"][name], trained[f"{name}-{layout}"]
-    batch, labels = first_batch(tokens, seq_length_of(name))
+    batch, labels = first_batch(tokens, SEQ_LENGTH)
     published = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = published(batch).logits

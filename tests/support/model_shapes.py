@@ -30,6 +30,11 @@ _GPTJ = {"model_type": "gptj", "vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_
 _BLOOM = {"model_type": "bloom", "vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 4}
 _MPT = {"model_type": "mpt", "vocab_size": 97, "d_model": 48, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}
 
+_PHI = {"model_type": "phi", "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 80, "max_position_embeddings": 64}
+_STABLELM = {**_PHI, "model_type": "stablelm", "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
+_STARCODER2 = {**_PHI, "model_type": "starcoder2", "sliding_window": 11}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "gpt2_untied": {**_GPT2, "tie_word_embeddings": False, "n_inner": 56},
@@ -83,6 +88,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mpt": _MPT,
     "mpt_untied_scale": {**_MPT, "n_heads": 6, "tie_word_embeddings": False, "learned_pos_emb": False,
                          "attn_config": {"alibi_bias_max": 8, "softmax_scale": 0.2, "attn_impl": "flash"}},
+    "phi": _PHI,
+    "phi_grouped": {**_PHI, "num_key_value_heads": 2, "rope_theta": 500.0, "hidden_act": "relu2",
+                    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.7}},
+    "stablelm": _STABLELM,
+    "stablelm_parallel_bias_tied": {**_STABLELM, "use_parallel_residual": True, "use_qkv_bias": True,
+                                    "tie_word_embeddings": True},
+    "starcoder2": _STARCODER2,
+    "starcoder2_untied_no_bias": {**_STARCODER2, "tie_word_embeddings": False, "use_bias": False,
+                                  "sliding_window": None, "num_key_value_heads": 4},
 }
 # models whose blocks have the norms and the attention of GPT-2, GPT-NeoX and Llama
 USUAL = [name for name, values in SHAPES.items() if values["model_type"] in ("gpt2", "gpt_neox", "llama")]

@@ -121,8 +121,8 @@ def open_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | Conf
 
 
 def _seq_length(source: ModelSource, flags: DataFlags) -> int:
-    longest = source.config.max_positions
-    length = flags.seq_length or source.trained_length or min(longest, _LONGEST_DEFAULT)
+    longest = source.config.longest_sequence()
+    length = flags.seq_length or source.trained_length or min(source.config.max_positions, _LONGEST_DEFAULT)
     if length > longest:
         raise ConfigError("--seq_length", found=length,
                           expected=f"at most {longest}, the positions of the model in {source.folder}")

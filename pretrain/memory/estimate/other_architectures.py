@@ -109,24 +109,6 @@ def _qwen3_moe(values: Values) -> dict[str, Any]:
             **_qwen_experts(values, expert_size=768, num_experts=128, per_token=8)}
 
 
-def _phi(values: Values) -> dict[str, Any]:
-    return _llama_like({"partial_rotary_factor": 0.5, **values}, norm="layernorm", norms_per_block=1, qkv_bias=True,
-                       attention_out_bias=True, mlp_bias=True, head_bias=True, parallel_residual=True,
-                       gated_mlp=False, activation=_activation(values, "hidden_act", "gelu_new"))
-
-
-def _stablelm(values: Values) -> dict[str, Any]:
-    return _llama_like({"partial_rotary_factor": 0.25, **values}, norm="layernorm",
-                       qkv_bias=bool(_read(values, "use_qkv_bias", False)), attention_out_bias=False)
-
-
-def _starcoder2(values: Values) -> dict[str, Any]:
-    bias = bool(_read(values, "use_bias", True))
-    return _llama_like(values, tied=True, kv_heads=2, norm="layernorm", gated_mlp=False, qkv_bias=bias,
-                       attention_out_bias=bias, mlp_bias=bias,
-                       activation=_activation(values, "hidden_act", "gelu_pytorch_tanh"))
-
-
 def _cohere(values: Values) -> dict[str, Any]:
     return _llama_like(values, tied=True, norms_per_block=1, parallel_residual=True)
 
@@ -177,6 +159,6 @@ def _falcon(values: Values) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Callable[[Values], dict[str, Any]]] = {
     "granite": _llama_like, "smollm3": lambda values: _llama_like(values, tied=True, kv_heads=4), "phi3": _llama_like,
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe,
-    "olmo": lambda values: _llama_like(values, norm="none"), "phi": _phi, "stablelm": _stablelm,
-    "starcoder2": _starcoder2, "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "falcon": _falcon,
+    "olmo": lambda values: _llama_like(values, norm="none"),
+    "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "falcon": _falcon,
 }

@@ -142,7 +142,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
         return "expert parallelism is not implemented"
     if model is None:
         return ""
-    if layout.seq_length > model.max_positions:
+    if layout.seq_length > model.longest_sequence():
         return f"--seq_length {layout.seq_length} is more than the model's {model.max_positions} positions"
     device = Device("cuda", fp16=True, bf16=workload.cluster.gpu.knows_bf16,
                     memory_bytes=workload.cluster.gpu.memory_bytes)

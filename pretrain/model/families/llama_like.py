@@ -67,7 +67,8 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
                       bias=config.attention_out_bias)
     if config.post_norm:
         yield from norm(f"{ours}.post_norm1", f"{theirs}.post_attention_layernorm", config)
-    if config.pre_norm:  # in a model without post-norms, "post_attention" means: before the MLP
+    if config.pre_norm and not config.shared_norm:
+        # in a model without post-norms, "post_attention" means: before the MLP
         name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
         yield from norm(f"{ours}.norm2", f"{theirs}.{name}", config)
     for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):

@@ -19,8 +19,13 @@ _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscal
 
 
 def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str | None,
-              head_size: int) -> dict[str, Any]:
-    """Return the rotary fields, from the older keys (rope_theta, rope_scaling, rotary_pct ...) or `rope_parameters`."""
+              head_size: int, default_fraction: float = 1.0) -> dict[str, Any]:
+    """Return the rotary fields, from the older keys (rope_theta, rope_scaling, rotary_pct ...) or `rope_parameters`.
+
+    Args:
+        fraction_key: older key of the fraction of a head that rotates; None: all of it rotates.
+        default_fraction: this fraction if the config has none.
+    """
     if values["rope_scaling"] and values["rope_parameters"]:
         raise ConfigError(f"{where}: rope_scaling", problem="the config also has rope_parameters",
                           remedy="keep one of them")
@@ -38,7 +43,9 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
         theta = 10000.0 if values[theta_key] is None else values[theta_key]
     fraction = nested.pop("partial_rotary_factor", None)
     if fraction is None:
-        fraction = values[fraction_key] if fraction_key else 1.0
+        fraction = values[fraction_key] if fraction_key else None
+    if fraction is None:
+        fraction = default_fraction
     if fraction_key is None and fraction != 1.0:
         raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=fraction, expected="1.0 for this architecture")
     if not 0 < theta <= _LARGEST_THETA:

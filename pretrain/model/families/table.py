@@ -10,7 +10,10 @@ from pretrain.model.families.llama import LLAMA
 from pretrain.model.families.mistral import MISTRAL
 from pretrain.model.families.mpt import MPT
 from pretrain.model.families.olmo2 import OLMO2
+from pretrain.model.families.phi import PHI
 from pretrain.model.families.qwen import QWEN2, QWEN3
+from pretrain.model.families.stablelm import STABLELM
+from pretrain.model.families.starcoder2 import STARCODER2
 
 FAMILIES: dict[str, Family] = {
     "bloom": BLOOM,
@@ -22,5 +25,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "mpt": MPT,
     "olmo2": OLMO2,
+    "phi": PHI,
     "qwen2": QWEN2, "qwen3": QWEN3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
 }

@@ -21,9 +21,7 @@ NO_HEAD_DIM = {"head_dim": None}  # removes the key, because Falcon computes hea
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{"num_local_experts": 4}], "qwen3_moe": [{"mlp_only_layers": [1], "num_experts": 4}],
     "qwen2_moe": [{"num_experts": 4, "decoder_sparse_step": 2, "head_dim": 16}, {"num_experts": 4, "head_dim": 16}],
-    "opt": [{"ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size": 64}], "phi": [{"head_dim": 16}],
-    "stablelm": [{"head_dim": 16, "use_qkv_bias": True}],
-    "starcoder2": [{"head_dim": 16}, {"use_bias": False, "head_dim": 16}],
+    "opt": [{"ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size": 64}],
     "gpt_bigcode": [{"n_embd": 64, "n_layer": 2, "n_head": 4}, {"n_embd": 64, "n_head": 4, "multi_query": False}],
     "falcon": [{**NO_HEAD_DIM, **changes} for changes in (
         {}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"bias": True, "parallel_attn": False},
