@@ -25,7 +25,7 @@ def test_folders_files_and_preset_names_are_accepted(tmp_path):
 @pytest.mark.parametrize(("model", "words"), [
     ("", "--model: it is required"),
     ("gpt2-xll", 'Did you mean "gpt2-xl"?'),
-    ("nonsense", "one of gpt2, gpt2-large"),
+    ("nonsense", "gemma2-2b, gpt2, gpt2-large"),
     ("no/such/folder", "there is no file no/such/folder"),
     ("missing.json", "there is no file missing.json"),
 ])

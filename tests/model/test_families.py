@@ -1,0 +1,131 @@
+"""Families of models: defaults, null values and attention windows are those of transformers; the rest is rejected."""
+
+import json
+import logging
+
+import pytest
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.model.families.table import FAMILIES
+from tests.support.model_shapes import SHAPES
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+# null values that transformers' configs accept, although its models then fail
+FAILING_NULLS = {("gemma2", "sliding_window"), ("gemma3_text", "sliding_window"), ("gpt_neox", "rotary_pct"),
+                 ("gemma3_text", "rope_local_base_freq"),
+                 *((family, "rope_theta") for family in FAMILIES if family != "gpt_neox")}
+
+
+def fields(values):
+    """Return the fields of the model config, without the config.json."""
+    return {**vars(model_config_from(values, "test")), "hf_config": None}
+
+
+def complete(config):
+    """Return all values of a config of transformers, as it writes them with use_diff=False."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family):
+    theirs = transformers.AutoConfig.for_model(family)
+    assert fields({"model_type": family}) == fields(complete(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_is_accepted_where_transformers_accepts_it(family):
+    keys = set(FAMILIES[family].keys) - {"hidden_size" if family == "bloom" else ""}  # also called n_embed
+    for key in keys:
+        try:
+            transformers.AutoConfig.for_model(family, **{key: None})
+            expected = (family, key) not in FAILING_NULLS
+        except (StrictDataclassError, TypeError, AttributeError):
+            expected = False
+        try:
+            model_config_from({"model_type": family, key: None}, "test")
+            accepted = True
+        except ConfigError:
+            accepted = False
+        assert accepted == expected, key
+
+
+@pytest.mark.parametrize(("name", "changes"), [
+    ("qwen2_tied", {}),
+    ("qwen2_tied", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen2_tied", {"use_sliding_window": True, "max_window_layers": 2}),
+    ("qwen2_tied", {"use_sliding_window": True, "max_window_layers": 9}),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": None}),
+    ("qwen3_layer_types_bias_tied", {}),
+    ("gemma2", {"num_hidden_layers": 5}),
+    ("gemma2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    ("gemma3", {"num_hidden_layers": 13, "sliding_window_pattern": 6}),
+    ("gemma3", {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
+    ("gemma3", {"sliding_window_pattern": 1}),
+])
+def test_the_layers_with_a_window_are_those_of_transformers(name, changes):
+    values = {**SHAPES[name], **changes}
+    theirs = transformers.AutoConfig.for_model(**values)
+    expected = [theirs.sliding_window if kind == "sliding_attention" else 0 for kind in theirs.layer_types]
+    ours = model_config_from(values, "test")
+    assert [ours.window(index) for index in range(ours.num_layers)] == expected
+
+
+def test_all_layers_of_mistral_have_the_window():
+    assert model_config_from(SHAPES["mistral_multi_query"], "test").windows == (12, 12, 12)
+    assert model_config_from(SHAPES["mistral_no_window_tied"], "test").windows == ()
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("mistral_multi_query", {"sliding_window": 0}, "sliding_window: found 0; expected a number of tokens from 1"),
+    ("mistral_multi_query", {"layer_types": ["full_attention"] * 3}, "layer_types: found"),
+    ("qwen2_tied", {"use_mrope": True}, "use_mrope: found true; expected false"),
+    ("qwen2_tied", {"layer_types": ["sliding_attention"] * 3}, "no window applies. Set use_sliding_window to true"),
+    ("qwen3", {"layer_types": ["full_attention"] * 2}, "layer_types: found 2 entries; expected one for each of the 3"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"; expected "full_attention" or'),
+    ("qwen3", {"head_dim": None}, "head_dim: found null"),
+    ("gemma_multi_query", {"use_bidirectional_attention": True}, "use_bidirectional_attention: found true"),
+    ("gemma_multi_query", {"hidden_activation": "silu"}, 'hidden_activation: found "silu"; expected "gelu_pytorch'),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: found true"),
+    ("gemma2", {"sliding_window_size": 11}, "sliding_window_size: found 11; expected 10"),
+    ("gemma2", {"sliding_window": None}, "sliding_window: found null"),
+    ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping: found 0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: found 0"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: found 50.0; expected null"),
+    ("gemma3", {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type: found 'longrope'"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": None}, "rope_parameters.rope_theta: found"),
+    ("gemma3_untied_softcap", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     'rope_parameters.sliding_attention.rope_type: found "linear"; expected "default"'),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: this is not a key of a olmo2 config"),
+])
+def test_features_that_are_not_implemented_are_rejected_by_name(name, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        model_config_from({**SHAPES[name], **changes}, "test")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_older_and_newer_rotary_keys_of_gemma3_are_equivalent():
+    base = {key: value for key, value in SHAPES["gemma3"].items() if not key.startswith("rope")}
+    old = fields({**base, "rope_theta": 3e4, "rope_local_base_freq": 500, "rope_scaling": {"type": "linear",
+                                                                                          "factor": 8.0}})
+    assert old == fields({**base, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 30000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}})
+
+
+@pytest.mark.parametrize("values", [
+    {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+     "sliding_window": 4096, "sliding_window_size": 4096, "cache_implementation": "hybrid"},
+    {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None},
+    {"model_type": "gemma3_text", "eos_token_id": [1, 106], "rope_theta": 1000000, "rope_local_base_freq": 10000,
+     "rope_scaling": None, "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    {"model_type": "qwen2", "use_mrope": False, "sliding_window": 131072, "max_window_layers": 28},
+    {"model_type": "qwen3", "sliding_window": None, "max_window_layers": 36, "rope_scaling": None},
+    {"model_type": "mistral", "sliding_window": None, "head_dim": 128, "rope_theta": 1000000.0},
+    {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "_name_or_path": "x", "max_length": 4096},
+])
+def test_keys_of_published_configs_are_accepted(values):
+    assert model_config_from(values, "test").architecture == values["model_type"]
