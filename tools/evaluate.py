@@ -18,6 +18,7 @@ if __name__ == "__main__":  # find the package from any working directory, also 
 from pretrain.analysis.evaluate.inputs import SPLITS, DataFlags, find_model, find_tokenizer, open_data
 from pretrain.analysis.evaluate.report import Setting, table_lines, write_json
 from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
+from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
 from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.device import detect_device
@@ -54,22 +55,41 @@ def _parser() -> Parser:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's precision)")
     add("--partition_weights", action=argparse.BooleanOptionalAction,
         help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
+    add("--tasks", type=text, metavar="TASK,TASK", help="tasks of lm-eval, for example hellaswag,arc_easy")
+    add("--task_folder", type=path, metavar="DIR", help="folder with more tasks, as .yaml files")
+    add("--num_fewshot", type=whole_number(), metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=whole_number(1), metavar="N", help="evaluate only the first N questions of each task")
+    add("--export", type=path, metavar="DIR",
+        help="new folder for the exported model that the tasks use (default: a temporary folder)")
     add("--json", type=path, metavar="FILE", help="also write the results to this file")
     add("--local_rank", type=whole_number(-1, 2**31), help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
     return parser
 
 
-def _run(args: argparse.Namespace, world: World) -> int:
-    """Check everything, then import torch and evaluate. Raises ConfigError."""
+def _data_flags(args: argparse.Namespace) -> DataFlags:
     flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
                       args.max_samples, args.eod_mask_loss)
+    if args.tasks is not None and not flags.data and not flags.split:
+        for name in ("stride", "max_samples", "eod_mask_loss", "partition_weights"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name}", problem="it has no effect on --tasks",
+                                  remedy="give --data or --split too")
+    return flags
+
+
+def _run(args: argparse.Namespace, world: World) -> int:
+    """Check everything, then import torch and evaluate. Raises ConfigError."""
     if args.json is not None:
         check_file(args.json, "--json")
     source, device = find_model(args.run, args.step), detect_device()
     dtype = choose_dtype(source, device, args.dtype)
     partition = choose_partition(source, dtype, device, world, args.partition_weights)
     tokenizer = find_tokenizer(source, args.tokenizer)
-    sets = open_data(source, flags, tokenizer)
+    flags, names = _data_flags(args), tuple(filter(None, (args.tasks or "").split(",")))
+    sets = open_data(source, flags, tokenizer) if flags.data or flags.split or not names else []
+    tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit, args.export),
+                          tokenizer, dtype=dtype)
+    known = tokenizer if isinstance(tokenizer, Tokenizer) else None
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     from pretrain.analysis.evaluate.evaluate import evaluate
@@ -79,15 +99,21 @@ def _run(args: argparse.Namespace, world: World) -> int:
     with deepspeed_output("error"):
         if world.size > 1:
             init_process_group(world)
-        status("loading the weights")
-        results = evaluate(source, sets, tokenizer if isinstance(tokenizer, Tokenizer) else None, dtype=dtype,
-                           partition=partition, micro_batch_size=args.micro_batch_size)
+        results = evaluate(source, sets, known, dtype=dtype, partition=partition,
+                           micro_batch_size=args.micro_batch_size) if sets else []
+        scores = {}
+        if tasks is not None and known is not None:
+            from pretrain.analysis.evaluate.tasks import evaluate_tasks
+
+            status("evaluating tasks")
+            scores = evaluate_tasks(source, tasks, known, dtype=dtype, seq_length=args.seq_length,
+                                    batch_size=args.micro_batch_size)
     clear_status()
     if world.rank == 0:
         setting = Setting(str(source.folder), source.config.num_parameters(), dtype, device.kind, world.size, partition)
-        print("\n".join(table_lines(setting, results, {})))
+        print("\n".join(table_lines(setting, results, scores)))
         if args.json is not None:
-            write_json(args.json, setting, results, {})
+            write_json(args.json, setting, results, scores)
     return 0
 
 

@@ -41,13 +41,35 @@ def evaluate_cases() -> Iterator[Case]:
             ("partition", ("--data", "{world}/plain", "--partition_weights"), "only one rank"),
             ("split", ("--split", "valid"), "--train_data"), ("no data", (), "--train_data")):
         yield _case(what, (_RUN, *words), culprit)
+    yield from _task_cases()
     no_tokenizer = json.dumps([{"flags": {"tokenizer": None}, "train_steps": 5}]).encode()
     yield _case("no tokenizer", (_RUN, "--data", "{world}/text.txt"), "names no tokenizer",
                 ("done/run.json", no_tokenizer))
     few = json.dumps({"version": "1.0", "added_tokens": [], "model": {
         "type": "WordLevel", "vocab": {f"w{number}": number for number in range(50_300)}, "unk_token": "w1"}}).encode()
     yield _case("large tokenizer", (_RUN, "--data", "{world}/text.txt", "--tokenizer", "{world}/large.json"),
-                "at most the model's vocab_size, 50257", ("large.json", few))
+                "its largest token is 50299", ("large.json", few))
+
+
+def _task_cases() -> Iterator[Case]:
+    """Yield wrong tasks. Only one case reads all task files of lm-eval, which takes seconds."""
+    task = {"task": "own", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": "/none/questions.jsonl"}}, "doc_to_text": "{{question}}"}
+    good = ("tasks/own.yaml", json.dumps(task).encode())
+    own = (_RUN, "--task_folder", "{world}/tasks", "--tasks")
+    yield _case("unknown task", (*own, "own,onw"), 'Did you mean "own"', good)
+    yield _case("task without data", (*own, "own"), "/none/questions.jsonl", good)
+    yield _case("task file", (*own, "own"), "tasks/own.yaml", ("tasks/own.yaml", b"task: ["))
+    yield _case("task list", (*own, "own"), "tasks/own.yaml", ("tasks/own.yaml", b"- task"))
+    yield _case("no task file", (*own, "own"), "--task_folder", ("tasks/own.json", b"{}"))
+    yield _case("task_folder missing", (_RUN, "--tasks", "own", "--task_folder", "{world}/none"), "--task_folder")
+    for flag, value in (("--task_folder", "{world}/tasks"), ("--num_fewshot", "1"), ("--limit", "1"),
+                        ("--export", "{world}/new")):
+        yield _case(f"{flag} without --tasks", (_RUN, "--data", "{world}/plain", flag, value), f"{flag}: it has no")
+    for flag, value in (("--stride", "1"), ("--max_samples", "1"), ("--eod_mask_loss", "")):
+        yield _case(f"{flag} with tasks only", (*own, "own", flag, *filter(None, [value])), f"{flag}: it has no", good)
+    for what, path in {"under a file": "{world}/file/x", "other folder": "{world}/done", "proc": "/proc/x"}.items():
+        yield _case(f"--export {what}", (*own, "own", "--export", path), path.rsplit("/", 1)[1], good)
 
 
 def _case(what: str, words: tuple[str, ...], culprit: str, *files: tuple[str, bytes]) -> Case:

@@ -7,11 +7,18 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.select import (
+    find_checkpoints_folder,
+    is_checkpoint,
+    run_folder_of,
+    select_checkpoint,
+    tokenizer_of,
+)
 from pretrain.data.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
 from pretrain.data.text import check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
@@ -55,11 +62,6 @@ class ModelSource:
         return newest_start(run) if run is not None else None
 
 
-def run_folder_of(path: Path) -> Path | None:
-    """Return the run folder of RUN, RUN/checkpoints or RUN/checkpoints/global_stepN; None if it has no run.json."""
-    return next((folder for folder in (path, *path.absolute().parents[:2]) if (folder / "run.json").is_file()), None)
-
-
 def find_model(path: Path, step: int | None) -> ModelSource:
     """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
     if (path / "config.json").is_file() and not is_checkpoint(path) and find_checkpoints_folder(path) == path:
@@ -85,10 +87,8 @@ def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigE
     except ConfigError as error:
         return error
     loaded = load_tokenizer(path)
-    if loaded.vocab_size > source.config.vocab_size:
-        raise ConfigError(f"--tokenizer {path}", found=f"{loaded.vocab_size} tokens",
-                          expected=f"at most the model's vocab_size, {source.config.vocab_size}",
-                          remedy="name the tokenizer with which the model was trained")
+    check_tokenizer_fits(loaded.ids, {}, vocab_size=source.config.vocab_size, where=f"--tokenizer {path}",
+                         remedy="name the tokenizer with which the model was trained")
     expected = source.tokenizer_fingerprint
     if expected is not None and loaded.fingerprint != expected:
         raise ConfigError(f"--tokenizer {path}", found=f"sha256 {loaded.fingerprint[:12]}...",

@@ -1,4 +1,4 @@
-"""Find the tasks of lm-eval that --tasks names, and load their data. Imports no torch."""
+"""Find the tasks of lm-eval that --tasks names, load their data, and plan the export. Imports no torch."""
 
 import contextlib
 import importlib.util
@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
+from pretrain.cli import say
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters
+_SEED = 1234  # lm-eval's default
 _LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "transformers", "evaluate", "httpx")
 
 
@@ -22,6 +27,7 @@ class TaskFlags:
     folder: Path | None = None
     num_fewshot: int | None = None
     limit: int | None = None
+    export: Path | None = None
 
 
 @contextlib.contextmanager
@@ -38,14 +44,44 @@ def only_errors() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def check_task_flags(flags: TaskFlags) -> None:
+@dataclass(frozen=True)
+class TaskPlan:
+    """Checked tasks."""
+
+    flags: TaskFlags
+    tasks: dict[str, dict[str, Any]]  # lm-eval's "tasks", "groups" and "group_map", with the data of the tasks
+    export: ExportPlan | None  # None: into a temporary folder, or nothing, if the model is a transformers folder
+
+
+def prepare_tasks(source: ModelSource, flags: TaskFlags, tokenizer: Tokenizer | ConfigError, *, dtype: str,
+                  ) -> TaskPlan | None:
+    """Check the flags and load the tasks; None without --tasks. Raises ConfigError."""
+    _check_flags(flags)
+    if not flags.names:
+        return None
+    if isinstance(tokenizer, ConfigError):
+        raise tokenizer
+    export = None
+    if flags.export is not None:
+        if source.hf_folder is not None:
+            raise ConfigError(f"--export {flags.export}", problem=f"{source.path} is a transformers folder already",
+                              remedy="leave --export out")
+        export = plan_export(source.folder, flags.export, dtype=dtype, tokenizer=str(tokenizer.path))
+    return TaskPlan(flags, _load_tasks(_find_tasks(flags), flags), export)
+
+
+def _check_flags(flags: TaskFlags) -> None:
     """Raise ConfigError if flags for tasks are given without --tasks, or a package or the folder is missing."""
     if not flags.names:
-        for name in ("folder", "num_fewshot", "limit"):
-            if getattr(flags, name) is not None:
-                raise ConfigError(f"--{'task_folder' if name == 'folder' else name}",
-                                  problem="it has no effect without --tasks", remedy="give --tasks too")
+        for flag, value in (("--task_folder", flags.folder), ("--num_fewshot", flags.num_fewshot),
+                            ("--limit", flags.limit), ("--export", flags.export)):
+            if value is not None:
+                raise ConfigError(flag, problem="it has no effect without --tasks", remedy="give --tasks too")
         return
+    for name in flags.names:
+        if "/" in name:
+            raise ConfigError(f"--tasks {shorten(name)}", problem="this is a path, and not the name of a task",
+                              remedy="name the folder of the task's file with --task_folder")
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError("--tasks", problem=f"the package {package} is not installed",
@@ -55,7 +91,7 @@ def check_task_flags(flags: TaskFlags) -> None:
                           remedy="name a folder with .yaml files that describe tasks")
 
 
-def find_tasks(flags: TaskFlags) -> Any:
+def _find_tasks(flags: TaskFlags) -> Any:
     """Return lm-eval's TaskManager, which knows every task that the flags name. Raises ConfigError for unknown names.
 
     The 14,000 task files of lm-eval take 7 s. They are not read if the folder has all tasks.
@@ -71,8 +107,9 @@ def find_tasks(flags: TaskFlags) -> Any:
         manager = TaskManager(include_path=None if flags.folder is None else str(flags.folder))
     for name in flags.names:
         if not manager.match_tasks([name]):
-            where = "" if flags.folder is None else f" and in {flags.folder}"
-            raise ConfigError(f"--tasks {shorten(name)}", problem=f"there is no such task in lm-eval{where}",
+            where = "lm-eval has" if flags.folder is None else f"neither lm-eval nor {flags.folder} has"
+            no = "no" if flags.folder is None else "a"
+            raise ConfigError(f"--tasks {shorten(name)}", problem=f"{where} {no} task with this name",
                               word=name, known=manager.all_tasks,
                               remedy="python -m lm_eval ls tasks lists the tasks of lm-eval")
     return manager
@@ -95,12 +132,12 @@ def _check_files(folder: Path) -> None:
             raise ConfigError(str(file), problem="it is not a YAML mapping with the key task")
 
 
-def load_tasks(manager: Any, flags: TaskFlags) -> list[Any]:
-    """Load the tasks with their data, which may be on the Hugging Face Hub. Returns tasks and groups of lm-eval.
+def _load_tasks(manager: Any, flags: TaskFlags) -> dict[str, dict[str, Any]]:
+    """Load the tasks with their data, which may be on the Hugging Face Hub.
 
     Raises ConfigError if the data of a task cannot be loaded, or its file is wrong.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in flags.names:
         for match in manager.match_tasks([name]):
             try:
@@ -108,10 +145,21 @@ def load_tasks(manager: Any, flags: TaskFlags) -> list[Any]:
                     loaded = manager.load([match])
             except Exception as error:  # lm-eval, datasets and huggingface_hub raise many types
                 raise _cannot_load(match, error) from None
-            children = {child for names in loaded["group_map"].values() for child in names}
-            found |= {key: task for kind in ("groups", "tasks") for key, task in loaded[kind].items()
-                      if key not in children}
-    return list(found.values())
+            for kind, values in found.items():
+                values.update(loaded[kind])
+    for name, task in found["tasks"].items():
+        _set_examples(name, task, flags.num_fewshot)
+    return found
+
+
+def _set_examples(name: str, task: Any, num_fewshot: int | None) -> None:
+    """Set the number of examples before each question, and the seed that selects them, as lm-eval's program does."""
+    fixed = task.get_config("num_fewshot")
+    if fixed == 0 and num_fewshot:
+        say(f"note: --num_fewshot {num_fewshot} has no effect on {name}, whose file sets 0")
+    elif fixed != 0:
+        task.set_config(key="num_fewshot", value=(fixed or 0) if num_fewshot is None else num_fewshot)
+    task.set_fewshot_seed(seed=_SEED)
 
 
 def _cannot_load(name: str, error: Exception) -> ConfigError:

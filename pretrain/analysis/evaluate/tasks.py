@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from lm_eval.models.huggingface import HFLM
 
 from pretrain.analysis.evaluate.inputs import ModelSource
 from pretrain.analysis.evaluate.losses import DTYPES
-from pretrain.analysis.evaluate.task_files import TaskFlags, first_line, only_errors
+from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
 from pretrain.checkpoint.convert.export_hf import export_hf
-from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
+from pretrain.data.export_tokenizer import export_tokenizer
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.errors import ConfigError
 
@@ -51,27 +53,40 @@ class RankLM(HFLM):
         gather(None)
 
 
-def evaluate_tasks(source: ModelSource, tasks: Sequence[Any], flags: TaskFlags, *, export: Path | None,
-                   tokenizer: str | None, dtype: str, seq_length: int | None, batch_size: int | None) -> Scores:
+def evaluate_tasks(source: ModelSource, plan: TaskPlan, tokenizer: Tokenizer, *, dtype: str, seq_length: int | None,
+                   batch_size: int | None) -> Scores:
     """Export the model if necessary, and return the scores of the tasks on rank 0; {} on other ranks. Collective.
 
-    `export`: new folder that keeps the exported model; None: a temporary folder on each host. Raises ConfigError.
+    Raises ConfigError.
     """
-    with _transformers_folder(source, export, tokenizer, dtype) as folder, only_errors():
+    _check_sizes(plan)
+    flags = plan.flags
+    with _transformers_folder(source, plan.export, tokenizer, dtype) as folder, only_errors():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
         model = model.to(get_accelerator().current_device_name()).eval()
-        lm = RankLM(model, tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        lm = RankLM(model, tokenizer=_transformers_tokenizer(source, folder, tokenizer),
                     batch_size=batch_size or _BATCH_SIZE, max_length=seq_length)
         try:
-            results = lm_eval.simple_evaluate(lm, tasks=list(tasks), num_fewshot=flags.num_fewshot, limit=flags.limit,
-                                              log_samples=False)
+            # not simple_evaluate: it would read all task files again, and start pip and git to describe the machine
+            results = lm_eval.evaluate(lm, task_dict=plan.tasks, limit=flags.limit, log_samples=False)
         except torch.OutOfMemoryError:
             raise ConfigError("--micro_batch_size", problem="the device has too little memory",
                               remedy="give a smaller one, or a smaller --seq_length") from None
         except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
-            raise ConfigError(f"--tasks {','.join(flags.names)}", problem=f"lm-eval cannot evaluate: {first_line(error)}",
+            raise ConfigError(f"--tasks {','.join(flags.names)}",
+                              problem=f"lm-eval cannot evaluate: {first_line(error)}",
                               remedy="correct the file of the task, or its data") from error
     return {} if results is None else _scores(results["results"])
+
+
+def _check_sizes(plan: TaskPlan) -> None:
+    """Raise ConfigError if a rank would have no document of a task: lm-eval would wait for it forever."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, task in plan.tasks["tasks"].items() if ranks > 1 else ():
+        documents = min(len(task.eval_docs), plan.flags.limit or len(task.eval_docs))
+        if documents < ranks:
+            raise ConfigError(f"--tasks {name}", problem=f"{documents} documents cannot be divided among "
+                              f"{ranks} ranks", remedy="start fewer ranks")
 
 
 def _scores(results: dict[str, dict[str, Any]]) -> Scores:
@@ -83,22 +98,50 @@ def _scores(results: dict[str, dict[str, Any]]) -> Scores:
     return scores
 
 
+def _transformers_tokenizer(source: ModelSource, folder: Path, tokenizer: Tokenizer) -> Any:
+    """Load the tokenizer with transformers: from the exported folder, or from where --tokenizer says."""
+    if source.hf_folder is None or tokenizer.path.parent == folder:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    with tempfile.TemporaryDirectory(prefix="ds-pretrain-") as temporary:
+        shutil.copy(folder / "config.json", temporary)
+        export_tokenizer(tokenizer.path, Path(temporary))
+        return transformers.AutoTokenizer.from_pretrained(temporary)
+
+
 @contextlib.contextmanager
-def _transformers_folder(source: ModelSource, export: ExportPlan | None, tokenizer: str | None,
+def _transformers_folder(source: ModelSource, export: ExportPlan | None, tokenizer: Tokenizer,
                          dtype: str) -> Iterator[Path]:
     """Yield a folder that transformers can load: the source itself, or an export."""
     if source.hf_folder is not None:
         yield source.folder
         return
     if export is not None:
-        _on_first_rank_of_host(lambda: export_hf(export), one_host=True)
+        if dist.is_initialized():
+            from_rank_0(lambda: export_hf(export))
+        else:
+            export_hf(export)
         yield export.out
         return
-    temporary = Path(tempfile.mkdtemp(prefix="ds-pretrain-")) if _is_first_on_host() else Path()
+    own = _export_to_temporary_folder(source, tokenizer, dtype) if os.environ["LOCAL_RANK"] == "0" else None
+    host = socket.gethostname()
+    found = [(host, own)] if not dist.is_initialized() else gather((host, own))
     try:
-        plan = plan_export(source.folder, temporary / "model", dtype=dtype, tokenizer=tokenizer)
-        folders = _on_first_rank_of_host(lambda: export_hf(plan))
-        yield folders
+        errors = [folder for _, folder in found if isinstance(folder, ConfigError)]
+        if errors:
+            raise errors[0]
+        yield next(folder for name, folder in found if name == host and isinstance(folder, Path))
     finally:
-        if temporary != Path():
-            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(own, Path):
+            shutil.rmtree(own.parent, ignore_errors=True)
+
+
+def _export_to_temporary_folder(source: ModelSource, tokenizer: Tokenizer, dtype: str) -> Path | ConfigError:
+    """Export the model for the ranks of this host. Returns the folder, or the error that all ranks raise."""
+    temporary = Path(tempfile.mkdtemp(prefix="ds-pretrain-"))
+    try:
+        plan = plan_export(source.folder, temporary / "model", dtype=dtype, tokenizer=str(tokenizer.path))
+        export_hf(plan)
+        return plan.out
+    except ConfigError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return error
