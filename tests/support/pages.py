@@ -40,6 +40,11 @@ COVERED: dict[str, tuple[str, str]] = {
        for section in ("overhead", "checkpoint", "startup", "pipeline", "offload --nvme_path FOLDER")},
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
     "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
+    # evaluation: the tests use another task, without a download, and start the ranks themselves
+    "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200":
+        ("tests/analysis/test_evaluate.py", '"--tasks"'),
+    "deepspeed --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
+        ("tests/analysis/test_evaluate.py", '"--partition_weights", ranks=2'),
     # clusters
     "ds-pretrain --num_gpus 8 --config run.yaml": ("tests/cluster/test_ds_pretrain.py", '"--num_gpus"'),
     "ds-pretrain --hostfile HOSTS --config run.yaml": ("tests/cluster/test_multihost_launch.py", '"cluster.sh"'),
