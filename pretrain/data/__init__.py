@@ -1,5 +1,5 @@
 """Training data: preparation, .bin/.idx files, samples, batches and tokenizers.
 
-Imports numpy, torch, terminal/, cli, paths and errors; sentencepiece and tokenizers when they are used. Never imports
-config/ or model/: callers pass plain values, not flags.
+Imports numpy, torch, terminal/, cli, paths and errors; sentencepiece, tokenizers and transformers when they are used.
+Never imports config/ or model/: callers pass plain values, not flags.
 """

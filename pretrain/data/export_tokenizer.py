@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.huggingface_tokenizer import read_library
-from pretrain.data.probe_texts import ORDINARY, RARE
 from pretrain.data.special_tokens import TokenIds, read_object
 from pretrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from pretrain.data.tokenizer_formats.huggingface_tokenizer import read_library
+from pretrain.data.tokenizer_formats.probe_texts import ORDINARY, RARE
 from pretrain.data.transformers_files import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
 from pretrain.errors import ConfigError, shorten
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.huggingface_tokenizer import read_library
 from pretrain.data.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
 from pretrain.data.text import check_unicode
+from pretrain.data.tokenizer_formats.huggingface_tokenizer import read_library
 from pretrain.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
@@ -108,7 +108,7 @@ def _is_made_from(fast: Path, model: Path) -> bool:
 def _other_files(folder: Path) -> str:
     """Name a file of a tokenizer that cannot be read."""
     kinds = {"*.tiktoken": "a tiktoken file", "tiktoken.model": "a tiktoken file", "tekken.json": "a tekken file",
-             "vocab.txt": "a WordPiece vocabulary"}
+             "vocab.txt": "a WordPiece vocabulary", "vocab.json": "a vocabulary without merges.txt"}
     found = [f"; {file.name} is {kind}, which is not supported" for pattern, kind in kinds.items()
              for file in sorted(folder.glob(pattern))]
     return found[0] if found else ""

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
 from pretrain.data.export_tokenizer import export_tokenizer
-from pretrain.data.huggingface_tokenizer import _QWEN_WORDS
 from pretrain.data.special_tokens import EOD_PIECE, TokenIds
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizer_fit import check_tokenizer_fits
+from pretrain.data.tokenizer_formats.huggingface_tokenizer import _QWEN_WORDS
 from pretrain.data.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 from tests.data.test_tokenizer import HARD, SOURCES, random_texts
@@ -289,7 +289,7 @@ def test_the_end_of_document_token_is_found(tmp_path: Path) -> None:
     ({"qwen.tiktoken": b"x"}, r"qwen\.tiktoken is a tiktoken file, which is not supported"),
     ({"tokenizer.model": base64.b64encode(b"!") + b" 0\n"}, "it is a tiktoken file, which is not supported"),
     ({"tekken.json": b"{}"}, "a tekken file"),
-    ({"vocab.json": b"{}"}, r"neither tokenizer\.model nor tokenizer\.json"),
+    ({"vocab.json": b"{}"}, r"vocab\.json is a vocabulary without merges\.txt, which is not supported"),
     ({"vocab.json": b"{}", "merges.txt": b"a b\n"}, "not the files of a byte-level BPE"),
     ({"vocab.json": b"[]", "merges.txt": b""}, "not the files of a byte-level BPE"),
     ({"tokenizer.json": None, "tokenizer_config.json": b'{"added_tokens_decoder": {"0": 1}}'}, "cannot be read"),
