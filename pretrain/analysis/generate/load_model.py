@@ -81,7 +81,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None:
+        if param is not None and not param.is_meta:  # a tied weight already is, and must remain one object
             self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
