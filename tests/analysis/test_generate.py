@@ -8,7 +8,6 @@ for the choice of each GPU's layers, which is tested without a model.
 import gzip
 import io
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,21 +17,20 @@ import pytest
 import torch
 import transformers
 
-from pretrain.analysis.generate import devices, interactive
+from pretrain.analysis.generate import interactive
 from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
-from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
 from pretrain.analysis.generate.load_model import load_model
 from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
 from pretrain.analysis.generate.source import ModelSource, find_source
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params
 from tests.support.cases import case, flags
+from tests.support.generation import VOCAB, json_rows, run_tool, text_of, write_letters
 from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 from tests.wrong_inputs.case import main_of
@@ -40,24 +38,13 @@ from tests.wrong_inputs.case import main_of
 USED = ("llama", "gpt2")  # in all tests
 QUICK = (*USED, "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied", "gemma2")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
-VOCAB, MODEL_VOCAB = 256, 260  # of the tokenizer; the model has 4 rows without a token
+MODEL_VOCAB = VOCAB + 4  # 4 rows of the embedding have no token
 PROMPT, NEW = 20, 30  # tokens
-LETTERS = [chr(0x100 + token) for token in range(VOCAB)]  # the text of each token
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tokenizer.json in which each token is a letter, and return its path. Token 0 ends a document."""
-    path = tmp_path_factory.mktemp("letters") / "tokenizer.json"
-    vocab = {"<|endoftext|>": 0, **{letter: token for token, letter in enumerate(LETTERS) if token}}
-    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
-    special = {"id": 0, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False,
-               "normalized": False, "special": True}
-    path.write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
-        "pre_tokenizer": split, "post_processor": None, "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": LETTERS[1]}}))
-    return path
+    return write_letters(tmp_path_factory.mktemp("letters"))
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +72,7 @@ def checkpoints(corpus: str, tokenizer: Path, request: pytest.FixtureRequest,
     return {name: Path(results[name]["folder"]) for name in cases}
 
 
-def text_of(tokens: list[int]) -> str:
-    return "".join(LETTERS[token] for token in tokens)
-
-
 PROMPTS = [text_of([7 + 3 * step % 90 for step in range(PROMPT)]), text_of([200, 100, 3]), text_of([50] * 11)]
-
-
-def run_tool(words: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run tools/generate.py in this process, and return what it prints."""
-    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, words)])
-    main_of("tools/generate.py")()
-    out, err = capsys.readouterr()
-    print(err, file=sys.stderr)
-    return out
-
-
-def json_rows(words: list[Any], capsys: pytest.CaptureFixture[str],
-              monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run_tool([*words, "--json"], capsys, monkeypatch).splitlines()]
 
 
 def greedy(checkpoint: Path) -> list[Any]:
@@ -299,30 +268,3 @@ def test_layers_on_two_devices(checkpoints: dict[str, Path], tmp_path: Path, tok
         assert [text.tokens for text in generate(loaded, prompts, Sampling(NEW, temperature=0))] == expected
     assert [row["tokens"] for row in json_rows([tmp_path / "hf", *greedy(checkpoint)[1:]], capsys,
                                                monkeypatch)] == expected
-
-
-GPU, CPU = Device("cuda", fp16=True, bf16=True, memory_bytes=0), Device("cpu", fp16=True, bf16=True, memory_bytes=0)
-
-
-def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 2**30
-    assert [choose_num_devices(needed * gib, [20 * gib] * 4, None, "m") for needed in (1, 18, 19, 70)] == [1, 1, 2, 4]
-    assert choose_num_devices(gib, [20 * gib] * 4, 3, "m") == 3
-    for needed, free, requested, message in (
-            (30, [20] * 2, 1, "m: the model and its key-value cache take 30.0 GiB, and the device has 20.0 GiB of free "
-                              "memory. Use --devices 2"),
-            (50, [20] * 2, None, "2 devices have 40.0 GiB of free memory. Use a 16-bit --dtype"),
-            (1, [20], 2, "--devices: found 2; expected at most 1")):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            choose_num_devices(needed * gib, [size * gib for size in free], requested, "m")
-    with pytest.raises(ConfigError, match="--devices: found 2"):
-        check_devices(2, CPU)
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"accelerate, which is not installed. pip install -c launch/constraints.txt"):
-        check_devices(2, GPU)
-    for fast in (True, False):
-        monkeypatch.setattr(devices, "multiplies_bf16", lambda fast=fast: fast)
-        assert [choose_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
-            "fp32", "bf16" if fast else "fp32", "fp32"]
-    assert [choose_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
-    assert choose_dtype("fp16", "fp32", CPU) == "fp16"

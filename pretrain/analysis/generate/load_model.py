@@ -1,7 +1,9 @@
 """Build the transformers model of a source: weights converted one tensor at a time, on one device or on several."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pretrain.analysis.generate.source import ModelSource
 from pretrain.cli import say
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import to_theirs
+from pretrain.terminal.progress import ProgressBar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
@@ -153,7 +156,10 @@ def load_model(source: ModelSource, dtype: str, placement: torch.device | Device
 def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device | DeviceMap,
                               offload_folder: Path | None) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     mapped = isinstance(placement, dict)
     settings: dict[str, Any] = {"device_map": placement, "offload_folder": offload_folder} if mapped else {}
     try:
@@ -170,20 +176,27 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
 
 def _fill(model: Any, source: ModelSource, placement: torch.device | DeviceMap) -> None:
     """Replace each parameter on the meta device by the checkpoint's, one tensor at a time."""
-    from pretrain.checkpoint.load.reader import CheckpointReader  # needs DeepSpeed, transformers folders do not
+    from pretrain.checkpoint.load.reader import FP32, CheckpointReader  # needs DeepSpeed, transformers folders do not
 
     assert source.config is not None
     reader = CheckpointReader(source.folder)
-    for rule in source.config.tensors():
-        found = reader.shapes.get(rule.ours)
-        if found != rule.shape:
-            raise ConfigError(f"{source.folder}: {rule.ours}", found="no such tensor" if found is None else
-                              f"the shape {list(found)}", expected=f"{list(rule.shape)}",
-                              remedy="use another checkpoint")
-        for name, tensor in zip(rule.theirs, to_theirs(rule, reader.tensor(rule.ours), source.config), strict=True):
-            parent, _, leaf = name.rpartition(".")
-            filled = tensor.to(_device_of(name, placement), model.dtype)
-            model.get_submodule(parent)._parameters[leaf] = nn.Parameter(filled, requires_grad=False)
+    rules = source.config.tensors()
+    # One buffer for all tensors: freed tensors of many sizes would leave holes between those that remain.
+    buffer = torch.empty(max(prod(rule.shape) for rule in rules))
+    with ProgressBar("loading", 4 * sum(prod(rule.shape) for rule in rules)) as progress:
+        for rule in rules:
+            found = reader.shapes.get(rule.ours)
+            if found != rule.shape:
+                raise ConfigError(f"{source.folder}: {rule.ours}", found="no such tensor" if found is None else
+                                  f"the shape {list(found)}", expected=f"{list(rule.shape)}",
+                                  remedy="use another checkpoint")
+            ours = buffer[:prod(rule.shape)]
+            reader.copy(rule.ours, FP32, 0, ours)
+            for name, tensor in zip(rule.theirs, to_theirs(rule, ours.view(rule.shape), source.config), strict=True):
+                parent, _, leaf = name.rpartition(".")
+                filled = torch.empty(tensor.shape, dtype=model.dtype, device=_device_of(name, placement)).copy_(tensor)
+                model.get_submodule(parent)._parameters[leaf] = nn.Parameter(filled, requires_grad=False)
+            progress.advance(4 * ours.numel(), rule.ours)
     model.tie_weights()
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not empty, f"no tensor of the family's rules fills {empty}"

@@ -1,0 +1,150 @@
+"""What tools/generate.py accepts and rejects: checkpoints, transformers folders, devices and data types."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.analysis.generate import devices
+from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
+from pretrain.analysis.generate.load_model import load_model
+from pretrain.analysis.generate.source import find_source
+from pretrain.checkpoint.convert.import_hf import import_hf
+from pretrain.checkpoint.load.hf_folder import check_hf_folder
+from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
+from pretrain.distributed.device import Device
+from pretrain.errors import ConfigError
+from tests.support.generation import LETTERS, json_rows, run_tool, text_of, write_letters
+from tests.support.hf_models import save_hf_model
+from tests.support.launch import ROOT
+from tests.support.layouts import MemoryWatch
+from tests.support.model_shapes import SHAPES
+
+SHORT = ["--max_new_tokens", 5, "--temperature", 0, f"--prompt={text_of([9, 8, 7])}"]
+
+OPT = {"model_type": "opt", "vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+       "ffn_dim": 16, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
+
+
+def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorded checkpoint of tests/golden generates. A newer one that is damaged is skipped with a note."""
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.unpack_archive(ROOT / "tests/golden/checkpoint.tar.xz", checkpoints)
+    words = [tmp_path / "run", "--tokenizer", write_letters(tmp_path / "letters"), *SHORT]
+    expected = json_rows(words, capsys, monkeypatch)
+    assert expected[0]["finish_reason"] in ("length", "eos")
+    damaged = checkpoints / "global_step4"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{}")
+    capsys.readouterr()
+    assert json_rows(words, capsys, monkeypatch) == expected
+    assert "note: global_step4 is skipped" in capsys.readouterr().err
+    for path, message in ((damaged, "global_step4/manifest.json: the manifest is damaged"),
+                          (checkpoints / "global_step2", "there is no such folder")):
+        with pytest.raises(ConfigError, match=message):
+            run_tool([path, *words[1:]], capsys, monkeypatch)
+    weights = checkpoints / "global_step3/mp_rank_00_model_states.pt"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"no checkpoint is complete .*the manifest is damaged"):
+        run_tool(words, capsys, monkeypatch)
+    with pytest.raises(ConfigError, match=r"mp_rank_00_model_states.pt: found \d+ bytes; expected"):
+        run_tool([*words, "--step", 3], capsys, monkeypatch)
+
+
+def _published(folder: Path, name: str = "llama", **values: object) -> Path:
+    """Save a random transformers model with 260 tokens, and a tokenizer that adds the token 5 before each text."""
+    save_hf_model(folder, {**SHAPES[name], "vocab_size": 260, **values}, shard_size="100KB")
+    write_letters(folder, leading=LETTERS[5])
+    return folder
+
+
+def test_published_weights_get_the_tokens_that_their_tokenizer_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transformers folder and the checkpoint that is imported from it generate the same text."""
+    folder = _published(tmp_path / "hf")
+    expected = json_rows([folder, *SHORT], capsys, monkeypatch)
+    found = check_hf_folder(folder)
+    import_hf(found, tmp_path / "run", find_hf_tokenizer(found))
+    assert find_source(folder).leading == find_source(tmp_path / "run").leading == (5,)
+    assert json_rows([tmp_path / "run", *SHORT], capsys, monkeypatch) == expected
+    longer = [*SHORT[:-1], f"--prompt={text_of([5, 9, 8, 7])}", "--tokenizer", write_letters(tmp_path / "plain")]
+    assert json_rows([folder, *longer], capsys, monkeypatch)[0]["tokens"] == expected[0]["tokens"]
+
+
+def test_a_folder_of_a_family_that_only_transformers_has(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hf"
+    save_hf_model(folder, OPT)
+    write_letters(folder)
+    assert len(json_rows([folder, *SHORT], capsys, monkeypatch)[0]["tokens"]) in range(1, 6)
+
+
+def test_damaged_transformers_folders_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _published(tmp_path / "hf")
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.replace("model-00001-of", "model-00009-of"))
+    with pytest.raises(ConfigError, match=r"model-00009-of"):
+        run_tool([folder, *SHORT], capsys, monkeypatch)
+    index.write_text(text)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=shard.name):
+        run_tool([folder, *SHORT], capsys, monkeypatch)
+    with pytest.raises(ConfigError, match=r"--tokenizer .*its largest token is 255, and the model has only 200 tokens"):
+        run_tool([_published(tmp_path / "few", vocab_size=200), *SHORT], capsys, monkeypatch)
+    # transformers would give missing tensors random values
+    other = tmp_path / "other"
+    save_hf_model(other, OPT)
+    (other / "model.safetensors").unlink()
+    torch.save({"decoder.weight": torch.zeros(2, 2)}, other / "pytorch_model.bin")
+    write_letters(other)
+    with pytest.raises(ConfigError, match="tensors of the model are missing"):
+        run_tool([other, *SHORT], capsys, monkeypatch)
+
+
+def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
+    """34 million parameters in fp32 (136 MB) are loaded as bf16 (68 MB); the largest tensor has 16 MB."""
+    folder = tmp_path / "hf"
+    save_hf_model(folder, {"model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8,
+                           "num_attention_heads": 8, "intermediate_size": 1536, "max_position_embeddings": 64})
+    found = check_hf_folder(folder)
+    import_hf(found, tmp_path / "run", None)
+    source = find_source(tmp_path / "run", tokenizer=str(write_letters(tmp_path / "letters")))
+    with MemoryWatch() as watch:
+        model = load_model(source, "bf16", torch.device("cpu"))
+    size = sum(parameter.numel() * 2 for parameter in model.parameters())
+    print(f"model {size / 1e6:.0f} MB, peak {(watch.peak - watch.before) / 1e6:.0f} MB")
+    assert 60e6 < size < 80e6
+    assert watch.peak - watch.before < size + 1.5 * 16.8e6
+
+
+GPU, CPU = Device("cuda", fp16=True, bf16=True, memory_bytes=0), Device("cpu", fp16=True, bf16=True, memory_bytes=0)
+
+
+def test_devices_and_data_types_are_chosen_by_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    assert [choose_num_devices(needed * gib, [20 * gib] * 4, None, "m") for needed in (1, 18, 19, 70)] == [1, 1, 2, 4]
+    assert choose_num_devices(gib, [20 * gib] * 4, 3, "m") == 3
+    for needed, free, requested, message in (
+            (30, [20] * 2, 1, "m: the model and its key-value cache take 30.0 GiB, and the device has 20.0 GiB of free "
+                              "memory. Use --devices 2"),
+            (50, [20] * 2, None, "2 devices have 40.0 GiB of free memory. Use a 16-bit --dtype"),
+            (1, [20], 2, "--devices: found 2; expected at most 1")):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            choose_num_devices(needed * gib, [size * gib for size in free], requested, "m")
+    with pytest.raises(ConfigError, match="--devices: found 2"):
+        check_devices(2, CPU)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"accelerate, which is not installed. pip install -c launch/constraints.txt"):
+        check_devices(2, GPU)
+    for fast in (True, False):
+        monkeypatch.setattr(devices, "multiplies_bf16", lambda fast=fast: fast)
+        assert [choose_dtype("auto", precision, CPU) for precision in ("fp32", "bf16", "fp16")] == [
+            "fp32", "bf16" if fast else "fp32", "fp32"]
+    assert [choose_dtype("auto", precision, GPU) for precision in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
+    assert choose_dtype("fp16", "fp32", CPU) == "fp16"
