@@ -1,11 +1,23 @@
 """Transformers models with random weights, saved as transformers saves them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from pretrain.checkpoint.convert.write_weights import (
+    DTYPES,
+    PlannedTensor,
+    file_names,
+    index_json,
+    shards_of,
+    write_shards,
+)
+from pretrain.checkpoint.load.reader import chunks_of
+from pretrain.model.config import model_config_from
+from pretrain.model.hf_names import name_in_files
 from tests.support.model_shapes import write_config
 
 
@@ -28,3 +40,18 @@ def save_hf_model(folder: Path, values: dict[str, Any], *, shard_size: str = "1G
     model = hf_model(folder, values, seed=seed).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def write_hf_model(folder: Path, values: dict[str, Any], *, dtype: str = "fp32", shard_bytes: int) -> int:
+    """Write a transformers folder of any size with random weights, in little memory. Return its bytes of weights."""
+    config = model_config_from(json.loads(Path(write_config(folder, values)).read_text()), "config.json")
+    planned = [PlannedTensor(name_in_files(name, config), dtype, shape) for rule in config.tensors()
+               for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
+    groups = shards_of(planned, shard_bytes)
+    shards = dict(zip(file_names("model", len(groups)), groups, strict=True))
+    generator = torch.Generator().manual_seed(3)
+    chunks = (torch.empty(length, dtype=DTYPES[dtype]).normal_(0, 0.02, generator=generator) for tensor in planned
+              for _, length in chunks_of(tensor.num_elements))
+    records = write_shards(folder, shards, chunks)
+    (folder / "model.safetensors.index.json").write_text(index_json(shards))
+    return sum(record.bytes for record in records.values())
