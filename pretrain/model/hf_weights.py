@@ -1,6 +1,7 @@
 """Convert weights exactly between this project's model and the model of transformers with the same config.json."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -39,6 +40,22 @@ def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tupl
 def is_concatenation(rule: TensorRule) -> bool:
     """Return whether our tensor is the rows of `rule.theirs` one after another, so that it needs no conversion."""
     return not rule.transposed and not rule.row_order
+
+
+def our_rows_in_their_order(rule: TensorRule, config: ModelConfig) -> torch.Tensor | None:
+    """Return, for the rows of `rule.theirs` one after another, the index of the row in our tensor; None: in order."""
+    if not rule.row_order:
+        return None
+    indices = torch.arange(rule.shape[0]).view(-1, 1)
+    return torch.cat(to_theirs(replace(rule, transposed=False), indices, config)).view(-1)
+
+
+def their_rows_in_our_order(rule: TensorRule, config: ModelConfig) -> torch.Tensor | None:
+    """Return, for each row of our tensor, the index among the rows of `rule.theirs`; None: in order."""
+    if not rule.row_order:
+        return None
+    indices = torch.arange(rule.shape[0]).view(-1, 1)
+    return to_ours(replace(rule, transposed=False), [indices], config).view(-1)
 
 
 def _swap(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

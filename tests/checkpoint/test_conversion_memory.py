@@ -1,5 +1,6 @@
 """Memory of import and export: at most the largest file plus one layer, however large the model is."""
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,17 @@ def _check(folder: Path, values: dict[str, Any], shard_gb: float, at_least: floa
     with MemoryWatch() as importing:
         checkpoint = imported(folder / "hf", folder / "run")
     plan = plan_export(checkpoint, folder / "out", shard_gb=shard_gb)
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the export could use blocks that the import freed
     with MemoryWatch() as exporting:
         export_hf(plan)
-    largest = max(path.stat().st_size for path in plan.out.glob("*.safetensors"))
-    bound = largest + _layer_bytes(plan.config)
+    largest, layer = max(path.stat().st_size for path in plan.out.glob("*.safetensors")), _layer_bytes(plan.config)
     for what, watch in (("import", importing), ("export", exporting)):
         used = watch.peak - watch.before
-        print(f"{what} of {plan.config.architecture}: {used / 1e6:.0f} MB of memory; model {size / 1e6:.0f} MB, largest "
-              f"file {largest / 1e6:.0f} MB, layer {_layer_bytes(plan.config) / 1e6:.0f} MB")
-        assert used <= bound < size, what
-    assert all((plan.out / path.name).read_bytes() == path.read_bytes() for path in (folder / "hf").glob("*.safetensors"))
+        print(f"{what} of {plan.config.architecture}: {used / 1e6:.0f} MB of memory; model {size / 1e6:.0f} MB, "
+              f"largest file {largest / 1e6:.0f} MB, layer {layer / 1e6:.0f} MB")
+        assert used <= largest + layer < size, what
+    for path in (folder / "hf").glob("*.safetensors"):
+        assert (plan.out / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -9,13 +9,21 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
-from pretrain.checkpoint.convert.write_weights import DTYPES, PlannedTensor, file_names, shards_of, write_shards
+from pretrain.checkpoint.convert.write_weights import (
+    CHUNK_NUMEL,
+    DTYPES,
+    PlannedTensor,
+    file_names,
+    parts_of,
+    shards_of,
+    write_shards,
+)
 from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights, hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
-from pretrain.checkpoint.load.reader import chunks_of
+from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.monitor.write_run_folder import versions
 from pretrain.terminal.progress import ProgressBar
 
@@ -62,10 +70,30 @@ def _write_checkpoint(folder: Path, found: HFFolder, source: dict[str, FileRecor
 
 
 def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.Tensor]:
+    """Yield the flat values of our tensors. The next chunk overwrites the last one.
+
+    Where possible, only chunks are copied from the mapped files, not complete tensors as `HFWeights.stored` does.
+    """
+    buffers = {tensor.dtype: torch.empty(CHUNK_NUMEL, dtype=DTYPES[tensor.dtype]) for tensor in planned}
     for tensor in planned:
-        stored = weights.stored(tensor.name).view(-1)
-        for start, length in chunks_of(stored.numel()):
-            yield stored.narrow(0, start, length).to(DTYPES[tensor.dtype])
+        for part in _parts(weights, tensor.name):
+            chunk = buffers[tensor.dtype].narrow(0, 0, part.numel())
+            chunk.view(part.shape).copy_(part)
+            yield chunk
+
+
+def _parts(weights: HFWeights, name: str) -> Iterator[torch.Tensor]:
+    """Yield consecutive parts of our tensor."""
+    rule = weights.rules[name]
+    if is_concatenation(rule):
+        for theirs in weights.their_tensors(name):
+            yield from parts_of(theirs.view(theirs.shape[0], -1))
+    elif len(rule.theirs) == 1:
+        theirs = weights.their_tensors(name)[0]
+        matrix = theirs.t() if rule.transposed else theirs.view(theirs.shape[0], -1)
+        yield from parts_of(matrix, their_rows_in_our_order(rule, weights.config))
+    else:
+        yield from parts_of(weights.stored(name).view(rule.shape[0], -1))
 
 
 def _index_json(shards: dict[str, list[PlannedTensor]]) -> str:

@@ -1,5 +1,6 @@
-"""Write a checkpoint's weights under the names of transformers. At most one tensor is in memory."""
+"""Write a checkpoint's weights under the names of transformers. At most one tensor and a chunk are in memory."""
 
+import math
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.convert.write_weights import (
+    CHUNK_NUMEL,
     DTYPES,
     PlannedTensor,
     file_names,
     index_json,
+    parts_of,
     shards_of,
     write_shards,
 )
@@ -21,7 +24,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.families.family import TensorRule
 from pretrain.model.hf_names import name_in_files
-from pretrain.model.hf_weights import is_concatenation, to_theirs
+from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order
 
 
 def write_hf_weights(reader: CheckpointReader, config: ModelConfig, folder: Path, *, dtype: str,
@@ -37,8 +40,8 @@ def write_hf_weights(reader: CheckpointReader, config: ModelConfig, folder: Path
                for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)]
     groups = shards_of(planned, shard_bytes)
     shards = dict(zip(file_names("model", len(groups)), groups, strict=True))
-    chunks = (chunk for rule in rules for chunk in _chunks(reader, rule, config, dtype))
-    records = write_shards(folder, shards, chunks)
+    converter = _Converter(reader, config, DTYPES[dtype])
+    records = write_shards(folder, shards, (chunk for rule in rules for chunk in converter.chunks(rule)))
     if len(shards) > 1:
         (folder / INDEX).write_text(index_json(shards))
     return records
@@ -53,31 +56,49 @@ def _check_shapes(reader: CheckpointReader, rules: Sequence[TensorRule]) -> None
                               remedy="use another checkpoint")
 
 
-def _chunks(reader: CheckpointReader, rule: TensorRule, config: ModelConfig, dtype: str) -> Iterator[torch.Tensor]:
-    """Yield the flat values of `rule.theirs`, one tensor after the other."""
-    if is_concatenation(rule):
-        first = 0
-        for shape in rule.their_shapes():
-            for start, length in chunks_of(prod(shape)):
-                yield _read(reader, rule.ours, first + start, torch.empty(length, dtype=DTYPES[dtype]))
-            first += prod(shape)
-        return
-    ours = torch.empty(prod(rule.shape), dtype=DTYPES[dtype])
-    for start, length in chunks_of(ours.numel()):
-        _read(reader, rule.ours, start, ours.narrow(0, start, length))
-    theirs = to_theirs(rule, ours.view(rule.shape), config)
-    del ours
-    for tensor in theirs:
-        yield tensor.reshape(-1)
+class _Converter:
+    """Yields the values of a checkpoint in the order of transformers' tensors.
+
+    All tensors share two buffers: a chunk, and the largest tensor that must be reordered. Buffers for each tensor would
+    need several times the memory, because the C library keeps freed blocks of up to 32 MB.
+    """
+
+    def __init__(self, reader: CheckpointReader, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._reader, self._config = reader, config
+        self._chunk = torch.empty(CHUNK_NUMEL, dtype=dtype)
+        reordered = (prod(rule.shape) for rule in config.tensors() if not is_concatenation(rule))
+        self._tensor = torch.empty(max(reordered, default=0), dtype=dtype)
+
+    def chunks(self, rule: TensorRule) -> Iterator[torch.Tensor]:
+        """Yield the flat values of `rule.theirs`. The next chunk overwrites the last one."""
+        if is_concatenation(rule):
+            first = 0
+            for shape in rule.their_shapes():
+                for start, length in chunks_of(prod(shape), CHUNK_NUMEL):
+                    yield self._read(rule.ours, first + start, self._chunk.narrow(0, 0, length))
+                first += prod(shape)
+            return
+        flat = self._tensor.narrow(0, 0, prod(rule.shape))
+        for start, length in chunks_of(flat.numel(), CHUNK_NUMEL):
+            self._read(rule.ours, start, flat.narrow(0, start, length))
+        ours = flat.view(rule.shape[0], -1)
+        order = our_rows_in_their_order(rule, self._config)
+        for part in parts_of(ours.t() if rule.transposed else ours, order, dim=1 if rule.transposed else 0):
+            chunk = self._chunk.narrow(0, 0, part.numel())
+            chunk.view(part.shape).copy_(part)
+            yield chunk
+
+    def _read(self, name: str, start: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill `out` with values of a parameter. Raises ConfigError if one is not finite in the dtype of `out`."""
+        self._reader.copy(name, FP32, start, out)
+        if not _all_finite(out):
+            if _all_finite(self._reader.read(name, FP32, start, out.numel())):
+                raise ConfigError("--dtype", problem=f"{name} has values that are too large for {out.dtype}",
+                                  remedy="choose bf16 or fp32")
+            raise ConfigError(f"{self._reader.folder}: {name}", problem="it has values that are NaN or infinite",
+                              remedy="use an earlier checkpoint")
+        return out
 
 
-def _read(reader: CheckpointReader, name: str, start: int, out: torch.Tensor) -> torch.Tensor:
-    """Fill `out` with values of a parameter. Raises ConfigError if one is not finite in the dtype of `out`."""
-    reader.copy(name, FP32, start, out)
-    if not torch.isfinite(out).all():
-        if torch.isfinite(reader.read(name, FP32, start, out.numel())).all():
-            raise ConfigError("--dtype", problem=f"{name} has values that are too large for {out.dtype}",
-                              remedy="choose bf16 or fp32")
-        raise ConfigError(f"{reader.folder}: {name}", problem="it has values that are NaN or infinite",
-                          remedy="use an earlier checkpoint")
-    return out
+def _all_finite(tensor: torch.Tensor) -> bool:
+    return all(math.isfinite(value.item()) for value in tensor.aminmax())  # isfinite() would allocate several tensors

@@ -14,6 +14,8 @@ from pretrain.terminal.progress import ProgressBar
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+CHUNK_NUMEL = 2**22  # largest number of elements that are written at once
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -45,6 +47,22 @@ def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[P
         shards[-1].append(tensor)
         used += tensor.num_bytes
     return shards
+
+
+def parts_of(matrix: torch.Tensor, order: torch.Tensor | None = None, *, dim: int = 0) -> Iterator[torch.Tensor]:
+    """Divide a matrix into parts of consecutive rows with at most CHUNK_NUMEL elements.
+
+    Args:
+        order: indices of the rows (`dim` 0) or columns (`dim` 1) in the order of the result; None: as they are.
+    """
+    num_rows = max(1, CHUNK_NUMEL // matrix.shape[1])
+    for start in range(0, matrix.shape[0], num_rows):
+        if order is None:
+            yield matrix[start:start + num_rows]
+        elif dim == 0:
+            yield matrix.index_select(0, order[start:start + num_rows])
+        else:
+            yield matrix[start:start + num_rows].index_select(1, order)
 
 
 def file_names(stem: str, count: int) -> list[str]:

@@ -299,10 +299,12 @@ class HFWeights:
 
         if self._latest is None or self._latest[0] != name:
             self._latest = None  # free it before the next one is converted
-            rule = self.rules[name]
-            parts = [self._part(self.found.tensors[part]) for part in rule.theirs]
-            self._latest = name, to_ours(rule, parts, self.config).contiguous()
+            self._latest = name, to_ours(self.rules[name], self.their_tensors(name), self.config)
         return self._latest[1]
+
+    def their_tensors(self, name: str) -> "list[torch.Tensor]":
+        """Return the tensors in the files that hold a parameter, as views of the mapped files: do not change them."""
+        return [self._part(self.found.tensors[part]) for part in self.rules[name].theirs]
 
     def _part(self, tensor: StoredTensor) -> "torch.Tensor":
         from safetensors import safe_open

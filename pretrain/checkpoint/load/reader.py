@@ -71,10 +71,10 @@ class SafetensorsFile:
         return tensor
 
 
-def chunks_of(numel: int) -> Iterator[tuple[int, int]]:
+def chunks_of(numel: int, chunk_numel: int = _CHUNK_NUMEL) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of consecutive chunks of a tensor with `numel` elements, each small enough for memory."""
-    for start in range(0, numel, _CHUNK_NUMEL):
-        yield start, min(_CHUNK_NUMEL, numel - start)
+    for start in range(0, numel, chunk_numel):
+        yield start, min(chunk_numel, numel - start)
 
 
 class CheckpointReader:
