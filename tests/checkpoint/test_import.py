@@ -49,7 +49,10 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     ours.load_state_dict(reader.weights())
     tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=0)
+        expected = theirs(tokens).logits
+        assert expected.std() > 0.5
+        # Gemma's scaled embeddings give logits with a standard deviation above 1
+        torch.testing.assert_close(ours(tokens), expected, atol=1e-5 * max(1.0, expected.std().item()), rtol=0)
 
 
 def test_dtypes_are_kept_and_hashes_are_recorded(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def parts_of(matrix: torch.Tensor, order: torch.Tensor | None = None, *, dim: in
         order: indices of the rows (`dim` 0) or columns (`dim` 1) in the order of the result; None: as they are.
     """
     num_rows = max(1, CHUNK_NUMEL // matrix.shape[1])
-    for start in range(0, matrix.shape[0], num_rows):
+    for start in range(0, matrix.shape[0] if order is None or dim == 1 else len(order), num_rows):
         if order is None:
             yield matrix[start:start + num_rows]
         elif dim == 0:
