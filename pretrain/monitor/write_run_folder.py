@@ -15,6 +15,7 @@ from pretrain import __version__
 from pretrain.config.validate import Plan
 from pretrain.monitor.read_run_folder import read_starts
 
+_PATHS = ("tokenizer", "train_data", "valid_data", "test_data")  # flags that tools read later, in any working directory
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 
 
@@ -38,14 +39,15 @@ def _git_commit() -> str | None:
 
 
 def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).absolute())
+    return str(Path(path).absolute()) if path else path
 
 
 def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     """Return the record of one start: everything that the result of the run depends on."""
     return {
         "time": time.time(),
-        "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer)}, "deepspeed_config": plan.ds_config,
+        "flags": {**asdict(plan.args), **{name: _absolute(getattr(plan.args, name)) for name in _PATHS}},
+        "deepspeed_config": plan.ds_config,
         "origin": asdict(plan.origin) if plan.origin else None,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
         "train_steps": plan.train_steps,

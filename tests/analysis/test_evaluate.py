@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 import transformers
 
+from pretrain.analysis.evaluate.inputs import ModelSource, find_model
+from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
@@ -21,6 +25,8 @@ from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.indexed import IndexedWriter
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.distributed.device import Device
+from pretrain.distributed.world import ALONE, World
 from pretrain.model.config import model_config_from
 from pretrain.model.layer_specs import as_module
 from tests.support.byte_tokenizer import EOD, write_byte_tokenizer
@@ -125,6 +131,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     return lambda cwd, *words: in_process(monkeypatch, cwd, *words)
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    save_hf_model(tmp_path / "hf", _LLAMA)
+    return find_model(tmp_path / "hf", None)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_losses_of_the_run_are_reproduced(runs: Path, alone: Evaluate, layout: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in (runs / layout).rglob("*")}
@@ -136,6 +148,42 @@ def test_the_losses_of_the_run_are_reproduced(runs: Path, alone: Evaluate, layou
         {f"{split}, as in training": loss for split, loss in expected.items()}, rel=1e-6)
     assert set(expected) == {"valid", "test"}
     assert [row["tokens"] for row in found["data"]] == [2 * 8 * 64] * 2
+
+
+def test_changed_data_is_rejected(runs: Path, alone: Evaluate, tmp_path: Path,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --data, the evaluation of the run is repeated, which is not possible with other data."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "zero3", run)
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace(str(runs / "corpus"), str(tmp_path / "corpus")))
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(runs / f"corpus{suffix}", tmp_path / f"corpus{suffix}")
+    assert alone(tmp_path, "run")["data"] == alone(runs, "zero3")["data"]
+    (tmp_path / "corpus.bin").write_bytes(bytes(2) + (tmp_path / "corpus.bin").read_bytes()[2:])
+    capsys.readouterr()
+    with pytest.raises(AssertionError):  # exit code 2
+        alone(tmp_path, "run")
+    assert f"error: {tmp_path / 'corpus'} (valid): the data has changed since the run" in capsys.readouterr().err
+    assert alone(tmp_path, "run", "--split", "valid")["data"] == alone(runs, "zero3", "--split", "valid")["data"]
+
+
+@pytest.mark.parametrize(("precision", "flag", "expected"), [
+    ("bf16", None, "bf16"), ("fp16", None, "fp32"), ("fp16", "bf16", "bf16"), ("fp32", None, "fp32")])
+def test_default_dtype(source: ModelSource, precision: str, flag: str | None, expected: str) -> None:
+    device = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
+    assert choose_dtype(replace(source, precision=precision), device, flag) == expected
+
+
+def test_weights_are_partitioned_if_they_do_not_fit(source: ModelSource) -> None:
+    num_bytes = 4 * source.config.num_parameters()
+    two_hosts = World(rank=0, size=4, local_rank=0, local_size=2, launcher="none")
+    for kind, memory_bytes, partitioned in (("cuda", num_bytes, True), ("cuda", 2 * num_bytes, False),
+                                            ("cpu", 2 * num_bytes, True), ("cpu", 3 * num_bytes, False)):
+        device = Device(kind, fp16=True, bf16=True, memory_bytes=memory_bytes)
+        assert choose_partition(source, "fp32", device, two_hosts, None) == partitioned
+        assert not choose_partition(source, "fp32", device, ALONE, None)
+        assert not choose_partition(source, "fp32", device, two_hosts, False)
 
 
 def test_neither_ranks_nor_batches_nor_layouts_change_the_result(runs: Path, alone: Evaluate) -> None:

@@ -22,6 +22,7 @@ from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.hub import snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
@@ -64,6 +65,7 @@ class ModelSource:
 
 def find_model(path: Path, step: int | None) -> ModelSource:
     """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
+    path = snapshot_in(path)
     if (path / "config.json").is_file() and not is_checkpoint(path) and find_checkpoints_folder(path) == path:
         if step is not None:
             raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
@@ -238,9 +240,15 @@ def _run_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | None
             raise ConfigError(f"--split {name}", problem=f"the run of {source.path} has no {name} data",
                               remedy="give --data with the prefix of a .bin/.idx pair or a text file")
         dataset = data.datasets[name]
-        sets.append(_rolling(name, dataset.indexed, dataset.first_token, dataset.last_token, length=length,
-                             stride=stride, masked_after=masked_after) if flags.split else
-                    sample_windows(f"{name}, as in training", dataset, _samples_of_evaluation(source.path, run, flags),
+        if flags.split:
+            sets.append(_rolling(name, dataset.indexed, dataset.first_token, dataset.last_token, length=length,
+                                 stride=stride, masked_after=masked_after))
+            continue
+        if length == recorded.get("seq_length") and run.get("data", {}).get(name) != dataset.fingerprint:
+            raise ConfigError(f"{dataset.indexed.prefix} ({name})",
+                              problem="the data has changed since the run, so its evaluation cannot be repeated",
+                              remedy=f"--split {name} evaluates the data as it is now")
+        sets.append(sample_windows(f"{name}, as in training", dataset, _samples_of_evaluation(source.path, run, flags),
                                    masked_after=masked_after))
     return sets
 

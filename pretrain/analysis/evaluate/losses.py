@@ -150,5 +150,5 @@ def _losses_of_batch(model: LoadedModel, windows: WindowSet, first: int, size: i
     """
     arrays = windows.batch(first, size)
     tokens_BT, labels_BT, weights_BT, alone_B = (torch.from_numpy(array).to(model.device) for array in arrays)
-    loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT).double() + alone_B * math.log(vocab_size)
+    loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT).double() + alone_B.double() * math.log(vocab_size)
     return loss_B, weights_BT.sum(1, dtype=torch.float64) + alone_B
