@@ -269,10 +269,17 @@ class HFWeights:
 
         `out` may be on any device and of any floating dtype.
         """
-        if state != "fp32":
-            raise KeyError(f"{name}: a transformers folder has no optimizer state {state}")
-        out = out.view(-1)
-        out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
+        assert state == "fp32", f"{name}: a transformers folder has no optimizer state {state}"
+        out, rule, first = out.view(-1), self.rules[name], 0
+        if rule.transposed or rule.row_order:
+            out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
+            return
+        for part in rule.theirs:  # read only the wanted elements of each part
+            tensor = self._part(self.found.tensors[part]).view(-1)
+            low, high = max(start, first), min(start + out.numel(), first + tensor.numel())
+            if low < high:
+                out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))
+            first += tensor.numel()
 
     def read(self, name: str, state: str, start: int, length: int) -> "torch.Tensor":
         """Return elements `start` to `start + length` of a parameter as an fp32 tensor on the CPU."""
