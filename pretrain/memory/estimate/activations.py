@@ -33,19 +33,27 @@ def hidden_states_bytes(shape: ModelShape, batch: MicroBatch) -> int:
 def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = False) -> int:
     """Bytes that a norm of [N, D] saves: its input and its statistics.
 
-    RMSNorm on a CPU computes in fp32 and saves the converted input and the normalised input, both in fp32.
-
     Args:
         shared_input: another operator saves the same input, so it is not counted here.
     """
-    hidden = shape.hidden_size
-    own_input = 0 if shared_input else hidden * batch.element_bytes
-    if shape.norm != "rmsnorm":  # mean and reciprocal standard deviation of each token
-        return batch.tokens * (own_input + 2 * (FP32 if batch.cuda else batch.element_bytes))
-    if batch.cuda:
-        return batch.tokens * (own_input + FP32)
-    converted = hidden * FP32 if batch.element_bytes != FP32 else own_input
-    return batch.tokens * (converted + hidden * FP32 + FP32)
+    return _norm_saved(shape, batch, 1, shape.hidden_size, shared_input=shared_input)
+
+
+def _norm_saved(shape: ModelShape, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
+    """Bytes that a norm saves which has `rows` vectors of `size` elements for each token.
+
+    RMSNorm on a CPU computes in fp32 and saves the converted input and the normalised input, both in fp32. With
+    norm_offset every device converts the input, and also saves the sum of weight and offset in fp32.
+    """
+    width = rows * size
+    own_input = 0 if shared_input else width * batch.element_bytes
+    if shape.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
+        return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
+    if batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda):
+        own_input = width * FP32
+    offset_weight = size * FP32 if shape.norm_offset else 0
+    normalised = 0 if batch.cuda else width * FP32
+    return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
 
 
 def linear_saved(inputs: int, batch: MicroBatch) -> int:
@@ -58,15 +66,33 @@ def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
     return batch.tokens * width * batch.mask_bytes if probability > 0 else 0
 
 
-def attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
-    """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`."""
-    if not batch.cuda and shape.attention_dropout:
-        core = _unfused_attention_saved(shape, batch) + linear_saved(_query_width(shape, batch), batch)
-    elif _uses_cpu_attention(shape, batch):
-        core = _qkv_saved(shape, batch) + linear_saved(_query_width(shape, batch), batch)
+def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int:
+    """Bytes that causal attention saves, without its norm: the inputs of `qkv`, of the attention core, of `out`.
+
+    Args:
+        window: number of latest tokens that a query sees; 0: all.
+    """
+    output = linear_saved(_query_width(shape, batch), batch)
+    if _uses_cpu_attention(shape, batch):
+        core = _qkv_saved(shape, batch) + output
+    elif shape.attention_softcap:
+        core = _capped_attention_saved(shape, batch) + output
+    elif not batch.cuda and shape.attention_dropout:
+        core = _unfused_attention_saved(shape, batch) + output
     else:
-        core = _flash_attention_saved(shape, batch)
-    return linear_saved(shape.hidden_size, batch) + core
+        core = _fused_attention_saved(shape, batch, window)
+    return linear_saved(shape.hidden_size, batch) + _qk_norm_saved(shape, batch) + core
+
+
+def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that the norms of queries and keys save. Their inputs are views of the output of `qkv`."""
+    if not shape.qk_norm:
+        return 0
+    total = 0
+    for heads in (shape.num_heads, shape.num_kv_heads):
+        rows, size = (heads, shape.head_size) if shape.qk_norm == "head" else (1, heads * shape.head_size)
+        total += _norm_saved(shape, batch, rows, size, shared_input=True)
+    return total
 
 
 def _uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
@@ -84,25 +110,51 @@ def _qkv_width(shape: ModelShape, batch: MicroBatch) -> int:
     return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // batch.tensor_parallel_size
 
 
-def _qkv_saved(shape: ModelShape, batch: MicroBatch) -> int:
-    """Bytes of q, k and v, which are views of the output of `qkv`.
+def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False) -> int:
+    """Bytes of q, k and v, which are views of the output of `qkv`, or new tensors.
 
     Rotation (RoPE) makes new tensors of q and k; the output of `qkv` stays allocated, as v is still a view of it.
+
+    Args:
+        all_heads: the operator takes k and v with as many heads as q, which are new tensors if there were fewer.
     """
-    heads = shape.num_heads + shape.num_kv_heads
-    rotated = heads * shape.head_size // batch.tensor_parallel_size if shape.position == "rope" else 0
-    return batch.tokens * (_qkv_width(shape, batch) + rotated) * batch.element_bytes
+    heads, kv_heads, rope = shape.num_heads, shape.num_kv_heads, shape.position == "rope"
+    repeated = all_heads and kv_heads < heads
+    new_heads = (heads if rope else 0) + (2 * heads if repeated else kv_heads if rope else 0)
+    has_views = not (rope and repeated) or _qk_norm_keeps_input(shape, batch)
+    new = new_heads * shape.head_size // batch.tensor_parallel_size
+    return batch.tokens * (new + (_qkv_width(shape, batch) if has_views else 0)) * batch.element_bytes
 
 
-def _flash_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+def _qk_norm_keeps_input(shape: ModelShape, batch: MicroBatch) -> bool:
+    """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
+    return bool(shape.qk_norm) and (batch.element_bytes == FP32 or (batch.cuda and not shape.norm_offset))
+
+
+def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) -> int:
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
-    copy.
+    copy. With a window, the mask [T, T] is converted to the dtype of q and saved (model/kernels/torch_attention.py).
     """
     outputs = 2 if not batch.cuda and shape.position == "rope" else 1
     log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
-    return _qkv_saved(shape, batch) + outputs * linear_saved(_query_width(shape, batch), batch) + log_sums
+    has_window, alibi = 0 < window < batch.seq_length, shape.position == "alibi"
+    mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi else 0
+    return _qkv_saved(shape, batch, all_heads=has_window or alibi) + log_sums + mask \
+        + outputs * linear_saved(_query_width(shape, batch), batch)
+
+
+def _capped_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes that attention with soft-capping saves, for which torch has no fused kernel.
+
+    These are q, k and v of all heads, a mask [T, T], and for each score: the tanh, the softmax in fp32, and the input
+    of the product with v, which is the softmax itself in fp32 without dropout. Dropout adds its mask.
+    """
+    size, dropout = batch.element_bytes, shape.attention_dropout > 0
+    per_score = size + FP32 + (size if size != FP32 or dropout else 0) + (batch.mask_bytes if dropout else 0)
+    scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size)
+    return _qkv_saved(shape, batch, all_heads=True) + scores * per_score + batch.seq_length**2
 
 
 def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -111,7 +163,20 @@ def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     These are q, k and v of all heads in fp32, and three fp32 tensors [H, N, T]: softmax, noise and their product.
     """
     heads = shape.num_heads / batch.tensor_parallel_size
-    return round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
+    inputs = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes if _qk_norm_keeps_input(shape, batch) else 0
+    return inputs + round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
+
+
+def shared_mask_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the attention masks that model/kernels/torch_attention.py makes once for all blocks of a rank.
+
+    These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
+    """
+    if _uses_cpu_attention(shape, batch):
+        return 0
+    windows = {window for window in shape.windows or (0,) if 0 < window < batch.seq_length or shape.attention_softcap}
+    alibi = shape.num_heads // batch.tensor_parallel_size * batch.element_bytes if shape.position == "alibi" else 0
+    return batch.seq_length**2 * (len(windows or {0} if alibi else windows) + alibi)
 
 
 def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -138,22 +203,24 @@ def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 
 
-def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False) -> int:
+def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False, window: int = 0) -> int:
     """Bytes that a transformer block saves: norms, attention, MLP or experts, and two residual dropouts."""
-    norms = norm_saved(shape, batch)
-    for _ in range(1, shape.norms_per_block):
+    norms = norm_saved(shape, batch) if shape.pre_norm else 0
+    if shape.pre_norm and not shape.shared_norm:
         norms += norm_saved(shape, batch, shared_input=shape.parallel_residual)
+    norms += 2 * norm_saved(shape, batch) if shape.post_norm else 0
     mlp = experts_saved(shape, batch) if experts else mlp_saved(shape, batch)
-    if shape.norms_per_block == 1:  # attention and MLP have the same input
+    if shape.shared_norm:  # attention and MLP have the same input
         mlp -= linear_saved(shape.hidden_size, batch)
     dropouts = 2 * dropout_saved(shape.residual_dropout, shape.hidden_size, batch)
-    return norms + attention_saved(shape, batch) + mlp + dropouts
+    return norms + attention_saved(shape, batch, window) + mlp + dropouts
 
 
 def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
     """Bytes that any layer of `shape.layers()` saves. The embedding saves its int64 token ids [N]."""
     if layer.kind == "block":
-        return block_saved(shape, batch, experts=any(tensor.expert for tensor in layer.tensors))
+        return block_saved(shape, batch, experts=any(tensor.expert for tensor in layer.tensors),
+                           window=layer.window)
     if layer.kind == "norm":
         return norm_saved(shape, batch)
     if layer.kind == "head":
@@ -171,59 +238,69 @@ def layer_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int
 
 def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
     """Bytes of a layer's input that `layer_saved` includes, for embeddings, positions and blocks."""
-    if layer.kind == "block" and shape.norm == "rmsnorm" and not batch.cuda and batch.element_bytes != FP32:
+    converts = shape.norm == "rmsnorm" and batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda)
+    if layer.kind == "block" and shape.pre_norm and converts:
         return 0  # the norm saves an fp32 copy instead
     return 0 if layer.kind == "positions" else layer_input_bytes(shape, layer, batch)
 
 
-def block_backward(shape: ModelShape, batch: MicroBatch) -> int:
+def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int:
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved.
 
-    The gradient of the residual stream exists during the complete pass. The larger of two phases adds to it. The MLP's
-    phase has recomputed tensors and gradients of inner tensors. The attention's phase follows, after the MLP's saved
-    tensors are freed.
+    The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
+    post-norm comes first; on a CPU RMSNorm has four tensors in fp32. The MLP's phase has recomputed tensors and
+    gradients of inner tensors. The attention's phase follows, after the MLP's saved tensors are freed.
     """
     residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
     width = shape.intermediate_size
     if shape.num_experts:
         width = shape.moe_intermediate_size * max(1, shape.experts_per_token)
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
-    mlp = (3 if shape.gated_mlp else 2) * inner
-    freed = mlp_saved(shape, batch) + norm_saved(shape, batch)
+    norm = norm_saved(shape, batch)
+    mlp = (3 if shape.gated_mlp else 2) * inner - (norm if shape.post_norm else 0)  # post_norm2 is freed before
+    freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
     if _uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(_query_width(shape, batch), batch)
-    return residual + max(mlp, _attention_backward(shape, batch) - freed)
+    on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda
+    post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
+    return residual + max(mlp, post_norm, _attention_backward(shape, batch, window) - freed)
 
 
-def _attention_backward(shape: ModelShape, batch: MicroBatch) -> int:
+def _attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int:
     """Bytes of gradients and working memory in attention's backward pass.
 
     The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
-    or the gradients of q, k and v twice, while they are concatenated for `qkv`. With dropout on a CPU torch has no
-    fused kernel, and the peak is a gradient [H, N, T] in fp32.
+    or the gradients of q, k and v twice, while they are concatenated for `qkv`. With soft-capping, or with dropout on a
+    CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
     """
+    scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
+    if shape.attention_softcap and not _uses_cpu_attention(shape, batch):
+        return scores if shape.attention_dropout else 2 * scores
     if not batch.cuda and shape.attention_dropout:
-        return round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
+        return scores
     qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
-    work = _cpu_attention_work(shape, batch) if _uses_cpu_attention(shape, batch) else 0
+    work = _cpu_attention_work(shape, batch, window) if _uses_cpu_attention(shape, batch) else 0
     return max(linear_saved(_query_width(shape, batch), batch) + qkv + work, 2 * qkv)
 
 
-def _cpu_attention_work(shape: ModelShape, batch: MicroBatch) -> int:
+def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> int:
     """Bytes of working memory in the backward pass of model/kernels/cpu_attention.py.
 
     The kernel processes as many samples at once as have CPU_SCORES scores, in blocks of ATTENTION_ROWS queries. It
     holds k and v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several
-    tensors [H, rows, T]: scores, probabilities and their gradients. At the peak one of two more tensors exists: the
-    previous block's scores (`previous` is that block's length as a fraction of T), or the product that is added to the
-    gradient of k.
+    tensors [H, rows, S] for the S keys that the block sees: scores, probabilities and their gradients, and with
+    soft-capping the tanh. At the peak one of two more tensors exists: the previous block's scores (`previous` is that
+    block's length as a fraction of S), or the product that is added to the gradient of k.
     """
     heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
-    rows, previous = min(ATTENTION_ROWS, batch.seq_length), max(0.0, 1 - ATTENTION_ROWS / batch.seq_length)
-    keys = kv_heads * batch.seq_length * shape.head_size
-    scores = heads * rows * batch.seq_length
-    scores = max((3 + previous) * scores, (2 + 3 * previous) * scores, 3 * scores + keys)
+    length = batch.seq_length
+    seen = min(length, window + ATTENTION_ROWS - 1) if window else length
+    rows, previous = min(ATTENTION_ROWS, length), min(1.0, max(0, length - ATTENTION_ROWS) / seen)
+    keys, seen_keys = kv_heads * length * shape.head_size, kv_heads * seen * shape.head_size
+    scores, tanh = heads * rows * seen, 1 if shape.attention_softcap else 0
+    scores = max((3 + tanh + previous) * scores, (2 + tanh + (3 + tanh) * previous) * scores,
+                 (3 + tanh) * scores + seen_keys)
     queries = 2 * heads * rows * shape.head_size
     return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
         + ATTENTION_ROWS**2 * batch.element_bytes

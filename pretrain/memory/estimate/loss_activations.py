@@ -28,11 +28,12 @@ def _logits_bytes(shape: ModelShape, batch: MicroBatch) -> int:
 def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that head and loss save.
 
-    The forward pass already computes the gradients of the hidden states [N, D] and of the matrix [V, D]. It saves
-    these with the int64 labels [N] and the fp32 token weights [N].
+    The forward pass already computes the gradients of the hidden states [N, D], of the matrix [V, D], and of the bias
+    [V] in fp32. It saves these with the int64 labels [N] and the fp32 token weights [N].
     """
     hidden_gradient = batch.tokens * shape.hidden_size * batch.element_bytes
-    return hidden_gradient + _weight_bytes(shape, batch) + batch.tokens * (INT64 + FP32)
+    bias_gradient = _vocab_size(shape, batch) * FP32 if shape.head_bias else 0
+    return hidden_gradient + _weight_bytes(shape, batch) + bias_gradient + batch.tokens * (INT64 + FP32)
 
 
 def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
@@ -45,7 +46,7 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
     chunk = min(batch.tokens, CHUNK_TOKENS)
     rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
-    tensors = 2 if converts else 1  # the softmax, and the logits converted to fp32
+    tensors = 2 if converts or shape.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
     softmax_rows = max(tensors * rows, rows + tensors * min(rows, chunk - rows))
     weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
     work = max(softmax_rows * vocab_size * FP32, weighted)

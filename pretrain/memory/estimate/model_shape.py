@@ -4,7 +4,7 @@ Memory and FLOPs depend on nothing else in a model. Imports neither torch nor tr
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from pretrain.errors import ConfigError
@@ -41,6 +41,7 @@ class Layer:
     kind: str  # embedding, positions, block, norm, head
     tensors: tuple[Tensor, ...]
     tied: bool = False  # whether embedding and head share the matrix
+    window: int = 0  # of a block: number of latest tokens that a query sees; 0: all
 
     @cached_property
     def size(self) -> int:
@@ -50,7 +51,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities."""
+    """Sizes of a decoder-only transformer. Sizes are numbers of elements, dropouts are probabilities.
+
+    Fields with the same names as in ModelConfig have the same meaning.
+    """
 
     architecture: str  # transformers' model_type
     vocab_size: int
@@ -61,17 +65,22 @@ class ModelShape:
     head_size: int
     intermediate_size: int  # of a dense MLP
     max_positions: int
-    activation: str = "silu"  # gelu, gelu_tanh, silu, relu, relu2
     gated_mlp: bool = True
     norm: str = "rmsnorm"  # layernorm (weight and bias), rmsnorm (weight), none (no parameters)
     norm_bias: bool = True  # of a layernorm
-    norms_per_block: int = 2
-    qk_norm_size: int = 0  # elements of a block's query norm and key norm together
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    shared_norm: bool = False
+    qk_norm: str = ""  # none, head, all
     embedding_norm: bool = False
-    position: str = "rope"  # learned, rope, alibi, none
+    position: str = "rope"  # learned, rope, alibi
     position_rows: int = 0  # of the learned position table
     rotary_size: int = 0
     parallel_residual: bool = False
+    windows: tuple[int, ...] = ()
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -121,7 +130,8 @@ def _layers(shape: ModelShape) -> tuple[Layer, ...]:
         layers.append(Layer("norm", _norm(shape, "norm")))
     if shape.position == "learned":
         layers.append(Layer("positions", (Tensor("embedding", (shape.position_rows, shape.hidden_size)),)))
-    layers += [_block(shape, shape.has_experts(index)) for index in range(shape.num_layers)]
+    layers += [_block(shape, shape.has_experts(index), shape.windows[index] if shape.windows else 0)
+               for index in range(shape.num_layers)]
     layers.append(Layer("norm", _norm(shape, "norm")))
     if shape.tie_word_embeddings:
         return (*layers, Layer("head", (embedding,), tied=True))
@@ -130,24 +140,27 @@ def _layers(shape: ModelShape) -> tuple[Layer, ...]:
 
 
 @lru_cache(maxsize=512)
-def _block(shape: ModelShape, experts: bool) -> Layer:
+def _block(shape: ModelShape, experts: bool, window: int) -> Layer:
     hidden, heads = shape.hidden_size, shape.num_heads * shape.head_size
     rows = heads + 2 * shape.num_kv_heads * shape.head_size
-    norms = [tensor for index in range(shape.norms_per_block) for tensor in _norm(shape, f"norm{index + 1}")]
-    half = len(norms) // 2 if shape.norms_per_block > 1 else len(norms)
-    attention = (*_linear("attention.qkv", hidden, rows, shape.qkv_bias, "rows"),
-                 *((Tensor("attention.qk_norm", (shape.qk_norm_size,)),) if shape.qk_norm_size else ()),
-                 *_linear("attention.out", heads, hidden, shape.attention_out_bias, "columns"))
-    mlp = _experts(shape) if experts else _mlp(shape, "mlp", shape.intermediate_size)
-    return Layer("block", (*norms[:half], *attention, *norms[half:], *mlp))
+    tensors = [*(_norm(shape, "norm1") if shape.pre_norm else ()),
+               *_linear("attention.qkv", hidden, rows, shape.qkv_bias, "rows")]
+    if shape.qk_norm:
+        for name, count in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads)):
+            tensors += _norm(shape, f"attention.{name}", shape.head_size * (1 if shape.qk_norm == "head" else count))
+    tensors += _linear("attention.out", heads, hidden, shape.attention_out_bias, "columns")
+    tensors += _norm(shape, "post_norm1") if shape.post_norm else ()
+    tensors += _norm(shape, "norm2") if shape.pre_norm and not shape.shared_norm else ()
+    tensors += _experts(shape) if experts else _mlp(shape, "mlp", shape.intermediate_size)
+    tensors += _norm(shape, "post_norm2") if shape.post_norm else ()
+    return Layer("block", tuple(tensors), window=window)
 
 
-def _norm(shape: ModelShape, name: str) -> tuple[Tensor, ...]:
-    vector = (shape.hidden_size,)
-    parts = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "none": ()}[shape.norm]
-    if not shape.norm_bias:
-        parts = parts[:1]
-    return tuple(Tensor(f"{name}.{part}", vector) for part in parts)
+def _norm(shape: ModelShape, name: str, size: int = 0) -> tuple[Tensor, ...]:
+    """Return the parameters of a norm over `size` elements; 0: over hidden_size."""
+    parts: dict[str, tuple[str, ...]] = {"layernorm": ("weight", "bias") if shape.norm_bias else ("weight",),
+                                         "rmsnorm": ("weight",), "none": ()}
+    return tuple(Tensor(f"{name}.{part}", (size or shape.hidden_size,)) for part in parts[shape.norm])
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool, split: str, expert: bool = False) -> tuple[Tensor, ...]:
@@ -176,21 +189,9 @@ def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
 
 def shape_of(config: ModelConfig) -> ModelShape:
     """Return the shape of a model that this project trains."""
-    learned = config.position == "learned"
-    norms = (0 if not config.pre_norm else 1 if config.shared_norm else 2) + (2 if config.post_norm else 0)
-    qk_norm = config.qk_norm_size(config.num_heads) + config.qk_norm_size(config.num_kv_heads) if config.qk_norm else 0
-    return ModelShape(
-        architecture=config.architecture, vocab_size=config.vocab_size, hidden_size=config.hidden_size,
-        num_layers=config.num_layers, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size, intermediate_size=config.intermediate_size, max_positions=config.max_positions,
-        activation=config.activation, gated_mlp=config.gated_mlp, norm=config.norm,
-        norm_bias=config.norm_bias, norms_per_block=norms,
-        qk_norm_size=qk_norm, embedding_norm=config.embedding_norm, head_bias=config.head_bias,
-        position=config.position, position_rows=config.max_positions if learned else 0, rotary_size=config.rotary_size,
-        parallel_residual=config.parallel_residual, qkv_bias=config.qkv_bias,
-        attention_out_bias=config.attention_out_bias, mlp_bias=config.mlp_bias,
-        tie_word_embeddings=config.tie_word_embeddings, embedding_dropout=config.embedding_dropout,
-        attention_dropout=config.attention_dropout, residual_dropout=config.residual_dropout)
+    common = {field.name for field in fields(ModelShape)} & {field.name for field in fields(ModelConfig)}
+    return ModelShape(position_rows=config.max_positions if config.position == "learned" else 0,
+                      **{name: getattr(config, name) for name in common})
 
 
 def read_shape(model: str) -> ModelShape:

@@ -11,8 +11,6 @@ from typing import Any
 from pretrain.errors import ConfigError
 
 Values = Mapping[str, Any]
-# transformers' name -> ModelShape.activation
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
 _MAX_LAYERS, _MAX_SIZE = 10**5, 2**31 - 1
 
 
@@ -46,11 +44,6 @@ def _require(values: Values, key: str) -> int:
     return value
 
 
-def _activation(values: Values, key: str, default: str) -> str:
-    name = str(_read(values, key, default))
-    return _ACTIVATIONS.get(name, name)
-
-
 def _llama_like(values: Values, *, tied: bool = False, head_size: int | None = None, kv_heads: int | None = None,
                 **fields: Any) -> dict[str, Any]:
     """Read an architecture with Llama's keys: hidden_size, num_hidden_layers, num_attention_heads, ...
@@ -68,7 +61,7 @@ def _llama_like(values: Values, *, tied: bool = False, head_size: int | None = N
         "num_kv_heads": _read(values, "num_key_value_heads", kv_heads or heads), "head_size": head_size,
         "intermediate_size": _require(values, "intermediate_size"),
         "max_positions": _read(values, "max_position_embeddings", 2048),
-        "activation": _activation(values, "hidden_act", "silu"), "rotary_size": int(head_size * rotary_fraction),
+        "rotary_size": int(head_size * rotary_fraction),
         "qkv_bias": bool(_read(values, "attention_bias", False)),
         "attention_out_bias": bool(_read(values, "attention_bias", False)),
         "mlp_bias": bool(_read(values, "mlp_bias", False)),
@@ -105,12 +98,12 @@ def _qwen2_moe(values: Values) -> dict[str, Any]:
 
 def _qwen3_moe(values: Values) -> dict[str, Any]:
     head_size = _read(values, "head_dim", _require(values, "hidden_size") // _require(values, "num_attention_heads"))
-    return {**_llama_like(values, head_size=head_size, qk_norm_size=2 * head_size),
+    return {**_llama_like(values, head_size=head_size, qk_norm="head"),
             **_qwen_experts(values, expert_size=768, num_experts=128, per_token=8)}
 
 
 def _cohere(values: Values) -> dict[str, Any]:
-    return _llama_like(values, tied=True, norms_per_block=1, parallel_residual=True)
+    return _llama_like(values, tied=True, shared_norm=True, parallel_residual=True)
 
 
 def _opt(values: Values) -> dict[str, Any]:
@@ -121,15 +114,14 @@ def _opt(values: Values) -> dict[str, Any]:
     bias = bool(_read(values, "enable_bias", True))
     return {**_gpt2_like(values, hidden, _require(values, "num_hidden_layers"), heads, heads, positions),
             "intermediate_size": _require(values, "ffn_dim"), "position_rows": positions + 2, "qkv_bias": bias,
-            "attention_out_bias": bias, "mlp_bias": bias,
-            "activation": _activation(values, "activation_function", "relu")}
+            "attention_out_bias": bias, "mlp_bias": bias}
 
 
 def _gpt2_like(values: Values, hidden: int, layers: int, heads: int, kv_heads: int, positions: int) -> dict[str, Any]:
     """Return the fields of architectures like GPT-2: learned positions, LayerNorm, biases, no gate, a tied head."""
     return {"vocab_size": _require(values, "vocab_size"), "hidden_size": hidden, "num_layers": layers,
             "num_heads": heads, "num_kv_heads": kv_heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden,
-            "max_positions": positions, "activation": "gelu_tanh", "gated_mlp": False, "norm": "layernorm",
+            "max_positions": positions, "gated_mlp": False, "norm": "layernorm",
             "position": "learned", "position_rows": positions, "qkv_bias": True, "attention_out_bias": True,
             "mlp_bias": True, "tie_word_embeddings": bool(_read(values, "tie_word_embeddings", True))}
 
@@ -151,9 +143,9 @@ def _falcon(values: Values) -> dict[str, Any]:
                       _read(values, "max_position_embeddings", 2048))
     norms = _read(values, "num_ln_in_parallel_attn", 2 if newer else 1) if parallel else 2
     return {**fields, "intermediate_size": _read(values, "ffn_hidden_size", 4 * hidden), "position_rows": 0,
-            "position": "rope" if rope else "none", "rotary_size": hidden // heads if rope else 0,
-            "parallel_residual": parallel, "norms_per_block": norms, "qkv_bias": bias, "attention_out_bias": bias,
-            "mlp_bias": bias, "activation": "gelu"}
+            "position": "rope" if rope else "alibi", "rotary_size": hidden // heads if rope else 0,
+            "parallel_residual": parallel, "shared_norm": norms == 1, "qkv_bias": bias, "attention_out_bias": bias,
+            "mlp_bias": bias}
 
 
 ARCHITECTURES: dict[str, Callable[[Values], dict[str, Any]]] = {

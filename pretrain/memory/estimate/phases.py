@@ -21,6 +21,7 @@ from pretrain.memory.estimate.activations import (
     layer_input_bytes,
     layer_saved,
     saved_input_bytes,
+    shared_mask_bytes,
 )
 from pretrain.memory.estimate.gradients import (
     gradients_in_backward,
@@ -47,7 +48,7 @@ class LayerGroup(NamedTuple):
 def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
     """Yield (name, footprint) of each phase of a rank's step at which its memory can peak."""
     layout = rank.layout
-    steady = states_of_rank(rank) + _device("activations", _pipeline_slots(rank))
+    steady = states_of_rank(rank) + _device("activations", _pipeline_slots(rank) + _masks(rank))
     groups = _groups_of_rank(rank)
     if rank.is_last_stage:
         yield "loss", steady + _loss_phase(rank, groups)
@@ -91,6 +92,12 @@ def _pipeline_slots(rank: Rank) -> int:
         slots += rank.in_flight + 1
     earlier_graph = _remaining_graph(rank) if rank.accumulates else 0
     return slots * hidden_states_bytes(rank.shape, rank.micro_batch) + earlier_graph
+
+
+def _masks(rank: Rank) -> int:
+    """Bytes of attention masks, on ranks with blocks."""
+    has_blocks = any(layer.kind == "block" for layer in rank.layers())
+    return shared_mask_bytes(rank.shape, rank.micro_batch) if has_blocks else 0
 
 
 def _remaining_graph(rank: Rank) -> int:
@@ -168,7 +175,8 @@ def _group_backward(rank: Rank, group: LayerGroup) -> int:
     if rank.layout.activation_checkpoint_interval and not is_head:
         recomputed = sum(layer_saved(shape, layer, batch) for layer in layers)
         recomputed -= saved_input_bytes(shape, layers[0], batch)
-    work = block_backward(shape, batch) if any(layer.kind == "block" for layer in layers) else 0
+    windows = {layer.window for layer in layers if layer.kind == "block"}
+    work = max((block_backward(shape, batch, window) for window in windows), default=0)
     if is_head:
         work += loss_backward(shape, batch)
     return (recomputed if recomputed > group.saved else 0) + work

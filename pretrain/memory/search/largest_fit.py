@@ -104,4 +104,5 @@ def scaled_shape(shape: ModelShape, step: int, layout: Layout) -> ModelShape:
         shape, hidden_size=round(shape.hidden_size * factor), num_heads=heads, num_kv_heads=max(1, heads // group),
         num_layers=layers, intermediate_size=scaled(shape.intermediate_size),
         moe_intermediate_size=scaled(shape.moe_intermediate_size), shared_expert_size=scaled(shape.shared_expert_size),
+        windows=tuple(shape.windows[index % len(shape.windows)] for index in range(layers if shape.windows else 0)),
         dense_layers=frozenset(index for index in shape.dense_layers if index < layers))
