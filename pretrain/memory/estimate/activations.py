@@ -290,7 +290,8 @@ def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> in
     holds k and v in the order of heads, their gradients in fp32, a block's queries and output gradients, and several
     tensors [H, rows, S] for the S keys that the block sees: scores, probabilities and their gradients, and with
     soft-capping the tanh. At the peak one of two more tensors exists: the previous block's scores (`previous` is that
-    block's length as a fraction of S), or the product that is added to the gradient of k.
+    block's length as a fraction of S), or the product that is added to the gradient of k. ALiBi is a tensor
+    [H, rows, T + rows].
     """
     heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
@@ -302,5 +303,6 @@ def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> in
     scores = max((3 + tanh + previous) * scores, (2 + tanh + (3 + tanh) * previous) * scores,
                  (3 + tanh) * scores + seen_keys)
     queries = 2 * heads * rows * shape.head_size
+    alibi = heads * ATTENTION_ROWS * (length + ATTENTION_ROWS) if shape.position == "alibi" else 0
     return round(samples * ((scores + queries + 2 * keys) * batch.element_bytes + 2 * keys * FP32)) \
-        + ATTENTION_ROWS**2 * batch.element_bytes
+        + round(alibi + ATTENTION_ROWS**2) * batch.element_bytes

@@ -47,7 +47,10 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     chunk = min(batch.tokens, CHUNK_TOKENS)
     rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
     tensors = 2 if converts or shape.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
-    softmax_rows = max(tensors * rows, rows + tensors * min(rows, chunk - rows))
+    next_rows = min(rows, chunk - rows)
+    softmax_rows = max(tensors * rows, rows + tensors * next_rows)
+    if shape.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
+        softmax_rows = 2 * rows + next_rows
     weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
     work = max(softmax_rows * vocab_size * FP32, weighted)
     return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work

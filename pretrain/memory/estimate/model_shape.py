@@ -206,7 +206,7 @@ def read_shape(model: str) -> ModelShape:
     values, where = read_config_json(path), str(path)
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
-        reason = f"{where}: model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
+        reason = f"{where}: model_type {model_type!r} can be estimated, but not trained"
         try:
             sizes = ARCHITECTURES[model_type](values)
         except ConfigError as error:
@@ -218,9 +218,14 @@ def read_shape(model: str) -> ModelShape:
     try:
         return shape_of(model_config_from(values, where))
     except ConfigError as error:  # an unsupported key; if the sizes themselves are wrong, the next call raises again
-        keys = [key for key in ("model_type", *FAMILIES[model_type].keys) if "rope_" not in key]
-        known = {key: values[key] for key in keys if key in values}
+        keys = ("model_type", *FAMILIES[model_type].keys)
+        known = {key: values[key] for key in keys if key in values and not _is_without_memory(key)}
         return replace(shape_of(model_config_from(known, where)), untrainable_reason=str(error))
+
+
+def _is_without_memory(key: str) -> bool:
+    """Return whether a key of a config.json selects a function that takes the same memory as others."""
+    return "rope_" in key or key in ("hidden_act", "hidden_activation", "activation_function")
 
 
 def _checked(shape: ModelShape, where: str) -> ModelShape:

@@ -3,7 +3,7 @@
 Saved for the backward pass:
 - usual case, windows and ALiBi: what F.scaled_dot_product_attention saves: q, k, v, its output and the logarithms of
   the softmax sums, if it uses a fused kernel. With a window or ALiBi, k and v have as many heads as q. Their mask is
-  made once for all layers: bool [T, T] for a window, and [H, T, T] in the dtype of q for ALiBi.
+  made once for all layers: bool [T, T] for a window, and [1, H, T, T] in the dtype of q for ALiBi.
 - soft-capping: q, k, v (k and v with as many heads as q) and three tensors [B, H, T, T], because torch has no fused
   kernel for it: the tanh in the dtype of q, the softmax in fp32, and the same in the dtype of q. Dropout adds its mask
   and its output.
@@ -70,12 +70,15 @@ def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=2)  # the slopes, compared by identity, are those of one model: see alibi.py
 def _alibi(slopes: torch.Tensor, length: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return [H, T, T]: slope * (key position - query position), and -inf where a query does not see a key."""
+    """Return [1, H, T, T]: slope * (key position - query position), and -inf where a query does not see a key.
+
+    With three dimensions, torch's operator for CPUs would not use its fused kernel.
+    """
     with torch.inference_mode(False), torch.no_grad():
         positions = torch.arange(length, device=device)
         distances = positions - positions[:, None]
         hidden = ~_visible(length, window, device)
-        mask = torch.empty(len(slopes), length, length, dtype=dtype, device=device)
+        mask = torch.empty(1, len(slopes), length, length, dtype=dtype, device=device)
         for head, slope in enumerate(slopes.tolist()):
-            mask[head] = (distances * slope).masked_fill_(hidden, -math.inf)
+            mask[0, head] = (distances * slope).masked_fill_(hidden, -math.inf)
         return mask

@@ -7,22 +7,43 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES, block_backward, block_saved
+from pretrain.memory.estimate.activations import (
+    ATTENTION_ROWS,
+    CPU_SCORES,
+    block_backward,
+    block_saved,
+    shared_mask_bytes,
+)
 from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank_parameters import MicroBatch
 from pretrain.memory.measure.storage_tracker import StorageTracker
-from pretrain.model.config import model_config_from
-from pretrain.model.kernels import cpu_attention, fused_loss
+from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
+from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.rope import Rope
-from tests.support.model_shapes import SHAPES, USUAL
+from tests.support.model_shapes import SHAPES
 
-DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
-           "neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "llama": {"attention_dropout": 0.1}}
+# models that save different tensors; other models of SHAPES differ in biases, sizes and positions
+DIFFERENT = ("gpt2", "llama", "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied",
+             "gemma_multi_query", "gemma2", "gemma3_untied_softcap", "olmo2", "gptj", "mpt_untied_scale")
+
+
+def _config(name: str, *, dropout: bool) -> ModelConfig:
+    rate = 0.1 if dropout else 0.0
+    config = model_config_from(SHAPES[name], "test")
+    return replace(config, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
+
+
+def _blocks(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[Block, int]]:
+    """Yield a block for each size of a window in the model, with that size."""
+    windows = {config.window(index): index for index in range(config.num_layers)}
+    for window, index in windows.items():
+        yield Block(config, Rope(config) if config.position == "rope" else None, index=index).to(dtype), window
 
 
 @pytest.fixture
@@ -50,36 +71,57 @@ def saved_bytes(function: Any, excluded: list[torch.Tensor], *inputs: Any) -> in
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype) -> None:
-    config = model_config_from({**SHAPES[name], **(DROPOUT[name.split("_")[0]] if dropout else {})}, "test")
+    config = _config(name, dropout=dropout)
     for batch, length in ((2, 32), (3, 40)):
-        rope = Rope(config) if config.position == "rope" else None
-        block = Block(config, rope).to(dtype)
-        x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
-        tables = list(rope.tables(length, x_BTD)) if rope else []
-        micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
-        expected = saved_bytes(block, [*block.parameters(), *tables], x_BTD)
-        assert block_saved(shape_of(config), micro_batch) == expected
+        for block, window in _blocks(config, dtype):
+            rope, slopes_H = block.attention.rope, block.attention.slopes_H
+            x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
+            shared = list(rope.tables(length, x_BTD)) if rope else []
+            if slopes_H is not None:  # shared_mask_bytes counts it once for all blocks
+                shared.append(torch_attention._alibi(slopes_H, length, 0, dtype, x_BTD.device))
+            micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
+            measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
+            assert block_saved(shape_of(config), micro_batch, window=window) == measured, (length, window)
+
+
+def test_masks_are_counted_once() -> None:
+    names = ("llama", "gemma2", "mistral_multi_query", "mpt")
+    shapes = {name: shape_of(_config(name, dropout=False)) for name in names}
+    batch, low = MicroBatch(3 * 40, 40, 4, cuda=False), MicroBatch(3 * 40, 40, 2, cuda=False)
+    slopes_H = alibi_slopes(shapes["mpt"].num_heads)
+    masks = {"llama": 0, "gemma2": sum(torch_attention._visible(40, window, torch.device("cpu")).nbytes
+                                       for window in (10, 0)),
+             "mistral_multi_query": torch_attention._visible(40, 12, torch.device("cpu")).nbytes,
+             "mpt": torch_attention._visible(40, 0, torch.device("cpu")).nbytes
+             + torch_attention._alibi(slopes_H, 40, 0, torch.float32, torch.device("cpu")).nbytes}
+    for name, size in masks.items():
+        assert shared_mask_bytes(shapes[name], batch) == size, name
+        assert shared_mask_bytes(shapes[name], low) == 0, name  # the kernel for CPUs in bf16 has no such masks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "vocab_size"), [(256, 5000), (1500, 500), (3000, 3000)])
-def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, one_thread: None) -> None:
-    shape = replace(shape_of(model_config_from(SHAPES["gpt2"], "test")), vocab_size=vocab_size, hidden_size=384)
+@pytest.mark.parametrize(("tokens", "vocab_size", "extras"), [
+    (256, 5000, {}), (1500, 500, {}), (3000, 3000, {}), (256, 5000, {"logit_softcap": 3.0, "head_bias": True}),
+    (3000, 3000, {"logit_softcap": 3.0, "head_bias": True})])
+def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
+                                          one_thread: None) -> None:
+    shape = replace(shape_of(_config("gpt2", dropout=False)), vocab_size=vocab_size, hidden_size=384, **extras)
     x_BTD = torch.randn(2, tokens // 2, shape.hidden_size, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(vocab_size, shape.hidden_size, dtype=dtype, requires_grad=True)
+    bias_V = torch.randn(vocab_size, dtype=dtype, requires_grad=True) if shape.head_bias else None
     labels = (torch.zeros(2, tokens // 2, dtype=torch.long), torch.ones(2, tokens // 2))
     micro_batch = MicroBatch(tokens, tokens // 2, dtype.itemsize, cuda=False)
     with StorageTracker() as tracker:
-        for tensor in (x_BTD, weight_VD):
+        for tensor in (x_BTD, weight_VD, *(() if bias_V is None else (bias_V,))):
             tracker.add(tensor)
         before = tracker.live_bytes
         for tensor in labels:
             tracker.add(tensor)
-        loss = linear_cross_entropy(x_BTD, weight_VD, labels)
+        loss = linear_cross_entropy(x_BTD, weight_VD, labels, bias=bias_V, softcap=shape.logit_softcap)
         assert tracker.peak_bytes - before == pytest.approx(loss_peak(shape, micro_batch), rel=0.01)
         assert tracker.live_bytes - before == pytest.approx(loss_saved(shape, micro_batch), rel=0.01)
         tracker.reset_peak()
@@ -95,7 +137,7 @@ def test_chunk_sizes_equal_those_of_the_kernels() -> None:
     assert CPU_SCORES == cpu_attention._SCORES_PER_THREAD
 
 
-@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama", "gemma2", "olmo2", "bloom", "gptj"])
 @pytest.mark.parametrize("interval", [0, 1, 2])
 def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval: int) -> None:
     config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
@@ -118,30 +160,32 @@ def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval
     assert saved == pytest.approx(sum(group.saved for group in groups), rel=0.01)
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DIFFERENT else [pytest.mark.slow])
+                                  for name in SHAPES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(("batch", "length"), [(4, 64), (2, 512)])
 def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dropout: bool, batch: int, length: int,
                                               one_thread: None) -> None:
-    config = model_config_from({**SHAPES[name], **(DROPOUT[name.split("_")[0]] if dropout else {})}, "test")
-    shape = shape_of(config)
-    block = Block(config, Rope(config) if config.position == "rope" else None).to(dtype)
-    for parameter in block.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
+    config = _config(name, dropout=dropout)
     micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
-    with StorageTracker() as tracker:
-        for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
-            tracker.add(tensor)
-        block(x_BTD.detach())  # allocates the rotary tables before the measurement
-        before = tracker.live_bytes
-        y_BTD = block(x_BTD * 1)
-        before += y_BTD.nbytes
-        tracker.reset_peak()
-        y_BTD.backward(torch.ones_like(y_BTD))
-    expected = block_saved(shape, micro_batch) + block_backward(shape, micro_batch) + block.mlp.down.weight.nbytes
-    assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08)
+    for block, window in _blocks(config, dtype):
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
+        with StorageTracker() as tracker:
+            for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
+                tracker.add(tensor)
+            block(x_BTD.detach())  # allocates the rotary tables and the masks before the measurement
+            before = tracker.live_bytes
+            y_BTD = block(x_BTD * 1)
+            before += y_BTD.nbytes
+            tracker.reset_peak()
+            y_BTD.backward(torch.ones_like(y_BTD))
+        shape = shape_of(config)
+        expected = block_saved(shape, micro_batch, window=window) + block_backward(shape, micro_batch, window) \
+            + block.mlp.down.weight.nbytes
+        assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08), window
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -60,6 +60,29 @@ def test_an_untrainable_key_does_not_change_the_shape(tmp_path: Path) -> None:
     assert replace(shape, untrainable_reason="") == shape_of(model_config_from(SHAPES["llama"], "test"))
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_tensors_of_their_models(name: str) -> None:
+    config = model_config_from(SHAPES[name], "test")
+    shape = shape_of(config)
+    layers = shape.layers()[:-1] if config.tie_word_embeddings else shape.layers()
+    found = [(tensor.name, tensor.shape) for layer in layers for tensor in layer.tensors]
+    expected = [(rule.ours.removeprefix("tied_modules."), rule.shape) for rule in config.tensors()]
+    assert found == [(ours.split(".", 1)[1], size) for ours, size in expected]
+    assert [layer.window for layer in layers if layer.kind == "block"] == \
+        [config.window(index) for index in range(config.num_layers)]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_an_unknown_activation_does_not_prevent_an_estimate(name: str, tmp_path: Path) -> None:
+    keys = {"gpt2": "activation_function", "llama": "hidden_act", "gemma2": "hidden_activation"}
+    values = {key: value for key, value in SHAPES[name].items() if key != "hidden_act"}
+    shape = read_shape(write_config(tmp_path, {**values, keys[name]: "mish"}))
+    assert f"{keys[name]}: found 'mish'" in shape.untrainable_reason
+    assert replace(shape, untrainable_reason="") == shape_of(model_config_from(SHAPES[name], "test"))
+    other = read_shape(write_config(tmp_path, {"model_type": "mixtral", **SMALL, "hidden_act": "mish"}))
+    assert other.untrainable_reason.endswith("model_type 'mixtral' can be estimated, but not trained")
+
+
 def test_active_parameters_exclude_idle_experts(tmp_path: Path) -> None:
     shape = read_shape(write_config(tmp_path, {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 1024,
                                                "num_hidden_layers": 4, "num_attention_heads": 16,
