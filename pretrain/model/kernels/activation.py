@@ -75,7 +75,7 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
     if name == "relu":
         return torch.ops.aten.threshold_backward(grad, x, 0)
     if name == "relu2":
-        return grad * (2 * F.relu(x))
+        return F.relu(x).mul_(grad).mul_(2)
     if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
         return cpu_kernels.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
