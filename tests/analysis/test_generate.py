@@ -22,11 +22,12 @@ from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling,
 from pretrain.analysis.generate.load_model import load_model
 from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
 from pretrain.analysis.generate.source import ModelSource, find_source
+from pretrain.checkpoint.convert.export_hf import export_hf
+from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.hf_weights import to_transformers
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params
 from tests.support.cases import case, flags
@@ -90,36 +91,35 @@ def argmax_of_our_module(config: ModelConfig, weights: dict[str, torch.Tensor], 
     return new
 
 
-def greedy_of_transformers(config: ModelConfig, weights: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
-    """Return greedy tokens from the transformers model with the exported weights."""
-    values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(config.architecture, **values), dtype=torch.float32).eval()
-    model.load_state_dict(to_transformers(weights, config))
+def greedy_of_transformers(exported: Path, tokens: list[int]) -> list[int]:
+    """Return greedy tokens from the exported folder, until the end token that its generation_config.json names."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     output = model.generate(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-                            do_sample=False, max_new_tokens=NEW, eos_token_id=0, pad_token_id=0,
+                            do_sample=False, max_new_tokens=NEW, pad_token_id=0,
                             suppress_tokens=list(range(VOCAB, MODEL_VOCAB)))
     return list(map(int, output[0, len(tokens):]))
 
 
 @pytest.mark.parametrize("family", [*QUICK, *SLOW])
 def test_greedy_tokens_are_those_of_transformers(family: str, checkpoints: dict[str, Path], tokenizer: Path,
-                                                 capsys: pytest.CaptureFixture[str],
+                                                 tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both layouts, with and without cache, alone and in a batch with padding."""
+    """Both layouts and their exports, with and without cache, alone and in a batch with padding."""
     encode = load_tokenizer(tokenizer).encode
     for layout in ("zero3", "pipeline"):
         checkpoint = checkpoints[f"{family}-{layout}"]
         source = find_source(checkpoint)
         assert source.config is not None
         weights = CheckpointReader(checkpoint).weights()
-        expected = [greedy_of_transformers(source.config, weights, encode(prompt)) for prompt in PROMPTS]
+        exported = tmp_path / layout
+        export_hf(plan_export(checkpoint, exported, dtype="fp32"))
+        expected = [greedy_of_transformers(exported, encode(prompt)) for prompt in PROMPTS]
         assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
         assert sum(len(set(tokens)) for tokens in expected) > 10, "the texts repeat themselves and would hide errors"
         assert [argmax_of_our_module(source.config, weights, encode(prompt)) for prompt in PROMPTS] == expected
-        for words in ([], ["--no_cache"], ["--batch_size", 1]):
-            rows = json_rows([*greedy(checkpoint), *words], capsys, monkeypatch)
-            assert [row["tokens"] for row in rows] == expected, (layout, words)
+        for model, *words in ((checkpoint,), (checkpoint, "--no_cache"), (checkpoint, "--batch_size", 1), (exported,)):
+            rows = json_rows([*greedy(model), *words], capsys, monkeypatch)
+            assert [row["tokens"] for row in rows] == expected, (model, words)
         assert [row["prompt"] for row in rows] == PROMPTS
 
 
