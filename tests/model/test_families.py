@@ -2,17 +2,19 @@
 
 import json
 import logging
+import re
 
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from pretrain.errors import ConfigError
-from pretrain.model.config import model_config_from
+from pretrain.model.config import PRESETS, model_config_from, preset_names
 from pretrain.model.families.table import FAMILIES
 from tests.support.model_shapes import SHAPES
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
+ROOT = PRESETS.parents[2]
 # null values that transformers' configs accept, although its models then fail
 FAILING_NULLS = {family: {"rope_theta"} for family in FAMILIES}
 FAILING_NULLS |= {"gemma2": {"rope_theta", "sliding_window"}, "gpt_neox": {"rotary_pct", "rotary_emb_base"},
@@ -135,3 +137,16 @@ def test_older_and_newer_rotary_keys_of_gemma3_are_equivalent():
 ])
 def test_keys_of_published_configs_are_accepted(values):
     assert model_config_from(values, "test").architecture == values["model_type"]
+
+
+def test_the_pages_list_all_families_and_presets():
+    page = (ROOT / "ds_configs/README.md").read_text()
+    section = page.split("## Families of models")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line][1:]
+    assert sorted(row[1].strip("`") for row in rows) == sorted(FAMILIES)
+    named = re.findall("`([^`]*)`", " ".join(row[5] for row in rows))
+    assert set(named) <= set(preset_names())
+    for name in preset_names():  # a range such as "`pythia-14m` to `pythia-12b`" names the first and the last
+        assert name in named or any(name.startswith(other.split("-")[0]) for other in named), name
+    for text in (page, (ROOT / "README.md").read_text()):
+        assert re.search(rf"\b{len(FAMILIES)}\s+\[families\]", text)
