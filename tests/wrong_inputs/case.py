@@ -89,6 +89,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "rotary positions take no memory": ("gpt_neox max_position_embeddings: 1000000000",
                                         "llama max_position_embeddings: 1000000000",
                                         "mistral sliding_window: 1000000000", "qwen2 sliding_window: 1000000000"),
+    "ALiBi takes no memory": ("bloom seq_length: 1000000000", "mpt max_seq_len: 1000000000"),
     "all layers have a window": ("qwen2 max_window_layers: 0",),
     "Gemma 3 nests these keys": ('gemma3_text rope_parameters: {"full_attention": {"rope_type": "default"}}',),
     "the default": ("gemma hidden_activation: null",),

@@ -185,6 +185,10 @@ _MODELS: dict[str, dict[str, Any]] = {
                  "intermediate_size": 64, "max_position_embeddings": 128, "rotary_pct": 1.0},
     "llama": _LLAMA, "mistral": _LLAMA, "qwen2": {**_LLAMA, "use_sliding_window": True}, "qwen3": _LLAMA,
     "gemma": _LLAMA, "gemma2": _LLAMA, "gemma3_text": _LLAMA, "olmo2": _LLAMA,
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 128, "rotary_dim": 16},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "seq_length": 128},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 512, "max_seq_len": 128},
+    "phi": _LLAMA, "stablelm": {**_LLAMA, "num_key_value_heads": 2}, "starcoder2": _LLAMA,
 }
 _ALL_KEYS = ("gpt2", "gpt_neox", "llama")
 _READ_DIFFERENTLY = {("gemma3_text", "rope_parameters"), ("qwen2", "sliding_window")}
@@ -228,7 +232,7 @@ def model_cases() -> Iterator[Case]:
 def _key_cases(architecture: str, own: dict[str, Any], key: str, kind: type) -> Iterator[Case]:
     """Yield wrong values of one key, in the file and as an override."""
     for value in _WRONG_TYPES[kind]:
-        yield _model_case(architecture, own, key, value, "rope" if kind is dict else key)
+        yield _model_case(architecture, own, key, value, "rope" if key.startswith("rope") else key)
     for value in (*NUMBERS[:6], TOO_LARGE) if kind in (int, float) else ("no-such", ""):
         yield Case(f"--model_overrides {architecture} {key}={value}", "pretrain/train.py",
                    (*TOOLS["pretrain/train.py"], "--model", f"{{world}}/{architecture}.json",
