@@ -159,6 +159,24 @@ def test_rope_tables_grow_and_are_shared_by_the_layers(tmp_path):
     assert rope.tables(8, torch.zeros(1))[0].shape == (8, config.rotary_size // 2)
 
 
+def test_dynamic_rope_depends_on_the_length_beyond_max_positions_only(tmp_path):
+    config, _ = build("llama_dynamic_rope", tmp_path)
+    plain, rope = Rope(dataclasses.replace(config, rope_scaling=None)), Rope(config)
+    assert config.max_positions == 16
+    tables = {length: rope.tables(length, torch.zeros(1))[0].clone() for length in (8, 40, 16, 24)}
+    for length, cos in tables.items():
+        assert torch.equal(cos, plain.tables(length, torch.zeros(1))[0]) == (length <= 16)
+        assert torch.equal(rope.tables(length, torch.zeros(1))[0], cos)
+    assert not torch.equal(tables[40][:24], tables[24])
+
+
+def test_local_rope_has_its_own_theta_and_no_scaling(tmp_path):
+    config, _ = build("llama_yarn_rope", tmp_path)
+    local = Rope(dataclasses.replace(config, local_rope_theta=70.0), local=True).tables(20, torch.zeros(1))
+    plain = Rope(dataclasses.replace(config, rope_theta=70.0, rope_scaling=None)).tables(20, torch.zeros(1))
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(local, plain, strict=True))
+
+
 def test_rope_tables_from_inference_mode_can_be_used_in_training(tmp_path):
     config, module = build("llama", tmp_path)
     tokens = torch.randint(0, config.vocab_size, (1, 9))

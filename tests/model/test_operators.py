@@ -138,7 +138,7 @@ def test_mlp_saves_only_its_inputs():
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in (up, gate, weight)}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "gemma2"])
 def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
     """No custom kernel is called; loss and gradients agree with the custom kernels up to bf16 rounding."""
     config = load_model_config(write_config(tmp_path, SHAPES[name]))
@@ -190,7 +190,7 @@ def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom"])
 def test_compiled_blocks_share_one_graph_and_keep_the_gradients(name, interval, tmp_path):
     """The backend "aot_eager" traces without compiling. Forward and backward pass, with and without recomputation."""
     config = load_model_config(write_config(tmp_path, SHAPES[name]))

@@ -53,10 +53,15 @@ def _repeat_heads(x_BKTE: torch.Tensor, q_BHTE: torch.Tensor) -> torch.Tensor:
 
 def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
     """Return the mask for q, which is made once for all layers: see `_visible` and `_alibi`."""
-    length, device = q_BHTE.shape[2], q_BHTE.device
+    return _shared_mask(q_BHTE.shape[2], window, q_BHTE.device, q_BHTE.dtype, alibi_slopes)
+
+
+@torch.compiler.assume_constant_result  # torch.compile would make and save a mask for each layer
+def _shared_mask(length: int, window: int, device: torch.device, dtype: torch.dtype,
+                 alibi_slopes: torch.Tensor | None) -> torch.Tensor:
     if alibi_slopes is None:
         return _visible(length, window, device)
-    return _alibi(alibi_slopes, length, window, q_BHTE.dtype, device)
+    return _alibi(alibi_slopes, length, window, dtype, device)
 
 
 @functools.lru_cache(maxsize=4)
