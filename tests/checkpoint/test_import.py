@@ -37,7 +37,8 @@ def imported(folder: Path, out: Path) -> Path:
     return find_checkpoint(out).folder
 
 
-@pytest.mark.parametrize("name", SHAPES)
+# test_export_hf.py converts every architecture
+@pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama_tied_llama3_rope", "gemma3", "gptj", "bloom"])
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_hf_model(tmp_path / "hf", SHAPES[name], shard_size="40KB")
     reader = CheckpointReader(imported(tmp_path / "hf", tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Convert, consolidate, compare and verify checkpoints in one process, without a process group.
+"""Convert, export, import, compare and verify checkpoints in one process, without a process group.
 
-Imports load/, format/, config, terminal, paths and errors; no other package imports this one.
+Imports load/, format/, monitor, config, data, model, terminal, paths and errors. analysis/ imports it.
 """

@@ -36,7 +36,7 @@ def export_hf(plan: ExportPlan) -> list[str]:
             ids = export_tokenizer(plan.tokenizer.path, temporary, max_length=plan.config.max_positions)
             write_config(plan, temporary, ids)
             notes.extend(ids.notes)
-        _write_json(temporary / "generation_config.json", _generation_config(ids))
+        _write_json(temporary / "generation_config.json", _generation_config(temporary))
         (temporary / "README.md").write_text(model_card(plan), encoding="utf-8")
         return _write_weights(plan, temporary)
 
@@ -72,10 +72,10 @@ def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
     """
     config = plan.config
     values = {key: value for key, value in config.hf_config.items() if not key.startswith("_")}
-    if ids is None:
-        values |= {key: values[key] if _is_token(values.get(key), config) else None for key in _TOKEN_KEYS}
-    else:
-        values |= _token_keys(ids)
+    known = {key: values[key] for key in _TOKEN_KEYS if _are_tokens(values.get(key), config)}
+    values |= _token_keys(ids) if ids is not None else dict.fromkeys(_TOKEN_KEYS)
+    values |= {key: value for key, value in known.items()
+               if ids is None or (isinstance(value, list) and values[key] in value)}  # several ends of a text
     dtype = _TORCH_DTYPES[plan.dtype]
     _write_json(folder / "config.json", {
         **values, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.architecture]],
@@ -84,16 +84,20 @@ def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
     transformers.AutoConfig.from_pretrained(folder)  # raises an error now rather than when the user loads the model
 
 
-def _is_token(value: Any, config: ModelConfig) -> bool:
-    return isinstance(value, int) and 0 <= value < config.vocab_size
+def _are_tokens(value: Any, config: ModelConfig) -> bool:
+    """Return whether a value of config.json is a token or a list of tokens."""
+    tokens = value if isinstance(value, list) else [value]
+    return all(type(token) is int and 0 <= token < config.vocab_size for token in tokens)
 
 
 def _token_keys(ids: TokenIds) -> dict[str, int | None]:
     return dict(zip(_TOKEN_KEYS, (ids.bos, ids.eos, ids.pad), strict=True))
 
 
-def _generation_config(ids: TokenIds | None) -> dict[str, Any]:
-    known = {} if ids is None else {key: value for key, value in _token_keys(ids).items() if value is not None}
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """Return the content of generation_config.json: the special tokens of the config.json in `folder`."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    known = {key: values[key] for key in _TOKEN_KEYS if values[key] is not None}
     return {"_from_model_config": True, **known, "transformers_version": transformers.__version__}
 
 

@@ -1,16 +1,18 @@
 """Text of the README.md of an exported model: a model card with the facts of the run. Imports no torch."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.convert.inspect import layout_summary
 from pretrain.checkpoint.convert.plan_export import ExportPlan
+from pretrain.model.hub import is_repository
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
+{base_model}tags:
 - ds-pretrain
 - deepspeed
 - {architecture}
@@ -47,7 +49,9 @@ def model_card(plan: ExportPlan) -> str:
     versions = {**plan.manifest.versions, "git commit": _start(plan).get("git_commit")}
     origin = "imported into ds-pretrain and exported without training" if plan.manifest.weights_only else \
         "pretrained with ds-pretrain and DeepSpeed"
+    base = _origin(plan)
     return _CARD.format(
+        base_model=f"base_model: {base}\n" if base and is_repository(base) else "",
         name=name, architecture=config.architecture, parameters=f"{config.num_parameters():,}", origin=origin,
         import_tokenizer=", AutoTokenizer" if tokenizer else "",
         load_tokenizer=f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")' if tokenizer else "",
@@ -66,7 +70,7 @@ def _model_facts(plan: ExportPlan) -> dict[str, Any]:
 def _training_facts(plan: ExportPlan) -> dict[str, Any]:
     manifest, start = plan.manifest, _start(plan)
     if manifest.weights_only:
-        return {"training": "none by this program"}
+        return {"training": "none by this program", "weights": _origin(plan)}
     tokens = manifest.consumed_samples * manifest.seq_length
     settings = manifest.optimizer.get("params", {})
     return {
@@ -75,8 +79,14 @@ def _training_facts(plan: ExportPlan) -> dict[str, Any]:
         "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
         "data fingerprint": manifest.data_fingerprint, "tokenizer fingerprint": manifest.tokenizer_fingerprint,
         "global batch size": f"{manifest.global_batch_size:,} samples", "precision": manifest.precision,
-        "layout": layout_summary(manifest), "seed": manifest.seed,
+        "layout": layout_summary(manifest), "seed": manifest.seed, "initial weights": _origin(plan) or "random",
         "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
+
+
+def _origin(plan: ExportPlan) -> str:
+    """Return the repository, or the name without the path, of the weights that the run started from; "" without any."""
+    name = plan.manifest.origin["name"] if plan.manifest.origin else ""
+    return name if is_repository(name) else Path(name).name
 
 
 def _start(plan: ExportPlan) -> dict[str, Any]:
