@@ -106,6 +106,7 @@ def test_qwen2_ignores_the_tokenizer_class_without_the_workaround(ours: Tokenize
     pytest.param(LLAMA | {"add_dummy_prefix": False, "user_defined_symbols": ["\n", "\n\n", *SYMBOLS, "▁▁", "▁▁▁"]},
                  id="gemma"),
     pytest.param({"model_type": "bpe", "normalization_rule_name": "identity"}, id="collapsed spaces"),
+    pytest.param(LLAMA | {"user_defined_symbols": ["\n", "\t"]}, id="symbols of one character"),
     pytest.param(LLAMA | {"pad_id": 3, "bos_id": -1, "eos_id": 5, "unk_id": 0}, id="other ids"),
 ])  # fmt: skip
 def test_bpe_models_without_normalization_are_exact(tmp_path: Path, settings: dict[str, Any]) -> None:

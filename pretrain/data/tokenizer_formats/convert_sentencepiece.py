@@ -68,7 +68,13 @@ def _names(model: SentencePieceModel, where: str) -> list[str]:
 
 
 def _user_defined(model: SentencePieceModel, names: list[str]) -> list[str]:
-    return [name for name, piece in zip(names, model.pieces, strict=True) if piece.kind == Kind.USER_DEFINED]
+    """Return the user-defined symbols that must be cut out of a text before it is encoded.
+
+    Cutting out single characters only makes the encoder faster, because no other piece contains them. With a dummy
+    prefix they are not cut out, because the library would add no prefix to a text that is exactly such a symbol.
+    """
+    return [name for name, piece in zip(names, model.pieces, strict=True)
+            if piece.kind == Kind.USER_DEFINED and not (len(name) == 1 and model.add_dummy_prefix)]
 
 
 def _bpe(model: SentencePieceModel, names: list[str], where: str) -> Any:
