@@ -16,7 +16,8 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
           verified: set[str]) -> list[Path]:
     """Remove all checkpoints that no rule keeps, oldest first, and return their folders. Rank 0 only.
 
-    The checkpoint that `latest` names is always kept. Folders that are not complete checkpoints are never removed.
+    The checkpoint that `latest` names and imported weights are always kept. Folders that are not complete checkpoints
+    are never removed.
 
     Args:
         keep_checkpoints: keep this number of newest checkpoints, but at least two; 0: keep all.
@@ -40,7 +41,7 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
 
 
 def _kept(complete: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_every: int, keep_best: int) -> set[str]:
-    """Return the names that the three rules keep. `complete` is sorted newest first.
+    """Return the names that the three rules keep, and imported weights. `complete` is sorted newest first.
 
     If two losses are equal, `keep_best` prefers the newer checkpoint.
     """
@@ -48,7 +49,8 @@ def _kept(complete: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_eve
     regular = {folder.name for folder, manifest in complete if keep_every > 0 and manifest.step % keep_every == 0}
     evaluated = [(manifest.eval_loss, folder.name) for folder, manifest in complete if manifest.eval_loss is not None]
     best = {name for _, name in sorted(evaluated, key=lambda pair: pair[0])[:keep_best]}
-    return newest | regular | best
+    imported = {folder.name for folder, manifest in complete if manifest.weights_only}  # no run can save these again
+    return newest | regular | best | imported
 
 
 def _latest(checkpoints: Path) -> str:

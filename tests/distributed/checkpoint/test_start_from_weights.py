@@ -112,17 +112,19 @@ def test_a_run_begins_with_imported_weights_in_its_folder(folder: Path, corpus: 
         start([*flags, f"--init_from={folder / 'model'}"])
     with pytest.raises(ConfigError, match=r"--model_overrides: num_hidden_layers: found 2; expected 3, as in the"):
         start([*flags, "--model_overrides=num_hidden_layers=2"])
-    output = run(2, [*flags, "--exit_step=2"], folder)
+    output = run(2, [*flags, "--exit_step=3", "--save_interval=1", "--keep_checkpoints=2"], folder)
     assert f"starts from the weights in {folder / 'model'}" in output
     first = relative_difference([losses(folder / "imported")[1]], [loss_of_transformers(folder / "model", corpus)])
     assert first <= 1e-5
     resumed = start(flags).resume
     assert resumed is not None
-    assert resumed.manifest.step == 2
+    assert resumed.manifest.step == 3
     assert resumed.manifest.origin is not None
     assert resumed.manifest.origin["name"] == str(folder / "model")
     # a run is a source, too: its newest checkpoint, or the one that is named
-    for source, step in ((folder / "imported", 2), (checkpoint, 0)):
+    assert sorted(path.name for path in checkpoint.parent.glob("global_step*")) == [
+        "global_step0", "global_step2", "global_step3"]  # imported weights are never removed
+    for source, step in ((folder / "imported", 3), (checkpoint, 0)):
         weights = start(words(folder, corpus, f"from{step}", dp2(2), init_from=source)).weights
         assert weights is not None
         assert weights.origin.folder == str(checkpoint.with_name(f"global_step{step}"))
