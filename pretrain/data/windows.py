@@ -28,6 +28,8 @@ class WindowSet:
     tokens: Callable[[int, int], Tokens]
     """returns the tokens [start, stop) of the flat sequence"""
     seq_length: int
+    stride: int
+    """number of new targets of each window after the first one"""
     starts: Tokens
     lengths: Tokens
     scored: Tokens
@@ -136,12 +138,12 @@ def rolling_windows(name: str, tokens: Callable[[int, int], Tokens], ranges: Seq
             column.append(values)
     starts, lengths, scored, alone = (np.concatenate(column) if column else np.zeros(0, np.int64)
                                       for column in columns)
-    return WindowSet(name, tokens, seq_length, starts, lengths, scored, alone, masked_after, text_bytes)
+    return WindowSet(name, tokens, seq_length, stride, starts, lengths, scored, alone, masked_after, text_bytes)
 
 
 def sample_windows(name: str, dataset: SampleDataset, number: int, *, masked_after: int | None) -> WindowSet:
     """Return the first `number` samples of a dataset, as training and its evaluations read them."""
     starts = np.array([dataset.sample_start(index) for index in range(number)], np.int64)
     full = np.full(number, dataset.seq_length, np.int64)
-    return WindowSet(name, dataset.indexed.tokens, dataset.seq_length, starts, full, full, np.zeros_like(full),
-                     masked_after)
+    return WindowSet(name, dataset.indexed.tokens, dataset.seq_length, dataset.seq_length, starts, full, full,
+                     np.zeros_like(full), masked_after)

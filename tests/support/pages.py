@@ -44,7 +44,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200":
         ("tests/analysis/test_evaluate.py", '"--tasks"'),
     "deepspeed --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
-        ("tests/analysis/test_evaluate.py", '"--partition_weights", ranks=2'),
+        ("tests/analysis/test_evaluate.py", '"--partition_weights", "--local_rank=0", ranks=2'),
     # clusters
     "ds-pretrain --num_gpus 8 --config run.yaml": ("tests/cluster/test_ds_pretrain.py", '"--num_gpus"'),
     "ds-pretrain --hostfile HOSTS --config run.yaml": ("tests/cluster/test_multihost_launch.py", '"cluster.sh"'),

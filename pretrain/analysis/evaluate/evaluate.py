@@ -24,6 +24,8 @@ class Result:
     """
 
     data: str
+    seq_length: int
+    stride: int
     windows: int
     tokens: int  # predicted tokens that count
     bytes: int | None  # UTF-8 bytes of the text of these tokens
@@ -43,7 +45,7 @@ def result_of(windows: WindowSet, sums: Sums, text_bytes: int | None) -> Result:
         residuals = max(loss_loss - 2 * loss * loss_tokens + loss * loss * tokens_tokens, 0.0)
         error = math.sqrt(residuals * number / (number - 1)) / sums.tokens
     bits = sums.loss / math.log(2) / text_bytes if text_bytes else None
-    return Result(windows.name, number, round(sums.tokens), text_bytes, loss, error,
+    return Result(windows.name, windows.seq_length, windows.stride, number, round(sums.tokens), text_bytes, loss, error,
                   math.exp(loss) if loss < 700 else math.inf if loss == loss else loss, bits)
 
 
@@ -74,8 +76,9 @@ def _ranks() -> int:
 
 
 def _text_bytes(windows: WindowSet, tokenizer: Tokenizer | None, model: LoadedModel) -> int | None:
-    """Return the UTF-8 bytes of the text that the targets encode; None without a tokenizer. The ranks divide the work.
+    """Return the UTF-8 bytes of the text that the targets encode; None without a tokenizer.
 
+    The ranks divide the work.
     """
     if windows.text_bytes is not None:
         return windows.text_bytes
