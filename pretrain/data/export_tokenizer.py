@@ -1,6 +1,7 @@
 """Write a tokenizer's files for transformers, and check that transformers tokenizes with them as training did."""
 
 import contextlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def export_tokenizer(tokenizer: str | Path, folder: Path, *, max_length: int | N
             ids = _check(loaded, folder, texts)
             if not ids.notes and ids.vocab_size <= loaded.vocab_size:
                 return ids
-        _use_general_class(folder)
+        (folder / _CONFIG).write_bytes(_with_general_class(files[_CONFIG], folder))
         return _check(loaded, folder, texts)
     except BaseException:
         for name in files:
@@ -68,12 +69,13 @@ def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
                     _CONFIG: json_bytes(ours)}
 
 
-def _use_general_class(folder: Path) -> None:
-    """Make AutoTokenizer load tokenizer.json as it is, with the general class."""
-    config = read_object(folder / _CONFIG) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+def _with_general_class(content: bytes, folder: Path) -> bytes:
+    """Return a tokenizer_config.json with which AutoTokenizer loads tokenizer.json as it is."""
+    config = json.loads(content) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("auto_map", None)  # names a class in a Python file, which is not exported
     if read_object(folder / "config.json").get("model_type") in _OWN_CLASS:
         config["auto_map"] = {"AutoTokenizer": ["PreTrainedTokenizerFast", None]}
-    (folder / _CONFIG).write_bytes(json_bytes(config))
+    return json_bytes(config)
 
 
 def _check(loaded: Tokenizer, folder: Path, texts: Sequence[str]) -> TokenIds:
@@ -105,7 +107,7 @@ def _load(folder: Path, where: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise any class
         raise ConfigError(where, problem=f"transformers cannot load the exported tokenizer: {error}") from None
 

@@ -266,6 +266,18 @@ def test_an_export_avoids_a_class_that_changes_the_tokens(tmp_path: Path) -> Non
         "config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
 
 
+def test_a_class_in_a_python_file_is_not_needed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    gpt2().save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "eos_token": EOD_PIECE}))
+    folder = model_folder(tmp_path / "hf")
+    assert export_tokenizer(source, folder) == TokenIds(500, eos=0)
+    assert differing(load_tokenizer(source), folder, split_special_tokens=True) == []
+    assert "auto_map" not in (folder / "tokenizer_config.json").read_text()
+
+
 def test_the_end_of_document_token_is_found(tmp_path: Path) -> None:
     library = gpt2()
     library.save(str(tmp_path / "tokenizer.json"))
