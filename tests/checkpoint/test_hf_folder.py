@@ -35,6 +35,12 @@ def test_weights_equal_those_in_memory(name: str, tmp_path: Path) -> None:
         assert torch.equal(weights.read(key, "fp32", 3, 9), value.reshape(-1)[3:12]), key
 
 
+def test_a_folder_with_the_name_of_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hf_model(tmp_path / "gpt2", GPT2)
+    monkeypatch.chdir(tmp_path)
+    assert check_hf_folder(Path("gpt2")).config.num_layers == GPT2["n_layer"]
+
+
 def test_files_of_the_base_model_with_old_buffers_are_read(tmp_path: Path) -> None:
     model = save_hf_model(tmp_path, GPT2, dtype=torch.bfloat16)
     expected = HFWeights(check_hf_folder(tmp_path)).weights()

@@ -81,7 +81,7 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
         raise ConfigError(str(folder), problem="there is no such folder",
                           remedy="name a folder with a transformers config.json and safetensors files")
     if config is None:
-        config = load_model_config(str(folder))
+        config = load_model_config(str(folder / "config.json"))  # not the folder: its name may be that of a preset
     stored, files = _read_headers(folder)
     family = FAMILIES[config.architecture]
     rules = config.tensors()
