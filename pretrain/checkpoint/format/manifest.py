@@ -78,7 +78,9 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
-        return _with_hash(asdict(self))
+        values, empty = asdict(self), {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None}
+        # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
+        return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":

@@ -42,7 +42,7 @@ def _read_layer_types(values: Values, where: str) -> list[bool]:
             raise ConfigError(f"{where}: layer_types", found=json.dumps(name),
                               expected='"full_attention" or "sliding_attention" (nothing else is implemented)')
     if len(types) != layers:
-        raise ConfigError(f"{where}: layer_types", found=f"{len(types)} entries",
-                          expected=f"one for each of the {layers} layers",
+        raise ConfigError(f"{where}: layer_types", found=f"a list of length {len(types)}",
+                          expected=f"one entry for each of the {layers} layers",
                           remedy="Set layer_types to null for the family's own pattern")
     return [name == "sliding_attention" for name in types]
