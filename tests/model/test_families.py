@@ -91,7 +91,7 @@ def test_all_layers_of_mistral_have_the_window():
     ("mistral_multi_query", {"layer_types": ["full_attention"] * 3}, "layer_types: found"),
     ("qwen2_tied", {"use_mrope": True}, "use_mrope: found true; expected false"),
     ("qwen2_tied", {"layer_types": ["sliding_attention"] * 3}, "no window applies. Set use_sliding_window to true"),
-    ("qwen3", {"layer_types": ["full_attention"] * 2}, "layer_types: found a list of length 2; expected one entry for each of"),
+    ("qwen3", {"layer_types": ["full_attention"] * 2}, "found a list of length 2; expected one entry for each"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"; expected "full_attention" or'),
     ("qwen3", {"head_dim": None}, "head_dim: found null"),
     ("gemma_multi_query", {"use_bidirectional_attention": True}, "use_bidirectional_attention: found true"),
