@@ -1,6 +1,7 @@
 """Defects B and K: wrong gradients and wrong clipping between pipeline stages; and a norm that never completes.
 
-Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*, and by tests/engine/test_mup.py.
+Guarded by tests/distributed/test_upstream.py, test_b_* and test_k_*, and by
+tests/engine/test_mup.py (reduce_norm_once).
 """
 
 import torch

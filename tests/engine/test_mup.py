@@ -76,7 +76,9 @@ def layouts(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     run_flags = _flags(corpus, 128, mup_base_width=32, init_method="small_init", output_init_method="wang_init",
                        train_steps=STEPS, lr_warmup_steps=2)
     saved = run_layouts({name: (2, case(name, "train_and_save", values, run_flags, saved_step=SAVED))
-                         for name, values in LAYOUTS.items()}, folder / "save")
+                         for name, values in LAYOUTS.items()}
+                        | {"upstream": (2, case("upstream", "norm_reductions", LAYOUTS["pipeline2_zero1"], run_flags))},
+                        folder / "save")
     return saved | run_layouts({f"{a}-{b}": (2, case(f"{a}-{b}", "resume", LAYOUTS[b], run_flags, saved_step=SAVED,
                                                      used=1, source=saved[a]["folder"])) for a, b in PAIRS},
                                folder / "load")
@@ -90,6 +92,11 @@ def test_losses_are_equal_in_every_layout(layouts: dict[str, Any], subtests: pyt
                 assert relative_difference(layouts[name][part]["loss"], reference[part]["loss"]) < 1e-6
                 assert relative_difference(layouts[name][part]["grad_norm"], reference[part]["grad_norm"]) < 1e-5
                 assert layouts[name][part]["lr"] == reference[part]["lr"]
+
+
+def test_deepspeed_reduces_the_norm_of_each_group(layouts: dict[str, Any]) -> None:
+    """If this fails, DeepSpeed reduces once for all groups: delete reduce_norm_once in patches/pipeline.py."""
+    assert layouts["upstream"] == [3, 2]  # only the first stage has embeddings; the stages would wait forever
 
 
 def test_a_resume_in_another_layout_keeps_the_learning_rates(layouts: dict[str, Any],

@@ -102,6 +102,19 @@ def load_universal(case: Case) -> dict[str, Any]:
     return result
 
 
+def norm_reductions(case: Case) -> list[int]:
+    """Return how often each rank's unpatched ZeRO optimizer reduces over the pipeline stages to compute a norm."""
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    optimizer, calls = engine.optimizer, []
+    optimizer._model_parallel_all_reduce = lambda **call: calls.append(call)
+    optimizer.averaged_gradients = {index: [] for index in range(len(optimizer.param_groups))}
+    type(optimizer).scaled_global_norm(optimizer)
+    counts = gather(len(calls))
+    end(engine)
+    return counts
+
+
 def memory_of_load(case: Case) -> dict[str, Any]:
     """Load a large checkpoint into another layout. Return the anonymous memory before, at the peak, and afterwards."""
     plan = plan_of(case)
