@@ -1,11 +1,13 @@
 """Which settings may differ from those of the weights that a run starts from, and weights that a run does not use."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.saved_model import check_same_parameters
 from pretrain.config.validate import check_run
@@ -73,3 +75,25 @@ def test_weights_next_to_a_config_are_noted(tmp_path: Path) -> None:
     assert notes(tmp_path / "plain") == []
     (tmp_path / "plain" / "pytorch_model-00001-of-00002.bin").touch()
     assert len(notes(tmp_path / "plain")) == 1
+
+
+def test_a_tokenizer_that_may_not_be_that_of_the_weights_is_noted(tmp_path: Path) -> None:
+    make_world(tmp_path)
+    args = RunArguments(deepspeed_config=str(tmp_path / "ds.json"), train_data=str(tmp_path / "few"), seq_length=16,
+                        train_steps=5, save=str(tmp_path / "run"), init_from=str(tmp_path / "hf"))
+
+    def notes(**flags: str) -> list[str]:
+        plan = check_start(replace(args, **flags), world_size=1, device=cpu_device()).plan
+        return [note for note in plan.notes if "tokenizer of the weights" in note]
+
+    assert notes(tokenizer=str(tmp_path)) == []  # the weights have no tokenizer
+    (tmp_path / "hf" / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    assert notes(tokenizer=str(tmp_path)) == notes() == []
+    (tmp_path / "hf" / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes() + b" ")
+    assert notes(tokenizer=str(tmp_path)) == [
+        f"--tokenizer {tmp_path} is another file than the tokenizer of the weights ({tmp_path / 'hf'}): make sure that "
+        "both have the same tokens"]
+    assert notes() == []  # the data does not say which tokenizer prepared it
+    (tmp_path / "few.meta.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
+    [note] = notes()
+    assert note.startswith("the tokenizer of --train_data is another file")

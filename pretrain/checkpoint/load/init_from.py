@@ -5,9 +5,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_complete, read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.checkpoint.load.select import find_checkpoint, find_checkpoints_folder, is_checkpoint
+from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
 from pretrain.config.saved_model import Origin, SavedModel
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import model_config_from
@@ -23,6 +23,7 @@ class InitialWeights:
     source: HFFolder | tuple[Path, Manifest]
     model: SavedModel
     origin: Origin
+    notes: tuple[str, ...] = ()  # newer checkpoints that are incomplete
 
 
 def source_name(init_from: str) -> str:
@@ -86,12 +87,18 @@ def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
 
 
 def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
-    found = find_checkpoint(path)
-    assert found.manifest is not None
-    where = f"{found.folder / MANIFEST}: model"
-    model = SavedModel(model_config_from(found.manifest.model, where), where)
-    origin = Origin(source_name(init_from), str(found.folder.absolute()), _manifest_fingerprint(found.manifest))
-    return InitialWeights((found.folder, found.manifest), model, origin)
+    errors: list[str] = []
+    if is_checkpoint(path):
+        folder, manifest = path, read_manifest(path)
+    elif (newest := newest_complete(find_checkpoints_folder(path))) is not None:
+        folder, manifest, errors = newest
+    else:
+        raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)
+    where = f"{folder / MANIFEST}: model"
+    model = SavedModel(model_config_from(manifest.model, where), where)
+    origin = Origin(source_name(init_from), str(folder.absolute()), _manifest_fingerprint(manifest))
+    return InitialWeights((folder, manifest), model, origin, tuple(f"not used for --init_from: {error}"
+                                                                   for error in errors))
 
 
 def _manifest_fingerprint(manifest: Manifest) -> str:

@@ -44,7 +44,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
         return Start(plan, resume, None)
     notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
                                   model=args.model, overrides=args.model_overrides) + _tokenizer_notes(plan, weights)
-    return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *notes)), None, weights)
+    return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *weights.notes, *notes)), None, weights)
 
 
 def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
@@ -68,14 +68,16 @@ def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
 def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:
     """Note a tokenizer of the run or of its data that is not the one of the weights, and other special tokens."""
     notes: list[str] = []
+    meta = read_meta(plan.args.train_data) or {}
+    used = plan.tokenizer.fingerprint if plan.tokenizer is not None else meta.get("tokenizer_sha256")
+    expected = _tokenizer_of(weights) if used is not None else None
+    if used == expected:
+        return notes
     if plan.tokenizer is not None:
         notes += check_tokenizer_fits(plan.tokenizer.ids, weights.model.config.hf_config,
                                       vocab_size=plan.model.vocab_size, where=f"--tokenizer {plan.args.tokenizer}",
                                       remedy="use the tokenizer of the weights")
-    meta = read_meta(plan.args.train_data) or {}
-    used = plan.tokenizer.fingerprint if plan.tokenizer is not None else meta.get("tokenizer_sha256")
-    expected = _tokenizer_of(weights)
-    if used is not None and expected is not None and used != expected:
+    if used is not None and expected is not None:
         name = f"--tokenizer {plan.args.tokenizer}" if plan.tokenizer is not None else "the tokenizer of --train_data"
         notes.append(f"{name} is another file than the tokenizer of the weights ({weights.origin.folder}): make sure "
                      "that both have the same tokens")

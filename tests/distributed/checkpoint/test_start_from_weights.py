@@ -128,6 +128,11 @@ def test_a_run_begins_with_imported_weights_in_its_folder(folder: Path, corpus: 
         weights = start(words(folder, corpus, f"from{step}", dp2(2), init_from=source)).weights
         assert weights is not None
         assert weights.origin.folder == str(checkpoint.with_name(f"global_step{step}"))
+    next(checkpoint.with_name("global_step3").glob("*.pt")).unlink()
+    plan = start(words(folder, corpus, "from2", dp2(2), init_from=folder / "imported")).plan
+    assert plan.origin is not None
+    assert plan.origin.folder == str(checkpoint.with_name("global_step2"))
+    assert [note for note in plan.notes if note.startswith("not used for --init_from: ") and "global_step3" in note]
 
 
 def test_damaged_weights_are_rejected_before_the_engine_is_built(folder: Path, corpus: str) -> None:
