@@ -43,6 +43,7 @@ IGNORED = frozenset(
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values
     num_return_sequences exponential_decay_length_penalty cache_implementation
+    is_llama_config transformers.js_config unsloth_fixed unsloth_version max_sequence_length
     """.split()  # noqa: SIM905 (readable)
 )
 

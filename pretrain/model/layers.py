@@ -141,7 +141,7 @@ class Attention(nn.Module):
     def _normalized(self, norm: nn.Module, x_BTHE: torch.Tensor) -> torch.Tensor:
         """Apply a norm over each head, or over all heads together."""
         normed: torch.Tensor = norm(x_BTHE if self.qk_norm == "head" else x_BTHE.flatten(2))
-        return normed.view(x_BTHE.shape).type_as(x_BTHE)  # torch.autocast computes norms in fp32
+        return normed.view(x_BTHE.shape)
 
 
 class ActivatedLinear(Linear):

@@ -134,6 +134,7 @@ def test_older_and_newer_rotary_keys_of_gemma3_are_equivalent():
     {"model_type": "qwen3", "sliding_window": None, "max_window_layers": 36, "rope_scaling": None},
     {"model_type": "mistral", "sliding_window": None, "head_dim": 128, "rope_theta": 1000000.0},
     {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "_name_or_path": "x", "max_length": 4096},
+    {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
 ])
 def test_keys_of_published_configs_are_accepted(values):
     assert model_config_from(values, "test").architecture == values["model_type"]
