@@ -37,7 +37,8 @@ from tests.support.model_shapes import SHAPES, write_config
 from tests.wrong_inputs.case import main_of
 
 USED = ("llama", "gpt2")  # in all tests
-QUICK = (*USED, "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied", "gemma2")
+QUICK = (*USED, "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied", "gemma2",
+         "bloom_six_heads_untied")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 MODEL_VOCAB = VOCAB + 4  # 4 rows of the embedding have no token
 PROMPT, NEW = 20, 30  # tokens
@@ -58,8 +59,8 @@ def checkpoints(corpus: str, tokenizer: Path, request: pytest.FixtureRequest,
         shape = {**SHAPES[family], "vocab_size": MODEL_VOCAB, "initializer_range": 0.2}
         if "max_position_embeddings" in shape:
             shape["max_position_embeddings"] = 64
-        if "gemma" in family:
-            shape["tie_word_embeddings"] = False  # else its large embeddings make the last token the most likely one
+        if family.startswith(("gemma", "bloom")):
+            shape["tie_word_embeddings"] = False  # else their large embeddings make the last token the most likely one
         model = write_config(folder / family, shape)
         for layout, values in {"zero3": dp2(3), "pipeline": pp2(1)}.items():
             name = f"{family}-{layout}"
