@@ -2,7 +2,7 @@
 
 The checkpoints are of ZeRO-3 on 2 ranks and of 2 pipeline stages. Layers on several GPUs cannot be tested without GPUs.
 A device map over "cpu" and "disk" runs the same code of transformers and accelerate, except for copies between GPUs and
-for the choice of each GPU's layers, which is tested without a model.
+for the choice of each GPU's layers, which test_generate_inputs.py tests.
 """
 
 import gzip

@@ -9,7 +9,7 @@ import torch
 
 from pretrain.analysis.generate import devices
 from pretrain.analysis.generate.devices import check_devices, choose_dtype, choose_num_devices
-from pretrain.analysis.generate.load_model import load_model
+from pretrain.analysis.generate.load_model import empty_model, load_model, memory_needed, spread
 from pretrain.analysis.generate.source import find_source
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
@@ -121,6 +121,21 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
     print(f"model {size / 1e6:.0f} MB, peak {(watch.peak - watch.before) / 1e6:.0f} MB")
     assert 60e6 < size < 80e6
     assert watch.peak - watch.before < size + 1.5 * 16.8e6
+
+
+def test_layers_are_spread_over_the_memory_of_several_devices(tmp_path: Path) -> None:
+    """Only the choice of devices: this machine may have none."""
+    model = empty_model(find_source(_published(tmp_path / "hf", "llama_tied_llama3_rope")), "bf16")
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    needed = memory_needed(model, rows=2, positions=64)
+    assert needed == 2 * (model.num_parameters() + 2 * 3 * 2 * 12 * 2 * 64)  # 3 layers, 2 heads of 12 for k and for v
+    found = spread(model, [needed] * 3)
+    layers = [found[f"model.layers.{layer}"] for layer in range(3)]
+    assert layers == sorted(layers)
+    assert set(found.values()) == {0, 1, 2}
+    assert found["lm_head"] == found["model.embed_tokens"]
+    with pytest.raises(ConfigError, match="--devices: the layers cannot be spread over 2 devices"):
+        spread(model, [needed // 10] * 2)
 
 
 GPU, CPU = Device("cuda", fp16=True, bf16=True, memory_bytes=0), Device("cpu", fp16=True, bf16=True, memory_bytes=0)

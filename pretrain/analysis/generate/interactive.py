@@ -1,5 +1,6 @@
 """Continue one prompt after another from a terminal, and print each text while it is generated."""
 
+import select
 import sys
 from collections.abc import Callable
 
@@ -7,6 +8,8 @@ from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling,
 from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt
 from pretrain.cli import say
 from pretrain.errors import ConfigError
+
+_POLL_S = 0.1
 
 
 def interact(loaded: LoadedModel, encode: Callable[[Prompt], EncodedPrompt], sampling: Sampling) -> None:
@@ -32,13 +35,15 @@ def interact(loaded: LoadedModel, encode: Callable[[Prompt], EncodedPrompt], sam
 
 def _read_line() -> str | None:
     """Return the next line from standard input; None at its end."""
-    if sys.stdin.isatty():
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            return None
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print("> ", end="", flush=True)
+        # input() would not notice a Ctrl-C that the kernel delivers to one of torch's threads
+        while not select.select([sys.stdin], [], [], _POLL_S)[0]:
+            pass
     line = sys.stdin.readline()
+    if terminal and not line:
+        print()  # after Ctrl-D, the shell's prompt begins on a new line
     return line.rstrip("\r\n") if line else None
 
 
