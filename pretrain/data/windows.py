@@ -50,14 +50,20 @@ class WindowSet:
         cut = {name: getattr(self, name)[:number] for name in ("starts", "lengths", "scored", "without_context")}
         return replace(self, **cut, text_bytes=None)
 
-    def batch(self, first: int, size: int) -> tuple[Tokens, Tokens, npt.NDArray[np.float32], Tokens]:
-        """Return `size` windows from `first` on: inputs, targets and weights [size, T], and `without_context` [size].
+    def by_length(self) -> Tokens:
+        """Return the indices of all windows, the longest window first, so that batches have little padding."""
+        return np.argsort(-self.lengths, kind="stable")
 
-        Weights are 1 for targets that count and 0 for others. Rows after the last window have only zeros.
+    def batch(self, indices: Sequence[int], rows: int) -> tuple[Tokens, Tokens, npt.NDArray[np.float32], Tokens]:
+        """Return inputs, targets and weights [rows, T] of these windows, and `without_context` [rows].
+
+        T is the length of the longest of these windows, at least 1. Weights are 1 for targets that count and 0 for
+        others. Rows without a window have only zeros.
         """
-        inputs, targets = np.zeros((size, self.seq_length), np.int64), np.zeros((size, self.seq_length), np.int64)
-        weights, alone = np.zeros((size, self.seq_length), np.float32), np.zeros(size, np.int64)
-        for row, index in enumerate(range(first, min(first + size, len(self)))):
+        longest = max((int(self.lengths[index]) for index in indices), default=0)
+        inputs, targets = (np.zeros((rows, max(longest, 1)), np.int64) for _ in range(2))
+        weights, alone = np.zeros(inputs.shape, np.float32), np.zeros(rows, np.int64)
+        for row, index in enumerate(indices):
             start, length, scored = int(self.starts[index]), int(self.lengths[index]), int(self.scored[index])
             alone[row] = self.without_context[index]
             if length:

@@ -35,7 +35,7 @@ def windows_of(flat: list[int], ranges: list[tuple[int, int]], length: int, stri
 def test_each_token_is_predicted_once_with_the_longest_context(size: int, stride: int) -> None:
     length = 8
     windows = windows_of([*range(100, 100 + size), 5, 6], [(0, size)], length, stride)
-    inputs, targets, weights, _ = windows.batch(0, len(windows) + 2)
+    inputs, targets, weights, _ = windows.batch(range(len(windows)), len(windows) + 2)
     assert weights[len(windows):].sum() == 0
     predicted = [(int(targets[row, column]), int(inputs[row, column]), column)
                  for row, column in zip(*np.nonzero(weights), strict=True)]
@@ -49,13 +49,13 @@ def test_each_token_is_predicted_once_with_the_longest_context(size: int, stride
 def test_documents_are_separate_and_single_tokens_count() -> None:
     flat, ranges = [EOD, 1, 2, 3, EOD, 4, EOD, 5, 6], [(0, 4), (4, 6), (6, 9)]
     windows = windows_of(flat, ranges, 2, 2)
-    inputs, targets, weights, alone = windows.batch(0, len(windows))
+    inputs, targets, weights, alone = windows.batch(range(len(windows)), len(windows))
     assert targets[weights > 0].tolist() == [1, 2, 3, 4, 5, 6]
     assert inputs[2:, 0].tolist() == [EOD, EOD]  # each document begins with its own context
     assert alone.sum() == 0
     assert windows.target_ranges() == [(1, 4), (5, 6), (7, 9)]
     without = windows_of([1, 2, 3, 4, 5, 6], [(0, 3), (3, 4), (4, 6)], 2, 2, charged=True)
-    _, targets, weights, alone = without.batch(0, len(without))
+    _, targets, weights, alone = without.batch(range(len(without)), len(without))
     assert targets[weights > 0].tolist() == [2, 3, 6]
     assert alone.tolist() == [1, 1, 1]
     assert without.target_ranges() == [(0, 6)]
@@ -77,9 +77,16 @@ def test_bytes_of_the_text_are_counted_once(length: int, stride: int) -> None:
 def test_masked_tokens_count_neither_as_tokens_nor_as_bytes() -> None:
     flat = [*b"abc", EOD, *b"xyz", EOD, *b"q"]
     windows = windows_of(flat, [(0, len(flat))], 4, 4, masked_after=EOD)
-    _, targets, weights, _ = windows.batch(0, len(windows))
+    _, targets, weights, _ = windows.batch(range(len(windows)), len(windows))
     assert targets[weights > 0].tolist() == [*b"bc", EOD, *b"yz", EOD]
     assert windows.decoded_bytes(byte_tokenizer()) == len("bcyz")
+
+
+def test_batches_are_as_long_as_their_longest_window() -> None:
+    windows = windows_of([EOD, 1, EOD, 2, 3, 4, 5, EOD, 6, 7], [(0, 2), (2, 7), (7, 10)], 8, 8)
+    assert windows.by_length().tolist() == [1, 2, 0]
+    assert [windows.batch(indices, 2)[0].tolist() for indices in ([1, 2], [0], [])] == [
+        [[EOD, 2, 3, 4], [EOD, 6, 0, 0]], [[EOD], [0]], [[0], [0]]]
 
 
 def test_the_first_windows() -> None:

@@ -56,6 +56,8 @@ def evaluate(source: ModelSource, sets: Sequence[WindowSet], tokenizer: Tokenize
     results = []
     for windows in sets:
         size = micro_batch_size or default_batch_size(windows, _ranks())
+        if (source.config.rope_scaling or {}).get("rope_type") == "dynamic":
+            size = 1  # these rotary frequencies depend on the length of the input, so windows cannot be padded
         try:
             sums = sum_losses(model, windows, micro_batch_size=size, vocab_size=source.config.vocab_size)
         except torch.OutOfMemoryError:

@@ -5,7 +5,7 @@ Shapes: B batch, T sequence length.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -127,13 +127,14 @@ def sum_losses(model: LoadedModel, windows: WindowSet, *, micro_batch_size: int,
     totals = torch.zeros(5, dtype=torch.float64, device=model.device)
     global_batch = micro_batch_size * ranks
     batches = -(-len(windows) // global_batch)
-    shown = -math.inf
+    order, shown = windows.by_length(), -math.inf
     for number in range(batches):
         if time.monotonic() - shown >= _STATUS_SECONDS:
             status(f"evaluating {windows.name}: {number * global_batch:,} of {len(windows):,} windows")
             shown = time.monotonic()
         first = number * global_batch + rank * micro_batch_size
-        loss_B, tokens_B = _losses_of_batch(model, windows, first, micro_batch_size, vocab_size)
+        indices = order[first:first + micro_batch_size].tolist()
+        loss_B, tokens_B = _losses_of_batch(model, windows, indices, micro_batch_size, vocab_size)
         totals += torch.stack((loss_B, tokens_B, loss_B * loss_B, loss_B * tokens_B, tokens_B * tokens_B)).sum(1)
     clear_status()
     if ranks > 1:
@@ -142,13 +143,13 @@ def sum_losses(model: LoadedModel, windows: WindowSet, *, micro_batch_size: int,
     return Sums(loss, tokens, (squares[0], squares[1], squares[2]))
 
 
-def _losses_of_batch(model: LoadedModel, windows: WindowSet, first: int, size: int,
+def _losses_of_batch(model: LoadedModel, windows: WindowSet, indices: Sequence[int], rows: int,
                      vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss and the number of tokens of `size` windows from `first` on, [B] fp64 each.
+    """Return the summed loss and the number of tokens of each of these windows, [B] fp64 with B = `rows`.
 
-    Rows after the last window are empty: this rank makes its forward call, but counts nothing.
+    Rows without a window count nothing: they make this rank's forward calls as many as those of other ranks.
     """
-    arrays = windows.batch(first, size)
+    arrays = windows.batch(indices, rows)
     tokens_BT, labels_BT, weights_BT, alone_B = (torch.from_numpy(array).to(model.device) for array in arrays)
     loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT).double() + alone_B.double() * math.log(vocab_size)
     return loss_B, weights_BT.sum(1, dtype=torch.float64) + alone_B
