@@ -13,8 +13,8 @@ from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     DTYPES,
     PlannedTensor,
+    copy_rows,
     file_names,
-    parts_of,
     shards_of,
     write_shards,
 )
@@ -76,24 +76,20 @@ def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.
     """
     buffers = {tensor.dtype: torch.empty(CHUNK_NUMEL, dtype=DTYPES[tensor.dtype]) for tensor in planned}
     for tensor in planned:
-        for part in _parts(weights, tensor.name):
-            chunk = buffers[tensor.dtype].narrow(0, 0, part.numel())
-            chunk.view(part.shape).copy_(part)
-            yield chunk
+        yield from _chunks_of(weights, tensor.name, buffers[tensor.dtype])
 
 
-def _parts(weights: HFWeights, name: str) -> Iterator[torch.Tensor]:
-    """Yield consecutive parts of our tensor."""
+def _chunks_of(weights: HFWeights, name: str, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     rule = weights.rules[name]
     if is_concatenation(rule):
         for theirs in weights.their_tensors(name):
-            yield from parts_of(theirs.view(theirs.shape[0], -1))
+            yield from copy_rows(theirs.view(theirs.shape[0], -1), buffer)
     elif len(rule.theirs) == 1:
         theirs = weights.their_tensors(name)[0]
         matrix = theirs.t() if rule.transposed else theirs.view(theirs.shape[0], -1)
-        yield from parts_of(matrix, their_rows_in_our_order(rule, weights.config))
+        yield from copy_rows(matrix, buffer, their_rows_in_our_order(rule, weights.config))
     else:
-        yield from parts_of(weights.stored(name).view(rule.shape[0], -1))
+        yield from copy_rows(weights.stored(name).view(rule.shape[0], -1), buffer)
 
 
 def _index_json(shards: dict[str, list[PlannedTensor]]) -> str:

@@ -11,9 +11,9 @@ from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     DTYPES,
     PlannedTensor,
+    copy_rows,
     file_names,
     index_json,
-    parts_of,
     shards_of,
     write_shards,
 )
@@ -81,19 +81,16 @@ class _Converter:
         flat = self._tensor.narrow(0, 0, prod(rule.shape))
         for start, length in chunks_of(flat.numel(), CHUNK_NUMEL):
             self._read(rule.ours, start, flat.narrow(0, start, length))
-        for part in self._reordered(rule, flat.view(rule.shape[0], -1)):
-            chunk = self._chunk.narrow(0, 0, part.numel())
-            chunk.view(part.shape).copy_(part)
-            yield chunk
+        yield from self._reordered(rule, flat.view(rule.shape[0], -1))
 
     def _reordered(self, rule: TensorRule, ours: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield parts of `rule.theirs`, none of which is in two tensors."""
+        """Yield chunks of `rule.theirs`, none of which is in two tensors."""
         order = our_rows_in_their_order(rule, self._config)
         if rule.transposed:
-            yield from parts_of(ours.t(), order, dim=1)
+            yield from copy_rows(ours.t(), self._chunk, order, dim=1)
         elif order is not None:
             for rows in order.split(rule.their_rows or rule.shape[0]):
-                yield from parts_of(ours, rows)
+                yield from copy_rows(ours, self._chunk, rows)
 
     def _read(self, name: str, start: int, out: torch.Tensor) -> torch.Tensor:
         """Fill `out` with values of a parameter. Raises ConfigError if one is not finite in the dtype of `out`."""

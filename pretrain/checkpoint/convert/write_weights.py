@@ -49,20 +49,28 @@ def shards_of(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[list[P
     return shards
 
 
-def parts_of(matrix: torch.Tensor, order: torch.Tensor | None = None, *, dim: int = 0) -> Iterator[torch.Tensor]:
-    """Divide a matrix into parts of consecutive rows with at most CHUNK_NUMEL elements.
+def copy_rows(matrix: torch.Tensor, buffer: torch.Tensor, order: torch.Tensor | None = None, *,
+              dim: int = 0) -> Iterator[torch.Tensor]:
+    """Copy consecutive rows of a matrix into `buffer`, as many as fit, and yield it; the next ones overwrite them.
 
     Args:
+        buffer: has the matrix's dtype if there is an `order`.
         order: indices of the rows (`dim` 0) or columns (`dim` 1) in the order of the result; None: as they are.
     """
-    num_rows = max(1, CHUNK_NUMEL // matrix.shape[1])
-    for start in range(0, matrix.shape[0] if order is None or dim == 1 else len(order), num_rows):
+    num_columns = matrix.shape[1]
+    num_rows = len(order) if order is not None and dim == 0 else matrix.shape[0]
+    at_once = buffer.numel() // num_columns
+    for start in range(0, num_rows, at_once):
+        count = min(at_once, num_rows - start)
+        chunk = buffer.narrow(0, 0, count * num_columns)
+        rows = chunk.view(count, num_columns)
         if order is None:
-            yield matrix[start:start + num_rows]
+            rows.copy_(matrix[start:start + count])
         elif dim == 0:
-            yield matrix.index_select(0, order[start:start + num_rows])
+            torch.index_select(matrix, 0, order[start:start + count], out=rows)
         else:
-            yield matrix[start:start + num_rows].index_select(1, order)
+            torch.index_select(matrix[start:start + count], 1, order, out=rows)
+        yield chunk
 
 
 def file_names(stem: str, count: int) -> list[str]:

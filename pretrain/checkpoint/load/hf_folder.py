@@ -77,8 +77,9 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
         ConfigError: there are no safetensors files, a file is missing, damaged or truncated, or a tensor is missing,
             unknown, or has another shape or dtype than the model's.
     """
-    if not folder.is_dir():
-        raise ConfigError(str(folder), problem="there is no such folder",
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        problem = f"there is no file {folder / 'config.json'}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(str(folder), problem=problem,
                           remedy="name a folder with a transformers config.json and safetensors files")
     if config is None:
         config = load_model_config(str(folder / "config.json"))  # not the folder: its name may be that of a preset
