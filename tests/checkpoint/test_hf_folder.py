@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder, hash_files, is_hf_folder
+from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder, is_hf_folder
+from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.errors import ConfigError
 from pretrain.model.hf_weights import from_transformers
 from tests.support.hf_models import save_hf_model

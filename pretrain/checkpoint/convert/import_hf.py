@@ -20,7 +20,8 @@ from pretrain.checkpoint.convert.write_weights import (
 )
 from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
-from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights, hash_files
+from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
+from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order

@@ -6,16 +6,14 @@ at a time, under this project's names.
 
 import json
 import mmap
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.format.safetensors_header import WEIGHT_DTYPES, StoredTensor, read_header
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.config import ModelConfig, load_model_config
@@ -31,7 +29,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",
                   "model*.safetensors")
 _COMPARED_BYTES = 2**22
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -199,44 +196,6 @@ def _check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor) 
     if not same:
         raise ConfigError(f"{folder / head.file}: {head.name}", problem=f"it differs from {embedding.name}, although "
                           "tie_word_embeddings is true", remedy="set tie_word_embeddings to false in the config.json")
-
-
-def expected_hashes(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
-    """Return the SHA-256 of those files whose hash is recorded.
-
-    An exported folder records them in source.json. In the Hub's cache, a file is a link to a blob, and the name of a
-    large file's blob is its SHA-256.
-    """
-    recorded: dict[str, str] = {}
-    for file in files:
-        path = folder / file
-        if path.is_symlink() and _SHA256.fullmatch(path.resolve().name):
-            recorded[file] = path.resolve().name
-    try:
-        source = json.loads((folder / "source.json").read_text(encoding="utf-8"))["files"]
-        recorded |= {file: source[file]["sha256"] for file in files if file in source}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # the folder was not written by this program
-    return recorded
-
-
-def hash_files(found: HFFolder, advance: Callable[[int, str], None] | None = None) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of each weights file. Raises ConfigError if one differs from its recorded hash."""
-    recorded, result = expected_hashes(found.folder, found.files), {}
-    for file in found.files:
-        path = found.folder / file
-        try:
-            record = FileRecord(path.stat().st_size, sha256_of(path))
-        except OSError as error:
-            raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
-        if record.sha256 != recorded.get(file, record.sha256):
-            raise ConfigError(str(path), found=f"SHA-256 {record.sha256[:16]}...",
-                              expected=f"{recorded[file][:16]}..., as recorded when it was written",
-                              remedy="download or write the file again")
-        result[file] = record
-        if advance is not None:
-            advance(record.bytes, file)
-    return result
 
 
 class HFWeights:

@@ -8,7 +8,8 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.verify import Advance
 from pretrain.checkpoint.load.agree import find_damage_together, hash_together, reject_foreign_pickles
-from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights, expected_hashes, hash_files
+from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
+from pretrain.checkpoint.load.hf_hashes import expected_hashes, hash_files
 from pretrain.checkpoint.load.init_from import InitialWeights
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.checkpoint.load.reshard import fill_weights
