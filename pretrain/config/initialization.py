@@ -61,7 +61,7 @@ def mup(run: ResolvedConfig) -> None:
     if model.tie_word_embeddings:
         raise ConfigError("--mup_base_width", problem="the output matrix is that of the embeddings, but muP needs "
                           "another initial deviation and learning rate for it",
-                          remedy="--model_overrides tie_word_embeddings=false")
+                          remedy="give --model_overrides tie_word_embeddings=false")
     if model.embedding_scale != 1:
         raise ConfigError("--mup_base_width", problem=f"{model.architecture} multiplies the embeddings by "
                           f"{model.embedding_scale:g}, which depends on the width", remedy="leave the flag out")
