@@ -135,6 +135,11 @@ def test_older_and_newer_rotary_keys_of_gemma3_are_equivalent():
     {"model_type": "mistral", "sliding_window": None, "head_dim": 128, "rope_theta": 1000000.0},
     {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "_name_or_path": "x", "max_length": 4096},
     {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+    {"model_type": "llama", "max_sequence_length": 2048, "pad_token_id": 0},
+    {"model_type": "gpt2", "n_special": 0, "predict_special_tokens": True, "output_past": True, "n_ctx": 1024},
+    {"model_type": "gpt_neox", "hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    {"model_type": "starcoder2", "activation_function": "gelu", "hidden_act": "gelu_pytorch_tanh",
+     "layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-5, "mlp_type": "default", "scale_attn_weights": True},
 ])
 def test_keys_of_published_configs_are_accepted(values):
     assert model_config_from(values, "test").architecture == values["model_type"]

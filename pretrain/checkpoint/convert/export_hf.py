@@ -71,7 +71,8 @@ def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
     All three ids are written: for a missing one, transformers would use the id of the family's own tokenizer.
     """
     config = plan.config
-    values = {key: value for key, value in config.hf_config.items() if not key.startswith("_")}
+    values = {key: value for key, value in config.hf_config.items()
+              if not key.startswith("_") and key != "auto_map"}  # auto_map names Python files, which are not exported
     known = {key: values[key] for key in _TOKEN_KEYS if _are_tokens(values.get(key), config)}
     values |= _token_keys(ids) if ids is not None else dict.fromkeys(_TOKEN_KEYS)
     values |= {key: value for key, value in known.items()

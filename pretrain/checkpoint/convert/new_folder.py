@@ -1,8 +1,11 @@
 """Create the output folder of a conversion atomically: it is written under a temporary name, then renamed."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import signal
 import threading
@@ -51,13 +54,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `out` after the block.
 
     After an error, Ctrl-C or SIGTERM, the temporary folder is removed. After SIGKILL, the next call removes it. Raises
-    ConfigError if a file cannot be read or written.
+    ConfigError if a file cannot be read or written, or if another process writes the same folder now.
     """
     temporary = out.with_name(f".tmp-{out.name}")
     try:
-        with _sigterm_raises():
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a conversion that was killed
-            temporary.mkdir(parents=True)
+        with _sigterm_raises(), _locked_folder(temporary, out):
             yield temporary
             for path in temporary.rglob("*"):
                 fsync(path)
@@ -68,8 +69,49 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise ConfigError(str(error.filename), problem=f"it cannot be read or created: {error.strerror}") from error
         raise ConfigError(str(out), problem=f"the folder cannot be written: {error.strerror or error}",
                           remedy="name a new folder on a disk with enough free space") from error
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path, out: Path) -> Iterator[None]:
+    """Create an empty folder that only this process writes in the block; remove it afterwards unless it was renamed.
+
+    Raises ConfigError if another process has it. File systems without locks on folders do not show that.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _try_lock(lock) or not _is_open_folder(folder, lock):
+            raise ConfigError(str(out), problem="another process is writing this folder now",
+                              remedy="wait until it has ended, or name another folder")
+        try:
+            for path in folder.iterdir():  # left by a conversion that was killed
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            yield
+        finally:
+            if _is_open_folder(folder, lock):
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _try_lock(folder: int) -> bool:
+    """Lock an open folder. Return whether no other process has locked it; True on file systems without such locks."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):  # EBADF: NFS
+            raise
+    return True
+
+
+def _is_open_folder(folder: Path, opened: int) -> bool:
+    """Return whether the path still names the opened folder, which may have been renamed."""
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(opened))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",
                   "model*.safetensors")
 _COMPARED_BYTES = 2**22
+_LONGEST_NAME = 255  # bytes of a file's name on Linux
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,10 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
         ConfigError: there are no safetensors files, a file is missing, damaged or truncated, or a tensor is missing,
             unknown, or has another shape or dtype than the model's.
     """
-    if not folder.is_dir() or not (folder / "config.json").is_file():
-        problem = f"there is no file {folder / 'config.json'}" if folder.is_dir() else "there is no such folder"
+    if not (folder / "config.json").is_file():
+        problem = "there is no such folder"
+        if folder.exists():
+            problem = f"there is no file {folder / 'config.json'}" if folder.is_dir() else "this is a file"
         raise ConfigError(str(folder), problem=problem,
                           remedy="name a folder with a transformers config.json and safetensors files")
     if config is None:
@@ -127,14 +130,16 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return the map from tensors to files of a model.safetensors.index.json."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        valid = bool(weight_map) and all(isinstance(file, str) and Path(file).name == file
+        valid = bool(weight_map) and all(isinstance(file, str) and file.endswith(".safetensors")
+                                         and Path(file).name == file and len(file.encode()) <= _LONGEST_NAME
                                          for file in weight_map.values())
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         valid = False
     if not valid:
-        raise ConfigError(str(path), problem='it is not a JSON object with a "weight_map" from tensors to file names',
+        raise ConfigError(str(path), problem='it is not a JSON object with a "weight_map" from tensors to '
+                          "safetensors files",
                           remedy="download it, or write the folder again")
     result: dict[str, str] = weight_map
     return result

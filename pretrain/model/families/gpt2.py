@@ -52,4 +52,6 @@ GPT2 = Family(
         "intermediate_size": "n_inner", "activation": "activation_function", "norm_eps": "layer_norm_epsilon",
         "embedding_dropout": "embd_pdrop", "residual_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop",
     },
+    # in the published configs of GPT-2 medium, large and XL; transformers does not use them
+    ignored=frozenset({"n_special", "predict_special_tokens", "output_past"}),
     read=_read, tensors=_tensors, embedding="transformer.wte.weight", prefix="transformer.")

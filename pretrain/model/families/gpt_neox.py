@@ -55,6 +55,8 @@ GPT_NEOX = Family(
         "initializer_range": 0.02, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
         "use_parallel_residual": True, "attention_bias": True,
     },
+    # older names of the dropouts, in the published config of GPT-NeoX-20B; transformers does not use them
+    fixed={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
     key_names={
         "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "activation": "hidden_act",
         "max_positions": "max_position_embeddings", "norm_eps": "layer_norm_eps", "rotary_size": "rotary_pct",

@@ -45,6 +45,9 @@ STARCODER2 = Family(
         "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True,
     },
     fixed={"mlp_type": "default", "norm_type": "layer_norm"},  # in published files; transformers has no others
-    ignored=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"}),
+    # activation_function and layer_norm_epsilon: in published files next to hidden_act and norm_epsilon, which
+    # transformers uses instead
+    ignored=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function",
+                       "layer_norm_epsilon"}),
     key_names={**KEY_NAMES, "norm_eps": "norm_epsilon"},
     read=_read, tensors=_tensors, embedding="model.embed_tokens.weight", prefix="model.")
