@@ -8,6 +8,7 @@ from typing import Any
 
 from pretrain.errors import ConfigError
 
+CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EOD_PIECE = "<|endoftext|>"
 EOD_NAMES = (EOD_PIECE, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>", "[SEP]")
 
@@ -25,6 +26,10 @@ class TokenIds:
     unk: int | None = None
     notes: tuple[str, ...] = ()
     """what differs in an exported tokenizer, one line each"""
+
+    def config_keys(self) -> dict[str, int | None]:
+        """Return the keys of a config.json for these tokens; None for those that the tokenizer does not have."""
+        return dict(zip(CONFIG_KEYS, (self.bos, self.eos, self.pad), strict=True))
 
 
 def find_special_tokens(folder: Path, token_of: Callable[[str], int | None], vocab_size: int) -> TokenIds:

@@ -1,4 +1,4 @@
-"""Check that a tokenizer fits a model."""
+"""Check that a tokenizer fits a model: the size of the vocabulary, and the special tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +18,9 @@ def check_tokenizer_fits(ids: TokenIds, hf_config: Mapping[str, Any], *, vocab_s
         raise ConfigError(where, problem=f"its largest token is {ids.vocab_size - 1}, and the model has only "
                           f"{vocab_size} tokens", remedy=remedy)
     notes = []
-    for key, ours in (("bos_token_id", ids.bos), ("eos_token_id", ids.eos)):
-        theirs = hf_config.get(key)
+    keys = ids.config_keys()
+    for key in ("bos_token_id", "eos_token_id"):
+        ours, theirs = keys[key], hf_config.get(key)
         if theirs is not None and ours is not None and ours not in (theirs if isinstance(theirs, list) else [theirs]):
             notes.append(f"the config.json's {key} is {theirs}, and the tokenizer's is {ours}: the tokenizer's is used")
     return notes

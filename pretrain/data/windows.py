@@ -121,14 +121,14 @@ def _documents(tokens: Tokens, counted: npt.NDArray[np.bool_], eod_token: int | 
 
 
 def rolling_windows(name: str, tokens: Callable[[int, int], Tokens], ranges: Sequence[tuple[int, int]], *,
-                    seq_length: int, stride: int, vocab_charged: bool = False, masked_after: int | None = None,
+                    seq_length: int, stride: int, first_token_counts: bool = False, masked_after: int | None = None,
                     text_bytes: int | None = None) -> WindowSet:
     """Return windows over each range [first, last) of the flat sequence. Each token is the target of one window.
 
     Args:
         stride: number of targets of each window after a range's first window, which has `seq_length` targets. With
             a smaller stride, more tokens precede each target.
-        vocab_charged: whether the first token of a range counts as a token without context. Otherwise it is context.
+        first_token_counts: whether the first token of a range counts, as a token without context, or is context only.
     """
     columns: list[list[Tokens]] = [[], [], [], []]
     for first, last in ranges:
@@ -138,7 +138,7 @@ def rolling_windows(name: str, tokens: Callable[[int, int], Tokens], ranges: Seq
             ends = np.array([targets], np.int64)
         lengths = np.minimum(ends, seq_length)
         alone = np.zeros(len(ends), np.int64)
-        alone[0] = int(vocab_charged)
+        alone[0] = int(first_token_counts)
         for column, values in zip(columns, (first + ends - lengths, lengths, np.diff(ends, prepend=0), alone),
                                   strict=True):
             column.append(values)

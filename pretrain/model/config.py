@@ -24,7 +24,7 @@ PRESETS = Path(__file__).parent / "presets"
 _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num_heads": 2**20, "num_kv_heads": 2**20,
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # learned positions
-# other architectures, not misspellings
+# Architectures with a similar name to one in FAMILIES. They are not taken for misspellings of it.
 _OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "mixtral", "olmo", "olmo3", "olmoe", "qwen2_moe",
                         "qwen3_moe", "gemma3n")
 

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.errors import ConfigError, shorten
 from pretrain.model.families.table import FAMILIES
 
-# Types of the keys whose default is None in a family. There, they may be null.
+# Types of the keys whose default in a family is None. In this family, they may be null.
 NULLABLE: dict[str, type] = {
     "n_inner": int, "num_key_value_heads": int, "head_dim": int, "rope_theta": float, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict,

@@ -26,7 +26,7 @@ def windows_of(flat: list[int], ranges: list[tuple[int, int]], length: int, stri
         assert 0 <= start <= stop <= len(array)
         return array[start:stop]
 
-    return rolling_windows("x", tokens, ranges, seq_length=length, stride=stride, vocab_charged=charged,
+    return rolling_windows("x", tokens, ranges, seq_length=length, stride=stride, first_token_counts=charged,
                            masked_after=masked_after)
 
 

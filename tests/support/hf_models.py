@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from pretrain.checkpoint.convert.write_weights import (
-    DTYPES,
     PlannedTensor,
     file_names,
     index_json,
@@ -17,6 +16,7 @@ from pretrain.checkpoint.convert.write_weights import (
 )
 from pretrain.checkpoint.load.reader import chunks_of
 from pretrain.model.config import model_config_from
+from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_names import name_in_files
 from tests.support.model_shapes import write_config
 

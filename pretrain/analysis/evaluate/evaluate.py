@@ -13,7 +13,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.windows import WindowSet
 from pretrain.errors import ConfigError
 
-_BATCH_TOKENS = 8192  # of a micro-batch on one rank, by default
+_BATCH_TOKENS = 8192  # default size of a micro-batch on one rank
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,22 @@ def result_of(windows: WindowSet, sums: Sums, text_bytes: int | None) -> Result:
     """Return the result for the sums over all windows."""
     loss = sums.loss / sums.tokens if sums.tokens else math.nan
     number, (loss_loss, loss_tokens, tokens_tokens) = len(windows), sums.squares
-    error = None
+    standard_error = None
     if number > 1 and sums.tokens:
-        # standard error of a ratio of sums: residual of each window = its loss - mean loss * its tokens
+        # of a ratio of sums: the residual of a window is its loss minus mean loss times its tokens
         residuals = max(loss_loss - 2 * loss * loss_tokens + loss * loss * tokens_tokens, 0.0)
-        error = math.sqrt(residuals * number / (number - 1)) / sums.tokens
+        standard_error = math.sqrt(residuals * number / (number - 1)) / sums.tokens
     bits = sums.loss / math.log(2) / text_bytes if text_bytes else None
-    return Result(windows.name, windows.seq_length, windows.stride, number, round(sums.tokens), text_bytes, loss, error,
-                  math.exp(loss) if loss < 700 else math.inf if loss == loss else loss, bits)
+    return Result(windows.name, windows.seq_length, windows.stride, number, round(sums.tokens), text_bytes, loss,
+                  standard_error, _perplexity(loss), bits)
+
+
+def _perplexity(loss: float) -> float:
+    """Return exp(loss): infinity for a loss whose exponential is no finite number, NaN for NaN."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def evaluate(source: ModelSource, sets: Sequence[WindowSet], tokenizer: Tokenizer | None, *, dtype: str,
@@ -57,7 +65,7 @@ def evaluate(source: ModelSource, sets: Sequence[WindowSet], tokenizer: Tokenize
     for windows in sets:
         size = micro_batch_size or default_batch_size(windows, _ranks())
         if (source.config.rope_scaling or {}).get("rope_type") == "dynamic":
-            size = 1  # these rotary frequencies depend on the length of the input, so windows cannot be padded
+            size = 1  # rotary frequencies of this type depend on the input's length, so windows must not be padded
         try:
             sums = sum_losses(model, windows, micro_batch_size=size, vocab_size=source.config.vocab_size)
         except torch.OutOfMemoryError:

@@ -200,7 +200,7 @@ def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, context: int 
         return flat[start:stop]
 
     return rolling_windows(path, tokens, list(zip([0, *ends], ends, strict=False)), seq_length=length, stride=stride,
-                           vocab_charged=not prefix, text_bytes=num_bytes)
+                           first_token_counts=not prefix, text_bytes=num_bytes)
 
 
 def _documents(path: str, tokenizer: Tokenizer, jsonl_key: str) -> tuple[list[list[int]], int]:

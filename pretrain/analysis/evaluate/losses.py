@@ -22,10 +22,10 @@ from pretrain.data.windows import WindowSet
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.model.dtypes import DTYPES
 from pretrain.model.layer_specs import as_module
 from pretrain.terminal.status import clear_status, status
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATUS_SECONDS = 10.0  # between two status lines
 
 LossOfRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,11 +1,11 @@
 """Choose the dtype of an evaluation, and whether the weights are partitioned over the ranks. Imports no torch."""
 
 from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.config.layout import DTYPE_BYTES
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MAX_FRACTION = 0.8  # of the device's memory that complete weights may take; the rest is for activations and logits
 
 
@@ -30,4 +30,4 @@ def choose_partition(source: ModelSource, dtype: str, device: Device, world: Wor
     if flag is not None or world.size == 1 or not device.memory_bytes:
         return bool(flag)
     copies = world.local_size if device.kind == "cpu" else 1
-    return source.config.num_parameters() * _BYTES[dtype] * copies > _MAX_FRACTION * device.memory_bytes
+    return source.config.num_parameters() * DTYPE_BYTES[dtype] * copies > _MAX_FRACTION * device.memory_bytes

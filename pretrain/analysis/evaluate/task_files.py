@@ -107,9 +107,8 @@ def _find_tasks(flags: TaskFlags) -> Any:
         manager = TaskManager(include_path=None if flags.folder is None else str(flags.folder))
     for name in flags.names:
         if not manager.match_tasks([name]):
-            where = "lm-eval has" if flags.folder is None else f"neither lm-eval nor {flags.folder} has"
-            no = "no" if flags.folder is None else "a"
-            raise ConfigError(f"--tasks {shorten(name)}", problem=f"{where} {no} task with this name",
+            nothing = "lm-eval has no" if flags.folder is None else f"neither lm-eval nor {flags.folder} has a"
+            raise ConfigError(f"--tasks {shorten(name)}", problem=f"{nothing} task with this name",
                               word=name, known=manager.all_tasks,
                               remedy="python -m lm_eval ls tasks lists the tasks of lm-eval")
     return manager

@@ -17,7 +17,6 @@ from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
 from pretrain.analysis.evaluate.inputs import ModelSource
-from pretrain.analysis.evaluate.losses import DTYPES
 from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
@@ -25,6 +24,7 @@ from pretrain.data.export_tokenizer import export_tokenizer
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.errors import ConfigError
+from pretrain.model.dtypes import DTYPES
 
 _BATCH_SIZE = 8  # sequences of a micro-batch, by default
 Scores = dict[str, dict[str, Any]]

@@ -16,10 +16,10 @@ from pretrain.analysis.generate.devices import USABLE_MEMORY, choose_num_devices
 from pretrain.analysis.generate.source import ModelSource
 from pretrain.cli import say
 from pretrain.errors import ConfigError
+from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import to_theirs
 from pretrain.terminal.progress import ProgressBar
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
 
 
@@ -35,10 +35,11 @@ def load(source: ModelSource, dtype: str, kind: str, *, num_devices: int | None,
     needed = memory_needed(model, rows=rows, positions=min(positions, source.max_positions))
     free = _free_memory(kind)
     count = choose_num_devices(needed, free, num_devices, f"{source.folder} ({dtype})")
-    placement = spread(model, free[:count]) if count > 1 else torch.device(kind, 0) if kind == "cuda" else \
-        torch.device(kind)
-    say(f"{source.folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype} on {kind}"
-        f"{f', spread over {count} devices' if count > 1 else ''}")
+    placement: torch.device | DeviceMap = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
+    if count > 1:
+        placement = spread(model, free[:count])
+    devices = f", spread over {count} devices" if count > 1 else ""
+    say(f"{source.folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype} on {kind}{devices}")
     model = load_model(source, dtype, placement, model=model)
     end_tokens = {token for token in (source.tokenizer.eod_token, *source.end_tokens) if token is not None}
     unused = range(source.tokenizer.vocab_size, model.config.vocab_size)

@@ -116,9 +116,8 @@ def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """
     path = tokenizer.path.with_name("tokenizer.json") if tokenizer.path.suffix == ".model" else tokenizer.path
     if not path.is_file():
-        bos = tokenizer.ids.bos
-        return (bos,) if bos is not None and read_object(path.with_name("tokenizer_config.json")).get(
-            "add_bos_token") is True else ()
+        adds_bos = read_object(path.with_name("tokenizer_config.json")).get("add_bos_token") is True
+        return (tokenizer.ids.bos,) if adds_bos and tokenizer.ids.bos is not None else ()
     from tokenizers import Tokenizer as Library
 
     try:

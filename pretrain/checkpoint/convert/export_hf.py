@@ -15,11 +15,9 @@ from pretrain.checkpoint.convert.write_hf_weights import write_hf_weights
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.export_tokenizer import export_tokenizer
-from pretrain.data.special_tokens import TokenIds
+from pretrain.data.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.model.config import ModelConfig
-
-_TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from pretrain.model.dtypes import DTYPES
 
 
 def export_hf(plan: ExportPlan) -> list[str]:
@@ -30,7 +28,7 @@ def export_hf(plan: ExportPlan) -> list[str]:
     notes = list(plan.notes)
 
     def write(temporary: Path) -> dict[str, FileRecord]:
-        write_config(plan, temporary, None)
+        write_config(plan, temporary, None)  # transformers chooses the tokenizer's class by it: see export_tokenizer
         ids: TokenIds | None = None
         if plan.tokenizer is not None:
             ids = export_tokenizer(plan.tokenizer.path, temporary, max_length=plan.config.max_positions)
@@ -66,18 +64,21 @@ def _write_weights(plan: ExportPlan, folder: Path) -> dict[str, FileRecord]:
 
 
 def write_config(plan: ExportPlan, folder: Path, ids: TokenIds | None) -> None:
-    """Write config.json. `ids` are the special tokens of the tokenizer; None without a tokenizer.
+    """Write config.json with the special tokens `ids` of the tokenizer; None: with those of the model's config.
 
-    All three ids are written: for a missing one, transformers would use the id of the family's own tokenizer.
+    Ids that are unknown are written as null: for a missing key, transformers would use the family's default id.
     """
     config = plan.config
     values = {key: value for key, value in config.hf_config.items()
               if not key.startswith("_") and key != "auto_map"}  # auto_map names Python files, which are not exported
-    known = {key: values[key] for key in _TOKEN_KEYS if _are_tokens(values.get(key), config)}
-    values |= _token_keys(ids) if ids is not None else dict.fromkeys(_TOKEN_KEYS)
-    values |= {key: value for key, value in known.items()
-               if ids is None or (isinstance(value, list) and values[key] in value)}  # several ends of a text
-    dtype = _TORCH_DTYPES[plan.dtype]
+    known = {key: values[key] for key in CONFIG_KEYS if _are_tokens(values.get(key), config)}
+    if ids is None:
+        values |= dict.fromkeys(CONFIG_KEYS) | known
+    else:
+        values |= ids.config_keys()
+        # Several tokens may end a text. Such a list is kept if it has the tokenizer's own token.
+        values |= {key: tokens for key, tokens in known.items() if isinstance(tokens, list) and values[key] in tokens}
+    dtype = str(DTYPES[plan.dtype]).removeprefix("torch.")
     _write_json(folder / "config.json", {
         **values, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.architecture]],
         "dtype": dtype, "torch_dtype": dtype,  # the second is its name in transformers before 4.56
@@ -91,14 +92,10 @@ def _are_tokens(value: Any, config: ModelConfig) -> bool:
     return all(type(token) is int and 0 <= token < config.vocab_size for token in tokens)
 
 
-def _token_keys(ids: TokenIds) -> dict[str, int | None]:
-    return dict(zip(_TOKEN_KEYS, (ids.bos, ids.eos, ids.pad), strict=True))
-
-
 def _generation_config(folder: Path) -> dict[str, Any]:
     """Return the content of generation_config.json: the special tokens of the config.json in `folder`."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    known = {key: values[key] for key in _TOKEN_KEYS if values[key] is not None}
+    known = {key: values[key] for key in CONFIG_KEYS if values[key] is not None}
     return {"_from_model_config": True, **known, "transformers_version": transformers.__version__}
 
 

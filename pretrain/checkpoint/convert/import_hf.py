@@ -11,7 +11,6 @@ import torch
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
-    DTYPES,
     PlannedTensor,
     copy_rows,
     file_names,
@@ -24,6 +23,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
+from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.monitor.write_run_folder import versions
 from pretrain.terminal.progress import ProgressBar
@@ -59,7 +59,8 @@ def _write_checkpoint(folder: Path, found: HFFolder, source: dict[str, FileRecor
     weights = HFWeights(found)
     planned = [PlannedTensor(name, weights.dtype(name), shape) for name, shape in weights.shapes.items()]
     groups = shards_of(planned, _SHARD_BYTES)
-    shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))  # transformers finds no such name
+    # not "model": transformers must not load these files, whose tensors have our names
+    shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))
     records = write_shards(folder, shards, _chunks(weights, planned))
     (folder / _INDEX).write_text(_index_json(shards))
     (folder / _SOURCE).write_text(json.dumps({
@@ -102,7 +103,7 @@ def _index_json(shards: dict[str, list[PlannedTensor]]) -> str:
 
 
 def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:
-    """Return the manifest without files. No run wrote the checkpoint, so its position and layout are empty."""
+    """Return the manifest without files. No run wrote the checkpoint, so its data position and layout are empty."""
     return Manifest(
         step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
         precision=found.dtype, grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},

@@ -6,8 +6,8 @@ from pathlib import Path
 from pretrain.checkpoint.convert.inspect import verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES
 from pretrain.checkpoint.load.select import FoundCheckpoint, run_folder_of, select_checkpoint, tokenizer_of
+from pretrain.config.layout import DTYPE_BYTES
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
@@ -51,8 +51,8 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
         step: step of the checkpoint; None: the newest complete one.
         dtype: of the exported weights; None: the precision of the run.
         tokenizer: path; None: the run's tokenizer, or none if the run had none.
-        with_tokenizer: whether the tokenizer is exported. If not, only the numbers of its special tokens are needed,
-            and it may be missing.
+        with_tokenizer: whether the tokenizer is exported. If not, only the ids of its special tokens are needed, and it
+            may be missing.
 
     Raises ConfigError.
     """
@@ -65,7 +65,8 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
         if with_tokenizer:
             raise
         loaded, notes = None, ()
-    if loaded is not None:  # without notes: the export has the special tokens of the tokenizer
+    if loaded is not None:
+        # {}, so that no special tokens are compared: the export has those of the tokenizer
         check_tokenizer_fits(loaded.ids, {}, vocab_size=config.vocab_size, where=f"--tokenizer {loaded.path}",
                              remedy="name the tokenizer of this model")
     return ExportPlan(folder, manifest, config, out, dtype or manifest.precision, max(1, round(shard_gb * 1e9)), loaded,

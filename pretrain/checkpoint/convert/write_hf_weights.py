@@ -9,7 +9,6 @@ import torch
 
 from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
-    DTYPES,
     PlannedTensor,
     copy_rows,
     file_names,
@@ -22,6 +21,7 @@ from pretrain.checkpoint.load.hf_folder import INDEX
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.model.dtypes import DTYPES
 from pretrain.model.families.family import TensorRule
 from pretrain.model.hf_names import name_in_files
 from pretrain.model.hf_weights import is_concatenation, our_rows_in_their_order

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile
-from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES, Shape, header_bytes
+from pretrain.checkpoint.format.safetensors_header import Shape, header_bytes
+from pretrain.config.layout import DTYPE_BYTES
+from pretrain.model.dtypes import DTYPES
 from pretrain.terminal.progress import ProgressBar
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CHUNK_NUMEL = 2**22  # largest number of elements that are written at once
 

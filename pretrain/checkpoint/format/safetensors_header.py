@@ -10,12 +10,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, shorten
 
 Shape = tuple[int, ...]
-# name in the header -> our name of a dtype that weights may have, and bytes of an element
+# dtypes that weights may have: name in the header -> our name
 WEIGHT_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
                "I8": 1, "U8": 1, "BOOL": 1}
 _LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors library
@@ -99,7 +99,7 @@ def _check_positions(path: Path, found: dict[str, StoredTensor], data_start: int
         problem = "it is truncated" if size < end else "it is longer than its tensors"
         raise _damaged(path, f"{problem}: it has {size} bytes, and its header describes {end}")
     starts = [data_start, *(tensor.end for tensor in ordered)]
-    for (expected, tensor) in zip(starts, ordered, strict=False):
+    for expected, tensor in zip(starts, ordered, strict=False):
         if tensor.start != expected:
             raise _damaged(path, f"{shorten(tensor.name)} begins at byte {tensor.start} instead of {expected}")
 

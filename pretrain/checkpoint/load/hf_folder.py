@@ -60,11 +60,6 @@ def weight_files(folder: Path) -> list[str]:
     return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def is_hf_folder(folder: Path) -> bool:
-    """Return whether a folder has a config.json and weights, complete or not."""
-    return (folder / "config.json").is_file() and bool(weight_files(folder))
-
-
 def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder:
     """Check the headers of all weights of a transformers folder, without torch.
 
@@ -121,7 +116,7 @@ def _read_headers(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
         found |= header
     for name, file in weight_map.items():
         if name not in found or found[name].file != file:
-            raise ConfigError(str(index), problem=f"it says that {shorten(name)} is in {file}, which is not so",
+            raise ConfigError(str(index), problem=f"it says that {shorten(name)} is in {file}, where it is not",
                               remedy="write the folder again")
     return found, files
 
@@ -160,12 +155,12 @@ def _no_safetensors(folder: Path) -> ConfigError:
 
 def _check_names(folder: Path, found: set[str], expected: set[str]) -> None:
     missing, unknown = sorted(expected - found), sorted(found - expected)
-    for names, problem in ((missing, "missing in the files, and the model of the config.json has"),
-                           (unknown, "in the files, and the model of the config.json does not have")):
+    for names, has, lacks in ((missing, "the model of the config.json has", "the files do not"),
+                              (unknown, "the files have", "the model of the config.json does not")):
         if names:
             others = f", and {len(names) - 1} others" if len(names) > 1 else ""
-            raise ConfigError(f"{folder}: {shorten(names[0])}{others}", problem=f"{problem} "
-                              f"{'these tensors' if others else 'this tensor'}",
+            tensors = "these tensors" if others else "this tensor"
+            raise ConfigError(f"{folder}: {shorten(names[0])}{others}", problem=f"{has} {tensors}, and {lacks}",
                               remedy="use the config.json that belongs to the weights")
 
 

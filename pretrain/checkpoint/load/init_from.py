@@ -70,7 +70,7 @@ def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
 def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a run that resumes from a checkpoint did not start from the weights of --init_from.
 
-    The source itself is read only if it has another path than the recorded one: it may be gone.
+    The source itself is read only if its path is not the recorded one, because it may have been removed since.
     """
     where, remedy = f"--init_from {shorten(init_from)}", "leave --init_from out, or choose another --save"
     if manifest.weights_only:

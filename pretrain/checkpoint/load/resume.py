@@ -86,7 +86,7 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
 
 
 def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[str]:
-    """Return warnings about a checkpoint of weights alone: a run begins with them at step 0. Raises ConfigError."""
+    """Return warnings about a checkpoint of weights alone, with which the run begins at step 0. Raises ConfigError."""
     if plan.args.resume == "required":
         raise ConfigError("--resume required", problem=f"{folder} holds weights alone, and no state of a run",
                           remedy="to begin at step 0 with these weights, use --resume auto")

@@ -22,7 +22,7 @@ from pretrain.model.config import model_config_from
 
 @dataclass(frozen=True)
 class Start:
-    """A validated run, and the state that it begins with."""
+    """A validated run, and the checkpoint or weights that it begins with."""
 
     plan: Plan
     resume: Resume | None  # checkpoint of the run folder; the ranks choose it again, and verify it
@@ -66,7 +66,7 @@ def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
 
 
 def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:
-    """Note a tokenizer of the run or of its data that is not the one of the weights, and other special tokens."""
+    """Return notes if the tokenizer of the run or of its data is not that of the weights."""
     notes: list[str] = []
     meta = read_meta(plan.args.train_data) or {}
     used = plan.tokenizer.fingerprint if plan.tokenizer is not None else meta.get("tokenizer_sha256")

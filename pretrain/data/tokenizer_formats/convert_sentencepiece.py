@@ -11,7 +11,7 @@ from pretrain.data.tokenizer_formats.sentencepiece_model import BPE, UNIGRAM, Ki
 from pretrain.errors import ConfigError
 
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
-_RESERVED = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # pieces that no text is encoded as by their name
+_RESERVED = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # pieces whose names in a text are encoded as plain text
 _LEADING_SPACES = 1 << 20
 
 
@@ -49,8 +49,8 @@ def _check_supported(model: SentencePieceModel, where: str) -> None:
         f"the unused piece {unused!r}": unused is not None,
         "no piece for unknown text": not any(piece.kind == Kind.UNKNOWN for piece in model.pieces),
     }
-    for name, is_there in problems.items():
-        if is_there:
+    for name, found in problems.items():
+        if found:
             raise _not_supported(where, name)
 
 
@@ -63,7 +63,7 @@ def _names(model: SentencePieceModel, where: str) -> list[str]:
     """Return the pieces' names in the tokenizer.json: with spaces, except for control and byte pieces."""
     names = [piece.text if piece.kind in _RESERVED else piece.text.replace(_SPACE, " ") for piece in model.pieces]
     if len(set(names)) < len(names):
-        raise _not_supported(where, f"the piece {max(names, key=names.count)!r}, which is there twice")
+        raise _not_supported(where, f"the piece {max(names, key=names.count)!r}, which occurs twice")
     return names
 
 

@@ -28,9 +28,8 @@ from pretrain.memory.measure.observe_steps import observe_steps
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
+from pretrain.model.dtypes import DTYPES
 from pretrain.patches.process_group import skip_shared_memory_operator
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FakeStorageTracker(StorageTracker):
@@ -151,7 +150,7 @@ def fewer_micro_batches(plan: Plan) -> Plan:
 def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
     """Replace `_recv_tensor_meta`: the shape of a pipeline stage's input is known, so it need not be received."""
     shape = [plan.layout.micro_batch_size, plan.args.seq_length, plan.model.hidden_size]
-    dtype = _DTYPES[plan.layout.precision]
+    dtype = DTYPES[plan.layout.precision]
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 

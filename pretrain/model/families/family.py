@@ -47,7 +47,7 @@ class Family:
 
     keys: dict[str, Any]  # keys of the config.json that change the model, with transformers' defaults
     read: Callable[[Values, str], dict[str, Any]]  # (values, name of the file for errors) -> fields of ModelConfig
-    tensors: Callable[["ModelConfig"], Iterator[TensorRule]]  # in the order of layer_specs.py; the tied head is omitted
+    tensors: Callable[["ModelConfig"], Iterator[TensorRule]]  # in the order of layer_specs.py, without a tied head
     embedding: str  # their name of the token embedding, which is also the head's matrix if both are tied
     prefix: str  # of all their names except the head's; the base model alone is saved without it
     head_in_files: str = ""  # name of the head in weights files, if it is not "lm_head"
@@ -79,19 +79,18 @@ def qkv_rows(config: "ModelConfig") -> tuple[int, int, int]:
             config.num_kv_heads * config.head_size)
 
 
-def separate_qkv(ours: str, theirs: tuple[str, str, str], config: "ModelConfig", *,
-                 row_order: str = "") -> Iterator[TensorRule]:
-    """Yield the rules of one matrix [q; k; v] here, and three matrices in transformers."""
-    rows = qkv_rows(config)
+def separate_qkv(ours: str, theirs: str, config: "ModelConfig", *, row_order: str = "") -> Iterator[TensorRule]:
+    """Yield the rules of one matrix [q; k; v] here, and the matrices q_proj, k_proj and v_proj of `theirs`."""
+    rows, names = qkv_rows(config), [f"{theirs}.{part}_proj" for part in "qkv"]
     for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
         shape = (sum(rows), config.hidden_size) if kind == "weight" else (sum(rows),)
-        yield TensorRule(f"{ours}.{kind}", shape, tuple(f"{name}.{kind}" for name in theirs), their_rows=rows,
+        yield TensorRule(f"{ours}.{kind}", shape, tuple(f"{name}.{kind}" for name in names), their_rows=rows,
                          row_order=row_order)
 
 
 def fused_qkv(ours: str, theirs: str, config: "ModelConfig", *, row_order: str = "",
               transposed: bool = False) -> Iterator[TensorRule]:
-    """Yield the rules of one matrix [q; k; v] in both."""
+    """Yield the rules of one matrix [q; k; v] here and in transformers."""
     rows = sum(qkv_rows(config))
     yield TensorRule(f"{ours}.weight", (rows, config.hidden_size), (f"{theirs}.weight",), transposed=transposed,
                      row_order=row_order)

@@ -34,8 +34,7 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
     hidden, inner = config.hidden_size, config.intermediate_size
     attention = f"{theirs}.attn"
     yield from norm(f"{ours}.norm1", f"{theirs}.ln_1", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", (f"{attention}.q_proj", f"{attention}.k_proj",
-                                                      f"{attention}.v_proj"), config, row_order="rotary_neighbours")
+    yield from separate_qkv(f"{ours}.attention.qkv", attention, config, row_order="rotary_neighbours")
     yield from linear(f"{ours}.attention.out", f"{attention}.out_proj", hidden, hidden, bias=False)
     yield from linear(f"{ours}.mlp.up", f"{theirs}.mlp.fc_in", inner, hidden, bias=True)
     yield from linear(f"{ours}.mlp.down", f"{theirs}.mlp.fc_out", hidden, inner, bias=True)

@@ -58,8 +58,7 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
     attention = f"{theirs}.self_attn"
     if config.pre_norm:
         yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", (f"{attention}.q_proj", f"{attention}.k_proj",
-                                                      f"{attention}.v_proj"), config)
+    yield from separate_qkv(f"{ours}.attention.qkv", attention, config)
     if config.qk_norm:
         for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
             yield from norm(f"{ours}.attention.{part}", f"{attention}.{part}", config, config.qk_norm_size(heads))

@@ -34,8 +34,7 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
     hidden, inner = config.hidden_size, config.intermediate_size
     attention = f"{theirs}.self_attn"
     yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", (f"{attention}.q_proj", f"{attention}.k_proj",
-                                                      f"{attention}.v_proj"), config)
+    yield from separate_qkv(f"{ours}.attention.qkv", attention, config)
     yield from linear(f"{ours}.attention.out", f"{attention}.dense", hidden, hidden, bias=True)
     yield from linear(f"{ours}.mlp.up", f"{theirs}.mlp.fc1", inner, hidden, bias=True)
     yield from linear(f"{ours}.mlp.down", f"{theirs}.mlp.fc2", hidden, inner, bias=True)

@@ -21,7 +21,7 @@ def activation(name: str, where: str) -> str:
 
 
 def ratio(total: int, parts: int) -> int:
-    """Return total / parts, rounded down; 0 if there are no parts, which the check of sizes rejects."""
+    """Return total / parts, rounded down; 0 for 0 parts or fewer, which config.py rejects later."""
     return total // parts if parts > 0 else 0
 
 

@@ -23,8 +23,7 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     attention = f"{theirs}.self_attn"
     yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
-    yield from separate_qkv(f"{ours}.attention.qkv", (f"{attention}.q_proj", f"{attention}.k_proj",
-                                                      f"{attention}.v_proj"), config)
+    yield from separate_qkv(f"{ours}.attention.qkv", attention, config)
     yield from linear(f"{ours}.attention.out", f"{attention}.o_proj", hidden, hidden, bias=bias)
     yield from norm(f"{ours}.norm2", f"{theirs}.post_attention_layernorm", config)
     yield from linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", inner, hidden, bias=bias)
