@@ -15,9 +15,10 @@ from pathlib import Path
 if __name__ == "__main__":  # find the package from any working directory, also without an installation
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pretrain.analysis.evaluate.inputs import SPLITS, DataFlags, find_model, find_tokenizer, open_data
+from pretrain.analysis.evaluate.data import SPLITS, DataFlags, open_data
 from pretrain.analysis.evaluate.report import Setting, table_lines, write_json
 from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
+from pretrain.analysis.evaluate.source import find_source, find_tokenizer
 from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
 from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
 from pretrain.data.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ def _run(args: argparse.Namespace, world: World) -> int:
     """Check everything, then import torch and evaluate. Raises ConfigError."""
     if args.json is not None:
         check_file(args.json, "--json")
-    source, device = find_model(args.run, args.step), detect_device()
+    source, device = find_source(args.run, args.step), detect_device()
     dtype = choose_dtype(source, device, args.dtype)
     partition = choose_partition(source, dtype, device, world, args.partition_weights)
     tokenizer = find_tokenizer(source, args.tokenizer)

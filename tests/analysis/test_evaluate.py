@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
-from pretrain.analysis.evaluate.inputs import ModelSource, find_model
 from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
+from pretrain.analysis.evaluate.source import EvaluationSource, find_source
 from pretrain.checkpoint.convert.import_hf import import_hf
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
@@ -132,9 +132,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> ModelSource:
+def source(tmp_path: Path) -> EvaluationSource:
     save_hf_model(tmp_path / "hf", _LLAMA)
-    return find_model(tmp_path / "hf", None)
+    return find_source(tmp_path / "hf", None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -170,12 +170,12 @@ def test_changed_data_is_rejected(runs: Path, alone: Evaluate, tmp_path: Path,
 
 @pytest.mark.parametrize(("precision", "flag", "expected"), [
     ("bf16", None, "bf16"), ("fp16", None, "fp32"), ("fp16", "bf16", "bf16"), ("fp32", None, "fp32")])
-def test_default_dtype(source: ModelSource, precision: str, flag: str | None, expected: str) -> None:
+def test_default_dtype(source: EvaluationSource, precision: str, flag: str | None, expected: str) -> None:
     device = Device("cpu", fp16=False, bf16=True, memory_bytes=0)
     assert choose_dtype(replace(source, precision=precision), device, flag) == expected
 
 
-def test_weights_are_partitioned_if_they_do_not_fit(source: ModelSource) -> None:
+def test_weights_are_partitioned_if_they_do_not_fit(source: EvaluationSource) -> None:
     num_bytes = 4 * source.config.num_parameters()
     two_hosts = World(rank=0, size=4, local_rank=0, local_size=2, launcher="none")
     for kind, memory_bytes, partitioned in (("cuda", num_bytes, True), ("cuda", 2 * num_bytes, False),

@@ -21,7 +21,7 @@ from pretrain.analysis.generate import interactive
 from pretrain.analysis.generate.decode import Completion, LoadedModel, Sampling, generate, generate_batch
 from pretrain.analysis.generate.load_model import load_model
 from pretrain.analysis.generate.prompts import EncodedPrompt, Prompt, encode_prompt
-from pretrain.analysis.generate.source import ModelSource, find_source
+from pretrain.analysis.generate.source import GenerationSource, find_source
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
@@ -156,7 +156,7 @@ def test_sampled_tokens_have_the_probabilities_of_the_model(checkpoints: dict[st
     torch.testing.assert_close(counts[best.indices], best.values.softmax(0), atol=0.03, rtol=0)
 
 
-def encode(source: ModelSource, text: str) -> EncodedPrompt:
+def encode(source: GenerationSource, text: str) -> EncodedPrompt:
     return encode_prompt(Prompt("--prompt", text), source.tokenizer, max_positions=source.max_positions)
 
 
@@ -168,7 +168,7 @@ def test_the_repetition_penalty_ignores_padding(checkpoints: dict[str, Path], ca
     assert [row["tokens"] for row in rows] != [row["tokens"] for row in json_rows(words[:-2], capsys, monkeypatch)]
 
 
-def without_end_token(source: ModelSource, *end_tokens: int) -> LoadedModel:
+def without_end_token(source: GenerationSource, *end_tokens: int) -> LoadedModel:
     """Load a model whose texts end only at `end_tokens`."""
     return LoadedModel(load_model(source, "fp32", torch.device("cpu")), source.tokenizer, frozenset(end_tokens),
                        tuple(range(VOCAB, MODEL_VOCAB)))

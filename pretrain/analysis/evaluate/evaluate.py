@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pretrain.analysis.evaluate.inputs import ModelSource
 from pretrain.analysis.evaluate.losses import LoadedModel, Sums, load_model, sum_losses
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.windows import WindowSet
 from pretrain.errors import ConfigError
@@ -57,7 +57,7 @@ def _perplexity(loss: float) -> float:
         return math.inf
 
 
-def evaluate(source: ModelSource, sets: Sequence[WindowSet], tokenizer: Tokenizer | None, *, dtype: str,
+def evaluate(source: EvaluationSource, sets: Sequence[WindowSet], tokenizer: Tokenizer | None, *, dtype: str,
              partition: bool, micro_batch_size: int | None) -> list[Result]:
     """Load the model, and evaluate it on each set of windows. Collective. Raises ConfigError."""
     model = load_model(source, dtype=dtype, partition=partition)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.data.windows import WindowSet
@@ -64,7 +64,7 @@ class Sums:
     squares: tuple[float, float, float]
 
 
-def load_model(source: ModelSource, *, dtype: str, partition: bool) -> LoadedModel:
+def load_model(source: EvaluationSource, *, dtype: str, partition: bool) -> LoadedModel:
     """Load all weights, or with `partition` this rank's part of each weight. Raises ConfigError."""
     reader = CheckpointReader(source.folder) if source.hf_folder is None else HFWeights(source.hf_folder)
     device = torch.device(get_accelerator().current_device_name())
@@ -97,7 +97,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, reader: CheckpointReader | HFWeights, source: ModelSource) -> None:
+def _fill(model: nn.Module, reader: CheckpointReader | HFWeights, source: EvaluationSource) -> None:
     """Copy the weights into the model, one tensor at a time."""
     shapes = {name: tuple(getattr(weight, "ds_shape", weight.shape)) for name, weight in model.named_parameters()}
     wrong = sorted(name for name in shapes.keys() | reader.shapes.keys() if shapes.get(name) != reader.shapes.get(name))

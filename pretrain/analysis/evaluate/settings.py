@@ -1,6 +1,6 @@
 """Choose the dtype of an evaluation, and whether the weights are partitioned over the ranks. Imports no torch."""
 
-from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import World
@@ -9,7 +9,7 @@ from pretrain.errors import ConfigError
 _MAX_FRACTION = 0.8  # of the device's memory that complete weights may take; the rest is for activations and logits
 
 
-def choose_dtype(source: ModelSource, device: Device, flag: str | None) -> str:
+def choose_dtype(source: EvaluationSource, device: Device, flag: str | None) -> str:
     """Return --dtype, by default the precision in which the model was trained, or fp32 if the device lacks it."""
     dtype = flag or source.precision
     supported = dtype == "fp32" or (device.bf16 if dtype == "bf16" else device.fp16)
@@ -19,7 +19,7 @@ def choose_dtype(source: ModelSource, device: Device, flag: str | None) -> str:
     return dtype if supported else "fp32"
 
 
-def choose_partition(source: ModelSource, dtype: str, device: Device, world: World, flag: bool | None) -> bool:
+def choose_partition(source: EvaluationSource, dtype: str, device: Device, world: World, flag: bool | None) -> bool:
     """Return whether ZeRO-3 partitions the weights: as the flag says, or if they do not fit on a device.
 
     On CPUs, the ranks of a host share its memory.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
 from pretrain.data.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class TaskPlan:
     export: ExportPlan | None  # None: into a temporary folder, or nothing, if the model is a transformers folder
 
 
-def prepare_tasks(source: ModelSource, flags: TaskFlags, tokenizer: Tokenizer | ConfigError, *, dtype: str,
+def prepare_tasks(source: EvaluationSource, flags: TaskFlags, tokenizer: Tokenizer | ConfigError, *, dtype: str,
                   ) -> TaskPlan | None:
     """Check the flags and load the tasks; None without --tasks. Raises ConfigError."""
     _check_flags(flags)

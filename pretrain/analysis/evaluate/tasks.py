@@ -16,7 +16,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from lm_eval.models.huggingface import HFLM
 
-from pretrain.analysis.evaluate.inputs import ModelSource
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
@@ -53,8 +53,8 @@ class RankLM(HFLM):
         gather(None)
 
 
-def evaluate_tasks(source: ModelSource, plan: TaskPlan, tokenizer: Tokenizer, *, dtype: str, seq_length: int | None,
-                   batch_size: int | None) -> Scores:
+def evaluate_tasks(source: EvaluationSource, plan: TaskPlan, tokenizer: Tokenizer, *, dtype: str,
+                   seq_length: int | None, batch_size: int | None) -> Scores:
     """Export the model if necessary, and return the scores of the tasks on rank 0; {} on other ranks. Collective.
 
     Raises ConfigError.
@@ -98,7 +98,7 @@ def _scores(results: dict[str, dict[str, Any]]) -> Scores:
     return scores
 
 
-def _transformers_tokenizer(source: ModelSource, folder: Path, tokenizer: Tokenizer) -> Any:
+def _transformers_tokenizer(source: EvaluationSource, folder: Path, tokenizer: Tokenizer) -> Any:
     """Load the tokenizer with transformers: from the exported folder, or from where --tokenizer says."""
     if source.hf_folder is None or tokenizer.path.parent == folder:
         return transformers.AutoTokenizer.from_pretrained(folder)
@@ -109,7 +109,7 @@ def _transformers_tokenizer(source: ModelSource, folder: Path, tokenizer: Tokeni
 
 
 @contextlib.contextmanager
-def _transformers_folder(source: ModelSource, export: ExportPlan | None, tokenizer: Tokenizer,
+def _transformers_folder(source: EvaluationSource, export: ExportPlan | None, tokenizer: Tokenizer,
                          dtype: str) -> Iterator[Path]:
     """Yield a folder that transformers can load: the source itself, or an export."""
     if source.hf_folder is not None:
@@ -135,7 +135,7 @@ def _transformers_folder(source: ModelSource, export: ExportPlan | None, tokeniz
             shutil.rmtree(own.parent, ignore_errors=True)
 
 
-def _export_to_temporary_folder(source: ModelSource, tokenizer: Tokenizer, dtype: str) -> Path | ConfigError:
+def _export_to_temporary_folder(source: EvaluationSource, tokenizer: Tokenizer, dtype: str) -> Path | ConfigError:
     """Export the model for the ranks of this host. Returns the folder, or the error that all ranks raise."""
     temporary = Path(tempfile.mkdtemp(prefix="ds-pretrain-"))
     try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pretrain.analysis.generate.decode import LoadedModel
 from pretrain.analysis.generate.devices import USABLE_MEMORY, choose_num_devices, require_accelerate
-from pretrain.analysis.generate.source import ModelSource
+from pretrain.analysis.generate.source import GenerationSource
 from pretrain.cli import say
 from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES
@@ -23,7 +23,7 @@ from pretrain.terminal.progress import ProgressBar
 DeviceMap = dict[str, Any]  # name of a module of the transformers model -> device
 
 
-def load(source: ModelSource, dtype: str, kind: str, *, num_devices: int | None, rows: int,
+def load(source: GenerationSource, dtype: str, kind: str, *, num_devices: int | None, rows: int,
          positions: int) -> LoadedModel:
     """Load a model onto as few devices as hold it, or onto `num_devices`, with its tokenizer. Raises ConfigError.
 
@@ -53,7 +53,7 @@ def _free_memory(kind: str) -> list[int]:
     return [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
 
 
-def empty_model(source: ModelSource, dtype: str) -> Any:
+def empty_model(source: GenerationSource, dtype: str) -> Any:
     """Return the transformers model with parameters on the meta device and buffers on the CPU. Raises ConfigError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,7 +126,7 @@ def spread(model: Any, free: Sequence[int]) -> DeviceMap:
     return found
 
 
-def load_model(source: ModelSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None,
+def load_model(source: GenerationSource, dtype: str, placement: torch.device | DeviceMap, *, model: Any = None,
                offload_folder: Path | None = None) -> Any:
     """Return the transformers model with the source's weights. Raises ConfigError.
 
@@ -175,7 +175,7 @@ def _load_transformers_folder(folder: Path, dtype: str, placement: torch.device 
     return model if mapped else model.to(placement)
 
 
-def _fill(model: Any, source: ModelSource, placement: torch.device | DeviceMap) -> None:
+def _fill(model: Any, source: GenerationSource, placement: torch.device | DeviceMap) -> None:
     """Replace each parameter on the meta device by the checkpoint's, one tensor at a time."""
     from pretrain.checkpoint.load.reader import FP32, CheckpointReader  # needs DeepSpeed, transformers folders do not
 

@@ -8,8 +8,7 @@ from typing import Any
 from pretrain.checkpoint.load.hf_folder import check_hf_folder, weight_files
 from pretrain.checkpoint.load.select import (
     find_checkpoints,
-    find_checkpoints_folder,
-    is_checkpoint,
+    find_transformers_folder,
     select_checkpoint,
     tokenizer_of,
 )
@@ -26,8 +25,8 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """A model and its tokenizer."""
+class GenerationSource:
+    """A model that generates text, and its tokenizer."""
 
     folder: Path  # the checkpoint, or the transformers folder
     config: ModelConfig | None  # None: a transformers folder
@@ -39,7 +38,7 @@ class ModelSource:
     notes: tuple[str, ...] = ()
 
 
-def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> ModelSource:
+def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> GenerationSource:
     """Return the model at `path`. Raises ConfigError.
 
     Args:
@@ -47,11 +46,9 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
         step: step of the checkpoint; None: the newest complete one.
         tokenizer: --tokenizer; None: the run's, or the one in the transformers folder.
     """
-    if (path / "config.json").is_file() and not _has_checkpoints(path):
-        if step is not None:
-            raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
-                              remedy="omit --step")
-        return _transformers_source(path, tokenizer)
+    transformers_folder = find_transformers_folder(path, step)
+    if transformers_folder is not None:
+        return _transformers_source(transformers_folder, tokenizer)
     folder, manifest = select_checkpoint(path, step)
     config = model_config_from(manifest.model, f"{folder / 'manifest.json'}: model")
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
@@ -59,13 +56,9 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
         raise ConfigError(f"--tokenizer {loaded.path}", problem=f"{folder} was trained with another tokenizer",
                           remedy="use the tokenizer that prepared the data")
     _require_fit(loaded, {}, config.vocab_size)
-    return ModelSource(folder, config, manifest.precision, config.max_positions, loaded,
+    return GenerationSource(folder, config, manifest.precision, config.max_positions, loaded,
                        leading=_leading_tokens(loaded) if manifest.weights_only else (),
                        notes=tuple(_skipped_checkpoints(path, manifest.step) if step is None else ()))
-
-
-def _has_checkpoints(path: Path) -> bool:
-    return is_checkpoint(path) or any(find_checkpoints_folder(path).glob("global_step*"))
 
 
 def _skipped_checkpoints(path: Path, step: int) -> list[str]:
@@ -74,7 +67,7 @@ def _skipped_checkpoints(path: Path, step: int) -> list[str]:
             if found.manifest is None and found.step > step]
 
 
-def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
+def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSource:
     values = read_config_json(folder / "config.json")
     if not weight_files(folder):
         raise ConfigError(str(folder), problem="the folder has a config.json, but no weights",
@@ -84,7 +77,7 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> ModelSource:
     dtype = values.get("dtype", values.get("torch_dtype"))
     positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
     vocab_size = values["vocab_size"] if isinstance(values.get("vocab_size"), int) else loaded.vocab_size
-    return ModelSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
+    return GenerationSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
                        _end_tokens(folder), tuple(_require_fit(loaded, values, vocab_size)))
 
 

@@ -1,4 +1,4 @@
-"""Find the checkpoints and the tokenizer that a tool reads, without importing torch."""
+"""Find the checkpoint or transformers folder, and the tokenizer, that a tool reads. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pretrain.checkpoint.format.manifest import (
     step_of,
 )
 from pretrain.errors import ConfigError
+from pretrain.model.hub import snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
 
 
@@ -64,7 +65,7 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
         found = FoundCheckpoint(path, read_manifest(path))
         if step is not None and found.step != step:
             raise ConfigError("--step", problem=f"step {step} was requested, but {path} is the checkpoint of step "
-                              f"{found.step}", remedy="name the run folder, or omit --step")
+                              f"{found.step}", remedy="name the run folder, or leave --step out")
         return found
     if step is not None:
         folder = find_checkpoints_folder(path) / f"global_step{step}"
@@ -83,6 +84,22 @@ def _no_checkpoint(path: Path) -> ConfigError:
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is the folder of one checkpoint, damaged or not."""
     return (step_of(path) >= 0 and path.is_dir()) or (path / MANIFEST).is_file()
+
+
+def find_transformers_folder(path: Path, step: int | None) -> Path | None:
+    """Return the transformers folder at `path`; None if there is a run or a checkpoint, or nothing.
+
+    In a folder models--ORG--NAME of the Hub's cache, this is the snapshot. Raises ConfigError if `step`, the value of
+    --step, is given for a transformers folder.
+    """
+    folder = snapshot_in(path)
+    has_checkpoints = is_checkpoint(folder) or any(find_checkpoints_folder(folder).glob("global_step*"))
+    if has_checkpoints or not (folder / "config.json").is_file():
+        return None
+    if step is not None:
+        raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
+                          remedy="leave --step out")
+    return folder
 
 
 def _found_checkpoint(folder: Path) -> FoundCheckpoint:

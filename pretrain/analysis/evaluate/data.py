@@ -1,29 +1,16 @@
-"""Find the model, the tokenizer and the data of an evaluation, and check that they fit. Imports no torch."""
+"""Open the data of an evaluation as windows of tokens, and check that it fits the model. Imports no torch."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST
-from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
-from pretrain.checkpoint.load.select import (
-    find_checkpoints_folder,
-    is_checkpoint,
-    run_folder_of,
-    select_checkpoint,
-    tokenizer_of,
-)
+from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.data.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
 from pretrain.data.text import check_inputs, read_chunks, read_texts
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizer_fit import check_tokenizer_fits
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
-from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.hub import snapshot_in
-from pretrain.monitor.read_run_folder import newest_start
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
 SPLITS = ("train", "valid", "test")
@@ -43,70 +30,7 @@ class DataFlags:
     eod_mask_loss: bool | None = None
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """The model to evaluate: a checkpoint of any layout, or a transformers folder."""
-
-    path: Path  # as the user named it
-    folder: Path  # the checkpoint or the transformers folder
-    config: ModelConfig
-    precision: str  # of the run that wrote the checkpoint, or of most weights of the transformers folder
-    trained_length: int | None  # --seq_length of the run
-    tokenizer_fingerprint: str | None  # of the run
-    hf_folder: HFFolder | None = None
-    published: bool = False  # whether another program trained the model: documents then begin with the bos token
-
-    @cached_property
-    def run(self) -> dict[str, Any] | None:
-        """The newest record in run.json of the run that this model belongs to; None if there is none."""
-        run = run_folder_of(self.path) if self.hf_folder is None else None
-        return newest_start(run) if run is not None else None
-
-
-def find_model(path: Path, step: int | None) -> ModelSource:
-    """Find the checkpoint at `path`, or check the transformers folder there. Raises ConfigError."""
-    path = snapshot_in(path)
-    if (path / "config.json").is_file() and not is_checkpoint(path) and find_checkpoints_folder(path) == path:
-        if step is not None:
-            raise ConfigError("--step", problem=f"{path} is a transformers folder, which has no steps",
-                              remedy="leave --step out")
-        found = check_hf_folder(path)
-        return ModelSource(path, path, found.config, found.dtype, None, None, found, published=True)
-    folder, manifest = select_checkpoint(path, step)
-    config = model_config_from(manifest.model, str(folder / MANIFEST))
-    return ModelSource(path, folder, config, manifest.precision,
-                       None if manifest.weights_only else manifest.seq_length, manifest.tokenizer_fingerprint,
-                       published=manifest.weights_only)
-
-
-def find_tokenizer(source: ModelSource, flag: str | None) -> Tokenizer | ConfigError:
-    """Load the tokenizer of --tokenizer, of the run or of the transformers folder.
-
-    Returns the error if no tokenizer is known. Raises ConfigError if it does not fit the model.
-    """
-    try:
-        path = flag or (tokenizer_of(source.path) if source.hf_folder is None else _tokenizer_in(source.folder))
-    except ConfigError as error:
-        return error
-    loaded = load_tokenizer(path)
-    check_tokenizer_fits(loaded.ids, {}, vocab_size=source.config.vocab_size, where=f"--tokenizer {path}",
-                         remedy="name the tokenizer with which the model was trained")
-    expected = source.tokenizer_fingerprint
-    if expected is not None and loaded.fingerprint != expected:
-        raise ConfigError(f"--tokenizer {path}", found=f"sha256 {loaded.fingerprint[:12]}...",
-                          expected=f"sha256 {expected[:12]}..., with which {source.folder} was trained",
-                          remedy="name the tokenizer of the run: with another one, the losses have no meaning")
-    return loaded
-
-
-def _tokenizer_in(folder: Path) -> str:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError("--tokenizer", problem=f"the flag is missing, and {folder} has no tokenizer.json or "
-                          "tokenizer.model", remedy="name the tokenizer of the model")
-    return str(folder)
-
-
-def open_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError) -> list[WindowSet]:
+def open_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError) -> list[WindowSet]:
     """Return the windows of all data that the flags choose. Without --data and --split: the run's own evaluations.
 
     Raises ConfigError if data is missing or damaged, or does not fit the model.
@@ -122,7 +46,7 @@ def open_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | Conf
     return [one if flags.max_samples is None else one.first(flags.max_samples) for one in sets]
 
 
-def _seq_length(source: ModelSource, flags: DataFlags) -> int:
+def _seq_length(source: EvaluationSource, flags: DataFlags) -> int:
     longest = source.config.longest_sequence()
     length = flags.seq_length or source.trained_length or min(source.config.max_positions, _LONGEST_DEFAULT)
     if length > longest:
@@ -131,8 +55,8 @@ def _seq_length(source: ModelSource, flags: DataFlags) -> int:
     return length
 
 
-def _named_data(word: str, source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError, *, length: int,
-                stride: int) -> WindowSet:
+def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError, *,
+                length: int, stride: int) -> WindowSet:
     """Return the windows of a value of --data: the prefix of a .bin/.idx pair, or a text file."""
     if word.endswith((".bin", ".idx")):
         raise ConfigError(f"--data {word}", problem=f"give the prefix without {word[-4:]}")
@@ -163,12 +87,12 @@ def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, lengt
                            masked_after=masked_after)
 
 
-def _check_data(source: ModelSource, indexed: IndexedDataset, tokenizer: Tokenizer | None) -> int | None:
+def _check_data(source: EvaluationSource, indexed: IndexedDataset, tokenizer: Tokenizer | None) -> int | None:
     return check_prepared_data(indexed, f"--data {indexed.prefix}", vocab_size=source.config.vocab_size,
                                tokenizer=tokenizer, can_change_model=False)
 
 
-def _masked_after(source: ModelSource, flags: DataFlags, eod_of_data: int | None,
+def _masked_after(source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
                   tokenizer: Tokenizer | None) -> int | None:
     """Return the token after which no prediction counts, if the loss is masked as by --eod_mask_loss."""
     masks = flags.eod_mask_loss
@@ -216,7 +140,7 @@ def _documents(path: str, tokenizer: Tokenizer, jsonl_key: str) -> tuple[list[li
     return [document for document in documents if document], num_bytes
 
 
-def _run_data(source: ModelSource, flags: DataFlags, tokenizer: Tokenizer | None, *, length: int,
+def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer | None, *, length: int,
               stride: int) -> list[WindowSet]:
     """Return the windows of --split, or the samples of the run's own evaluations."""
     run = source.run
