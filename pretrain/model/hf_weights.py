@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.table import FAMILIES
-from pretrain.model.hf_names import HEAD, names_in_model
+from pretrain.model.hf_names import HEAD
 
 State = dict[str, torch.Tensor]
 
@@ -74,47 +73,18 @@ def _reorder_rotary(qkv: torch.Tensor, config: ModelConfig, *, to_halves: bool) 
     return qkv
 
 
-def _require_names(found: set[str], expected: set[str], what: str) -> None:
-    missing, extra = sorted(expected - found), sorted(found - expected)
-    if missing or extra:
-        parts = [f"{len(names)} {word} ({names[0]} ...)" for word, names in (("missing", missing), ("unknown", extra))
-                 if names]
-        raise ConfigError(what, found=" and ".join(parts), expected="exactly the tensors of this model config")
-
-
 def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
     """Return the state_dict of the transformers model of `config.hf_config`, including a tied `lm_head.weight`.
 
     Args:
-        state: tensors under the names of `as_module`. Dtypes are kept. The result may share these tensors.
-
-    Raises:
-        ConfigError: a tensor is missing or unknown.
+        state: all tensors under the names of `as_module`. Dtypes are kept. The result may share these tensors.
     """
     rules = config.tensors()
-    _require_names(set(state), {rule.ours for rule in rules}, "weights")
+    differing = state.keys() ^ {rule.ours for rule in rules}
+    assert not differing, f"missing in the state, or not in this model: {sorted(differing)}"
     result: State = {}
     for rule in rules:
         result.update(zip(rule.theirs, to_theirs(rule, state[rule.ours], config), strict=True))
     if config.tie_word_embeddings:
         result[HEAD] = result[FAMILIES[config.architecture].embedding]
     return result
-
-
-def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
-    """Return a state_dict for `as_module(config)`: the inverse of `to_transformers`.
-
-    Also accepts variants found on the Hub: without the family's prefix, without tied head, with old buffers.
-
-    Raises:
-        ConfigError: a tensor is missing or unknown, or the head differs from the embedding although it is tied.
-    """
-    family, what = FAMILIES[config.architecture], "transformers weights"
-    theirs = {full: state[name] for name, full in names_in_model(state, config).items()}
-    head = theirs.pop(HEAD, None) if config.tie_word_embeddings else None
-    rules = config.tensors()
-    _require_names(set(theirs), {name for rule in rules for name in rule.theirs}, what)
-    if head is not None and not torch.equal(head, theirs[family.embedding]):
-        raise ConfigError(f"{what}: {HEAD}", found="a matrix other than the embedding's",
-                          expected="the same, as tie_word_embeddings is true")
-    return {rule.ours: to_ours(rule, [theirs[name] for name in rule.theirs], config) for rule in rules}

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from pretrain.data.export_tokenizer import export_tokenizer
 from pretrain.data.special_tokens import EOD_PIECE, TokenIds
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizer_fit import check_tokenizer_fits
 from pretrain.data.tokenizer_formats.huggingface_tokenizer import _QWEN_WORDS
 from pretrain.data.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
@@ -278,26 +277,6 @@ def test_a_class_in_a_python_file_is_not_needed(tmp_path: Path) -> None:
     assert "auto_map" not in (folder / "tokenizer_config.json").read_text()
 
 
-def test_the_end_of_document_token_is_found(tmp_path: Path) -> None:
-    library = gpt2()
-    library.save(str(tmp_path / "tokenizer.json"))
-    token = library.token_to_id("a")
-
-    def eos(file: str, **values: Any) -> int | None:
-        (tmp_path / file).write_text(json.dumps(values))
-        found = load_tokenizer(tmp_path).eod_token
-        (tmp_path / file).unlink()
-        return found
-
-    assert eos("config.json", eos_token_id=token) == 0  # its usual name is more reliable than the model's config.json
-    assert eos("special_tokens_map.json", eos_token="a") == token
-    content = (tmp_path / "tokenizer.json").read_text().replace(EOD_PIECE, "<|other|>")
-    (tmp_path / "tokenizer.json").write_text(content)
-    assert eos("generation_config.json", eos_token_id=[token, 1]) == token
-    assert eos("config.json", eos_token_id=token) == token
-    assert eos("config.json", eos_token_id=50256) is None
-
-
 @pytest.mark.parametrize(("files", "message"), [
     ({"qwen.tiktoken": b"x"}, r"qwen\.tiktoken is a tiktoken file, which is not supported"),
     ({"tokenizer.model": base64.b64encode(b"!") + b" 0\n"}, "it is a tiktoken file, which is not supported"),
@@ -329,16 +308,3 @@ def test_tokens_added_to_a_sentencepiece_model_are_rejected(ours: Tokenizer, tmp
         load_tokenizer(tmp_path)
     (tmp_path / name).write_text(json.dumps(values).replace("600", "599"))
     assert load_tokenizer(tmp_path).vocab_size == 600
-
-
-def test_fit_of_tokenizer_and_model() -> None:
-    ids = TokenIds(100, bos=None, eos=5)
-
-    def check(config: dict[str, Any], vocab_size: int = 100) -> list[str]:
-        return check_tokenizer_fits(ids, config, vocab_size=vocab_size, where="tok", remedy="train another")
-
-    assert check({"bos_token_id": 0, "eos_token_id": [4, 5]}) == check({}) == []
-    assert check({"eos_token_id": 0}) == [
-        "the config.json's eos_token_id is 0, and the tokenizer's is 5: the tokenizer's is used"]
-    with pytest.raises(ConfigError, match=r"tok: its largest token is 99, .* only 99 tokens\. Train another"):
-        check({}, vocab_size=99)
