@@ -15,7 +15,6 @@ from rich.table import Table
 from pretrain.checkpoint.convert.inspect import layout_summary, verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES
 from pretrain.checkpoint.load.select import (
     FoundCheckpoint,
     find_checkpoint,
@@ -25,6 +24,7 @@ from pretrain.checkpoint.load.select import (
 )
 from pretrain.checkpoint.save.retention import prune
 from pretrain.cli import Parser, path, run_main, whole_number
+from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
 

@@ -68,6 +68,7 @@ def _parser() -> Parser:
 
 
 def _data_flags(args: argparse.Namespace) -> DataFlags:
+    """Return the flags that choose the data. Raises ConfigError for flags that have no effect."""
     flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
                       args.max_samples, args.eod_mask_loss)
     if args.tasks is not None and not flags.data and not flags.split:

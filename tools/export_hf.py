@@ -5,8 +5,8 @@ import os
 
 from pretrain.checkpoint.convert.new_folder import output_summary
 from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export, verify_source
-from pretrain.checkpoint.format.safetensors_header import DTYPE_BYTES
 from pretrain.cli import Parser, number, path, path_text, run_main, whole_number
+from pretrain.config.layout import DTYPE_BYTES
 
 
 def main() -> None:

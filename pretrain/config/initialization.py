@@ -49,7 +49,7 @@ def reject_initial_values(args: RunArguments, reason: str) -> None:
             raise ConfigError(f"--{name}", problem=f"it has no effect: {reason}", remedy="leave the flag out")
 
 
-def mup(run: ResolvedConfig) -> None:
+def check_mup(run: ResolvedConfig) -> None:
     """Reject muP for models and optimizers whose widths or learning rates it would not scale correctly."""
     width, model = run.args.mup_base_width, run.model
     if width is None:

@@ -7,7 +7,7 @@ from typing import Any
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_flags, check_folders
-from pretrain.config.initialization import check_initialization_flags, mup, with_dropout
+from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
 from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
@@ -89,7 +89,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
                           remedy=f"--model_overrides {model.key('max_positions')}={args.seq_length} gives it more")
     resolved = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(resolved)
-    mup(resolved)
+    check_mup(resolved)
     return resolved
 
 

@@ -16,7 +16,7 @@ def is_buffer(name: str) -> bool:
 
 
 def names_in_model(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Return the name in a model with its head for each name in weights files. Buffers are left out.
+    """Map each name in weights files to the name in transformers' model with a head. Buffers are left out.
 
     If no name has the family's prefix, the files are those of the base model, which has no prefix.
     """

@@ -37,12 +37,12 @@ def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tupl
 
 
 def is_concatenation(rule: TensorRule) -> bool:
-    """Return whether our tensor is the rows of `rule.theirs` one after another, so that it needs no conversion."""
+    """Return whether our tensor consists of the rows of `rule.theirs` in their order, so that none must be moved."""
     return not rule.transposed and not rule.row_order
 
 
 def our_rows_in_their_order(rule: TensorRule, config: ModelConfig) -> torch.Tensor | None:
-    """Return, for the rows of `rule.theirs` one after another, the index of the row in our tensor; None: in order."""
+    """Return the indices of our rows in the order of the rows of `rule.theirs`; None if the orders are the same."""
     if not rule.row_order:
         return None
     indices = torch.arange(rule.shape[0]).view(-1, 1)
@@ -50,7 +50,7 @@ def our_rows_in_their_order(rule: TensorRule, config: ModelConfig) -> torch.Tens
 
 
 def their_rows_in_our_order(rule: TensorRule, config: ModelConfig) -> torch.Tensor | None:
-    """Return, for each row of our tensor, the index among the rows of `rule.theirs`; None: in order."""
+    """Return the indices of the rows of `rule.theirs` in the order of our rows; None if the orders are the same."""
     if not rule.row_order:
         return None
     indices = torch.arange(rule.shape[0]).view(-1, 1)

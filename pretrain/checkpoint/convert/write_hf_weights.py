@@ -84,11 +84,12 @@ class _Converter:
         yield from self._reordered(rule, flat.view(rule.shape[0], -1))
 
     def _reordered(self, rule: TensorRule, ours: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield chunks of `rule.theirs`, none of which is in two tensors."""
+        """Yield the values of `rule.theirs` in chunks. No chunk has values of two tensors."""
         order = our_rows_in_their_order(rule, self._config)
         if rule.transposed:
             yield from copy_rows(ours.t(), self._chunk, order, dim=1)
-        elif order is not None:
+        else:
+            assert order is not None, rule.ours  # otherwise the tensor is a concatenation
             for rows in order.split(rule.their_rows or rule.shape[0]):
                 yield from copy_rows(ours, self._chunk, rows)
 

@@ -86,7 +86,7 @@ def write_shards(folder: Path, shards: dict[str, list[PlannedTensor]],
     Args:
         shards: file name -> tensors in it.
         chunks: flat tensors on the CPU that follow each other in the order of `shards`. They have the planned dtypes,
-            and none is in two planned tensors.
+            and none has values of two planned tensors.
     """
     records = {}
     total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)

@@ -260,7 +260,7 @@ class HFWeights:
     def stored(self, name: str) -> "torch.Tensor":
         """Return a complete parameter in its stored dtype. It may be a view of a memory-mapped file: do not change it.
 
-        Values that are not converted are in no other memory than the mapped file's.
+        Values that need no conversion are not copied.
         """
         from pretrain.model.hf_weights import to_ours
 

@@ -12,7 +12,7 @@ from pretrain.errors import ConfigError
 
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
 _RESERVED = (Kind.CONTROL, Kind.UNKNOWN, Kind.BYTE)  # pieces whose names in a text are encoded as plain text
-_LEADING_SPACES = 1 << 20
+_LEADING_SPACES = 1 << 20  # more than any text has
 
 
 def convert_sentencepiece(model: SentencePieceModel, *, space_is_bytes: bool, where: str) -> Any:
@@ -28,7 +28,7 @@ def convert_sentencepiece(model: SentencePieceModel, *, space_is_bytes: bool, wh
     steps = _normalizers(model, names, space_is_bytes=space_is_bytes)
     if steps:
         library.normalizer = normalizers.Sequence(steps)
-    leading = _LEADING_SPACES if model.remove_extra_whitespaces else int(model.add_dummy_prefix)  # to be removed
+    leading = _LEADING_SPACES if model.remove_extra_whitespaces else int(model.add_dummy_prefix)  # removed by decoding
     library.decoder = decoders.Sequence([
         *([decoders.ByteFallback()] if model.byte_fallback else []), decoders.Fuse(),
         *([decoders.Strip(" ", leading, 0)] if leading else [])])
@@ -117,7 +117,7 @@ def _normalizers(model: SentencePieceModel, names: list[str], *, space_is_bytes:
         if rules.normalize_str("\r") == rules.normalize_str("\n"):
             steps.append(normalizers.Replace("\r", "\n"))  # the library normalizes "\r\n" as one character
         if rules.normalize_str("e\u0301") == "\u00e9":
-            steps.append(normalizers.NFC())  # it applies no rule to two characters of more than 5 bytes
+            steps.append(normalizers.NFC())  # Precompiled applies no rule to two characters of more than 5 bytes
         steps.append(rules)
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(Regex(r"\A "), ""),

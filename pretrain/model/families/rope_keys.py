@@ -31,21 +31,11 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
                           remedy="keep one of them")
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     nested = dict(values[key] or {})
-    for name, value in nested.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name in ("type", "rope_type") and not isinstance(value, str):
-            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected='a string such as "linear"')
-        if name in ("rope_theta", "partial_rotary_factor") and value is not None and not number:
-            raise ConfigError(f"{where}: {key}.{name}", found=json.dumps(value), expected="a number")
+    _check_types(nested, f"{where}: {key}")
     names = {name: f"{key}.{name}" for name in ("rope_theta", "partial_rotary_factor") if nested.get(name) is not None}
-    theta = nested.pop("rope_theta", None)
-    if theta is None:
-        theta = 10000.0 if values[theta_key] is None else values[theta_key]
-    fraction = nested.pop("partial_rotary_factor", None)
-    if fraction is None:
-        fraction = values[fraction_key] if fraction_key else None
-    if fraction is None:
-        fraction = default_fraction
+    theta = _first_given(nested.pop("rope_theta", None), values[theta_key], 10000.0)
+    fraction = _first_given(nested.pop("partial_rotary_factor", None), values[fraction_key] if fraction_key else None,
+                            default_fraction)
     if fraction_key is None and fraction != 1.0:
         raise ConfigError(f"{where}: {key}.partial_rotary_factor", found=fraction, expected="1.0 for this architecture")
     if not 0 < theta <= _LARGEST_THETA:
@@ -62,6 +52,21 @@ def read_rope(values: Values, where: str, *, theta_key: str, fraction_key: str |
     rope = {"rope_theta": float(theta), "rotary_size": int(head_size * fraction), "rope_scaling": scaling}
     _check_frequencies(rope, f"{where}: {key}")
     return rope
+
+
+def _check_types(nested: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for values of the wrong type, except for the factors of a scaling."""
+    for name, value in nested.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in ("type", "rope_type") and not isinstance(value, str):
+            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected='a string such as "linear"')
+        if name in ("rope_theta", "partial_rotary_factor") and value is not None and not number:
+            raise ConfigError(f"{where}.{name}", found=json.dumps(value), expected="a number")
+
+
+def _first_given(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def _rope_scaling(nested: dict[str, Any], where: str, max_positions: int) -> dict[str, Any] | None:
