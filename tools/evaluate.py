@@ -95,12 +95,14 @@ def _run(args: argparse.Namespace, world: World) -> int:
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     from pretrain.analysis.evaluate.evaluate import evaluate
+    from pretrain.analysis.evaluate.verify import verify_source
     from pretrain.distributed.process_group import init_process_group
     from pretrain.engine.build import deepspeed_output
 
     with deepspeed_output("error"):
         if world.size > 1:
             init_process_group(world)
+        verify_source(source)
         results = evaluate(source, sets, known, dtype=dtype, partition=partition,
                            micro_batch_size=args.micro_batch_size) if sets else []
         scores = {}

@@ -293,3 +293,20 @@ def test_a_task_whose_data_is_not_on_this_machine(runs: Path) -> None:
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("ds-pretrain: error: --tasks on_the_hub: its data cannot be fetched")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damaged_checkpoints_are_rejected(ranks: int, runs: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "run"
+    shutil.copytree(runs / "zero3", damaged)
+    (path,) = damaged.glob("checkpoints/*/*rank_1_*optim_states.pt")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    words = [str(ROOT / "tools/evaluate.py"), str(damaged), "--data", str(runs / "corpus")]
+    done = run_ranks(words, ranks, cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [2] * ranks
+    errors = [line for rank in done for line in rank.stdout.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "the checkpoint is damaged" in errors[0]
+    assert path.name in errors[0]

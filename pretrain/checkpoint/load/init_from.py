@@ -5,7 +5,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_complete, read_manifest
+from pretrain.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_folders,
+    newest_complete,
+    read_manifest,
+)
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
 from pretrain.checkpoint.load.select import find_checkpoints_folder, is_checkpoint
 from pretrain.config.saved_model import Origin, SavedModel
@@ -46,7 +52,8 @@ def find_initial_weights(init_from: str) -> InitialWeights:
     if not folder.is_dir():
         problem = "this is a file, and not a folder" if folder.exists() else "there is no such folder"
         raise ConfigError(where, problem=problem, remedy=_REMEDY)
-    if is_checkpoint(folder) or find_checkpoints_folder(folder) != folder:
+    checkpoints = find_checkpoints_folder(folder)
+    if is_checkpoint(folder) or checkpoints != folder or checkpoint_folders(checkpoints):
         return _of_checkpoint(init_from, folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(where, problem="the folder has neither a config.json nor checkpoints", remedy=_REMEDY)
