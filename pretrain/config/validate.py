@@ -16,7 +16,7 @@ from pretrain.config.rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.run_data import RunData, open_run_data
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pretrain.cli import bad_path
 from pretrain.data.indexed import IndexedWriter, dtype_for_vocab
 from pretrain.data.text import CHUNK_BYTES, Chunk, check_inputs, read_chunks, read_texts
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar

@@ -5,7 +5,7 @@ from typing import Any
 
 from pretrain.data.dataset import SampleDataset, open_datasets
 from pretrain.data.indexed import IndexedDataset, read_meta
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
 SCANNED_TOKENS = 16 * 2**20  # at each end of a data file without a .meta.json; a full scan would take minutes

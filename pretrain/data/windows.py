@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.dataset import SampleDataset
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
 _DECODED_TOKENS = 2**16  # about this many tokens are decoded at once

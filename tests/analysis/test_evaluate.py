@@ -24,7 +24,7 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.data.indexed import IndexedWriter
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.distributed.device import Device
 from pretrain.distributed.world import ALONE, World
 from pretrain.model.config import model_config_from

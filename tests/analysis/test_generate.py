@@ -25,7 +25,7 @@ from pretrain.analysis.generate.source import GenerationSource, find_source
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 from pretrain.model.layer_specs import as_module

@@ -17,9 +17,9 @@ from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 import pretrain.data.prepare
 from pretrain.data.indexed import IndexedDataset, read_meta
 from pretrain.data.prepare import PreparedData, entropy_nats, prepare
-from pretrain.data.special_tokens import EOD_PIECE
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.train_tokenizer import train_sentencepiece
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 
 TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"

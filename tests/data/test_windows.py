@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.special_tokens import TokenIds
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.special_tokens import TokenIds
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.data.windows import Tokens, WindowSet, rolling_windows
 
 EOD = 256

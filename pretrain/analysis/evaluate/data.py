@@ -8,7 +8,7 @@ from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.data.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
 from pretrain.data.text import check_inputs, read_chunks, read_texts
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
 

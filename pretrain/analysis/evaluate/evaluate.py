@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pretrain.analysis.evaluate.losses import LoadedModel, Sums, load_model, sum_losses
 from pretrain.analysis.evaluate.source import EvaluationSource
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.data.windows import WindowSet
 from pretrain.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
 from pretrain.cli import say
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError, shorten
 
 _PACKAGES = ("lm_eval", "accelerate")  # lm_eval.models.huggingface imports accelerate; peft only for adapters

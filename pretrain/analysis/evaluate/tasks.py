@@ -20,8 +20,8 @@ from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.analysis.evaluate.task_files import TaskPlan, first_line, only_errors
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import ExportPlan, plan_export
-from pretrain.data.export_tokenizer import export_tokenizer
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES

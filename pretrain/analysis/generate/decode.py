@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from pretrain.analysis.generate.prompts import EncodedPrompt
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 _GREEDY_BELOW = 1e-6  # temperature; scores divided by less would overflow
 _INCOMPLETE = "\ufffd"  # a tokenizer decodes an incomplete UTF-8 character to this one

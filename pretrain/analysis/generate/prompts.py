@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.data.text import JSONL_ENDINGS, check_inputs, check_unicode, decode_utf8, text_of_json_line
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 
 STDIN = "-"

@@ -14,8 +14,8 @@ from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.checkpoint.convert.write_hf_weights import write_hf_weights
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.export_tokenizer import export_tokenizer
-from pretrain.data.special_tokens import CONFIG_KEYS, TokenIds
+from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
+from pretrain.data.tokenizers.special_tokens import CONFIG_KEYS, TokenIds
 from pretrain.model.config import ModelConfig
 from pretrain.model.dtypes import DTYPES
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.special_tokens import TokenIds, read_object
-from pretrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from pretrain.data.tokenizer_formats.huggingface_tokenizer import read_library
-from pretrain.data.tokenizer_formats.probe_texts import ORDINARY, RARE
-from pretrain.data.transformers_files import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
+from pretrain.data.tokenizers.huggingface_tokenizer import read_library
+from pretrain.data.tokenizers.probe_texts import ORDINARY, RARE
+from pretrain.data.tokenizers.special_tokens import TokenIds, read_object
+from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.transformers_files import json_bytes, sentencepiece_files, to_bytes, tokenizer_config
 from pretrain.errors import ConfigError, shorten
 
 _CONFIG = "tokenizer_config.json"
 _OWN_CLASS = ("qwen2",)
 """model types for which transformers 5.23 ignores the tokenizer_class of tokenizer_config.json, and rebuilds the
 tokenizer with a class of its own (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in models/auto/tokenization_auto.py).
-It does not if there is an "auto_map". A test in tests/data/test_export_tokenizer.py fails once this is not needed."""
+It does not if there is an "auto_map". test_export_tokenizer.py has a test that fails once this is not needed."""
 _MAX_PIECES = 2000  # pieces of the vocabulary that the check tokenizes
 
 

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from pretrain.data.special_tokens import EOD_PIECE, TokenIds
-from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.tokenizer_fit import check_tokenizer_fits
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 
 

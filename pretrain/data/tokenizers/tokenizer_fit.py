@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.data.special_tokens import TokenIds
+from pretrain.data.tokenizers.special_tokens import TokenIds
 from pretrain.errors import ConfigError
 
 

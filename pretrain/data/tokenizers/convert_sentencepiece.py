@@ -7,7 +7,7 @@ can be encoded as bytes, as `load_tokenizer` does for models of tools/train_toke
 import re
 from typing import Any
 
-from pretrain.data.tokenizer_formats.sentencepiece_model import BPE, UNIGRAM, Kind, SentencePieceModel
+from pretrain.data.tokenizers.sentencepiece_model import BPE, UNIGRAM, Kind, SentencePieceModel
 from pretrain.errors import ConfigError
 
 _SPACE = "\u2581"  # SentencePiece's symbol for a space

@@ -4,10 +4,10 @@ import hashlib
 import json
 from typing import Any
 
-from pretrain.data.special_tokens import TokenIds
-from pretrain.data.tokenizer import HASHES_KEY, encodes_by_lines, sentencepiece_ids
-from pretrain.data.tokenizer_formats.convert_sentencepiece import convert_sentencepiece
-from pretrain.data.tokenizer_formats.sentencepiece_model import parse_model
+from pretrain.data.tokenizers.convert_sentencepiece import convert_sentencepiece
+from pretrain.data.tokenizers.sentencepiece_model import parse_model
+from pretrain.data.tokenizers.special_tokens import TokenIds
+from pretrain.data.tokenizers.tokenizer import HASHES_KEY, encodes_by_lines, sentencepiece_ids
 
 
 def sentencepiece_files(content: bytes, where: str, *, max_length: int | None = None) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.special_tokens import read_object
+from pretrain.data.tokenizers.special_tokens import read_object
 from pretrain.errors import ConfigError
 
 _QWEN_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
 from pretrain.data.text import check_unicode
-from pretrain.data.tokenizer_formats.huggingface_tokenizer import read_library
+from pretrain.data.tokenizers.huggingface_tokenizer import read_library
+from pretrain.data.tokenizers.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
 from pretrain.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pretrain.data.special_tokens import EOD_PIECE
 from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.transformers_files import sentencepiece_files
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.transformers_files import sentencepiece_files
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 

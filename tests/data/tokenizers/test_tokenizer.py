@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from pretrain.data.special_tokens import EOD_PIECE
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.train_tokenizer import train_sentencepiece
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
 SOURCES = [str(path) for path in (Path(json.__file__).parent).glob("*.py")]
 
 
@@ -195,7 +195,7 @@ def test_the_tool_trains_without_warnings(tmp_path: Path) -> None:
     (["nowhere.txt"], "nowhere.txt: there is no such file"),
     (["EMPTY"], "empty.txt: there is no text"),
     (["BLANK"], "SentencePiece training: it failed: "),
-    ([str(Path(__file__).parent)], "data: this is a folder"),
+    ([str(Path(__file__).parent)], "tokenizers: this is a folder"),
     ([], "INPUT: it is required"),
     (["SRC", "--vocab-sise", "4"], 'Did you mean "--vocab_size"?'),
     (["SRC", "--vocab_size", "many"], "--vocab_size: found 'many'; expected a whole number"),

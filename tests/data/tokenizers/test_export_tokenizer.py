@@ -16,13 +16,13 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
-from pretrain.data.export_tokenizer import export_tokenizer
-from pretrain.data.special_tokens import EOD_PIECE, TokenIds
-from pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizer_formats.huggingface_tokenizer import _QWEN_WORDS
-from pretrain.data.train_tokenizer import train_sentencepiece
+from pretrain.data.tokenizers.export_tokenizer import export_tokenizer
+from pretrain.data.tokenizers.huggingface_tokenizer import _QWEN_WORDS
+from pretrain.data.tokenizers.special_tokens import EOD_PIECE, TokenIds
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-from tests.data.test_tokenizer import HARD, SOURCES, random_texts
+from tests.data.tokenizers.test_tokenizer import HARD, SOURCES, random_texts
 
 LINES = [line for path in SOURCES for line in Path(path).read_text().splitlines() if line.strip()] + [
     "naïve café straße Å ½ ﬁne", "Привет, мир!", "你好,世界。", "こんにちは世界", "안녕하세요", "مرحبا", "👋 🎉 x²"] * 3
@@ -91,7 +91,7 @@ def test_the_folder_of_the_training_tool_works_in_transformers(ours: Tokenizer) 
 
 
 def test_qwen2_ignores_the_tokenizer_class_without_the_workaround(ours: Tokenizer, tmp_path: Path) -> None:
-    """If this fails, transformers honors tokenizer_class: delete _OWN_CLASS in pretrain/data/export_tokenizer.py."""
+    """If this fails, transformers honors tokenizer_class: delete _OWN_CLASS in export_tokenizer.py."""
     folder = model_folder(tmp_path / "hf", "qwen2")
     export_tokenizer(ours.path, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
