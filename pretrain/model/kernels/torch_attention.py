@@ -56,12 +56,16 @@ def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None) 
     return _shared_mask(q_BHTE.shape[2], window, q_BHTE.device, q_BHTE.dtype, alibi_slopes)
 
 
-@torch.compiler.assume_constant_result  # torch.compile would make and save a mask for each layer
 def _shared_mask(length: int, window: int, device: torch.device, dtype: torch.dtype,
                  alibi_slopes: torch.Tensor | None) -> torch.Tensor:
     if alibi_slopes is None:
         return _visible(length, window, device)
     return _alibi(alibi_slopes, length, window, dtype, device)
+
+
+# torch.compile would make and save a mask for each layer. This is what torch.compiler.assume_constant_result does
+# (torch 2.13, _dynamo/decorators.py); that function also imports torch._dynamo, which takes 1 s and 70 MB.
+setattr(_shared_mask, "_dynamo_marked_constant", True)  # noqa: B010 (mypy knows no such attribute)
 
 
 @functools.lru_cache(maxsize=4)
