@@ -23,11 +23,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self._words: list[str] = []  # of the command line, for errors
 
     def parse_known_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                          namespace: argparse.Namespace | None = None) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
+        self._words = words[:end]
         return super().parse_known_args([self._as_declared(word) for word in words[:end]] + words[end:], namespace)
 
     def _as_declared(self, word: str) -> str:
@@ -42,7 +44,12 @@ class Parser(argparse.ArgumentParser):
         return None if action is None else action.nargs != 0 and "=" not in word
 
     def error(self, message: str) -> NoReturn:
-        raise argument_error(message, self._option_string_actions)
+        flags = self._option_string_actions
+        if "arguments are required: --" in message:  # a misspelt flag is the likely reason, so it is reported instead
+            for word in self._words:
+                if word.startswith("--") and self.takes_value(word) is None:
+                    raise unknown_flag(word, flags)
+        raise argument_error(message, flags)
 
 
 def argument_error(message: str, flags: Iterable[str]) -> ConfigError:

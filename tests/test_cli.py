@@ -72,3 +72,15 @@ def test_wrong_flags_raise_config_errors(words: list[str], message: str) -> None
     with pytest.raises(ConfigError) as error:
         make_parser().parse_args(words)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--ouput", "x"], '--ouput: there is no such flag. Did you mean "--output"?'),
+    (["--text", "x"], "--output: it is required"),
+])  # fmt: skip
+def test_a_misspelt_required_flag_is_reported_by_its_name(words: list[str], message: str) -> None:
+    parser = make_parser()
+    parser.add_argument("--output", required=True)
+    with pytest.raises(ConfigError) as error:
+        parser.parse_args(words)
+    assert message in str(error.value)

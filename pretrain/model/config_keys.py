@@ -62,7 +62,8 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
     except UnicodeDecodeError:
-        raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is") from None
+        raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is",
+                          remedy="name a config.json; --init_from starts from the weights of a folder") from None
     except OSError as error:
         raise ConfigError(str(path), problem=f"the config.json cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -11,7 +11,9 @@ import pytest
 
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.checkpoints import LAYOUTS, copy_checkpoints, real_run
 from tests.support.launch import ROOT, run_ranks
 
@@ -84,13 +86,28 @@ def test_generate_accepts_the_same_folders(run: Path) -> None:
         folder, manifest = select_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
-    for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"), (run, 9, "global_step9"),
+    for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"),
+                                 (run, 9, "--step 9: .* has the steps 3, 2, 1"),
                                  (run / "none", None, "no such folder")):
         with pytest.raises(ConfigError, match=message):
             select_checkpoint(wrong, step)
     (run / "run.json").unlink()
     with pytest.raises(ConfigError, match="--tokenizer"):
         tokenizer_of(checkpoints / "global_step2")
+
+
+def test_without_the_flag_the_tokenizer_of_the_data_is_found(tmp_path: Path) -> None:
+    """A run without --tokenizer has the tokenizer that prepared its data, as long as this file has not changed."""
+    tokenizer, prefix = write_byte_tokenizer(tmp_path / "tokenizer"), tmp_path / "data"
+    found = load_tokenizer(tokenizer)
+    (tmp_path / "data.meta.json").write_text(json.dumps(
+        {"vocab_size": found.vocab_size, "tokenizer": str(found.path), "tokenizer_sha256": found.fingerprint}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps([{"flags": {"tokenizer": None, "train_data": str(prefix)}}]))
+    assert tokenizer_of(tmp_path / "run") == str(found.path)
+    found.path.write_text(found.path.read_text() + "\n")
+    with pytest.raises(ConfigError, match="names no tokenizer"):
+        tokenizer_of(tmp_path / "run")
 
 
 def test_prune_removes_all_but_the_newest(run: Path) -> None:

@@ -26,7 +26,7 @@ def evaluate_cases() -> Iterator[Case]:
     for what, (name, raw) in _TEXTS.items():
         yield _case(what, (_RUN, "--data", f"{{world}}/{name}"), name, (name, raw))
     for what, words, culprit in (
-            ("step", ("--data", "{world}/plain", "--step", "7"), "global_step7"),
+            ("step", ("--data", "{world}/plain", "--step", "7"), "--step 7: "),
             (".idx", ("--data", "{world}/plain.idx"), "without .idx"),
             ("truncated", ("--data", "{world}/truncated"), "truncated.bin"),
             ("corrupt", ("--data", "{world}/corrupt"), "corrupt.idx"),

@@ -98,7 +98,7 @@ def path_cases() -> Iterator[Case]:
     for program in ("tools/generate.py", "tools/summarize.py"):
         for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
             yield Case(f"{program} {what}", program, (path,), _name_of(path))
-    yield Case("generate --step", "tools/generate.py", ("{world}/done", "--step", "7"), "global_step7")
+    yield Case("generate --step", "tools/generate.py", ("{world}/done", "--step", "7"), "--step 7: ")
     for what, path in UNREADABLE.items():
         yield Case(f"generate --tokenizer {what}", "tools/generate.py", ("{world}/done", "--tokenizer", path),
                    "--tokenizer")
@@ -134,7 +134,7 @@ def _weights_cases() -> Iterator[Case]:
     for what, path in {**UNWRITABLE, "file": "{world}/file", "other folder": "{world}/done"}.items():
         yield Case(f"{program} to {what}", program, ("{world}/done", "--output", path), _name_of(path))
     yield Case(f"{program} damaged", program, tuple(TOOLS[program]), "weights.pt: found SHA-256")
-    yield Case(f"{program} --step of no checkpoint", program, (*TOOLS[program], "--step", "7"), "global_step7")
+    yield Case(f"{program} --step of no checkpoint", program, (*TOOLS[program], "--step", "7"), "--step 7: ")
 
 
 def _generate_cases() -> Iterator[Case]:

@@ -19,7 +19,7 @@ _FILES: dict[str, tuple[str, bytes, str]] = {  # name -> (file, its content, tex
     "truncated": (_WEIGHTS, safetensors_of(HF_MODEL)[:-4], "model.safetensors"),
     "no header": (_WEIGHTS, b"", "model.safetensors"),
     "other shape": (_WEIGHTS, safetensors_of({**HF_MODEL, "n_embd": 12}), "found the shape"),
-    "more layers": (_WEIGHTS, safetensors_of({**HF_MODEL, "n_layer": 2}), "the model of the config.json does not have"),
+    "more layers": (_WEIGHTS, safetensors_of({**HF_MODEL, "n_layer": 2}), "the model of the config.json does not"),
     "larger vocabulary": (_WEIGHTS, safetensors_of({**HF_MODEL, "vocab_size": 384}), "found 384 rows"),
     "unknown model": ("hf/config.json", b'{"model_type": "mamba"}', "config.json: model_type"),
     "pickle": ("pickle/pytorch_model.bin", b"", "pickle: the folder has neither a config.json"),

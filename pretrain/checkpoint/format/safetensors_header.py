@@ -44,7 +44,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":
+                raise ConfigError(str(path), problem="this is a pointer of Git LFS, not the weights",
+                                  remedy="`git lfs pull` in its repository downloads them")
             if size < 8 or length > min(_LARGEST_HEADER, size - 8):
                 raise _damaged(path, f"the file has {size} bytes, which is less than its header needs")
             values = json.loads(file.read(length), object_pairs_hook=_without_duplicates)

@@ -73,7 +73,9 @@ def check_hf_folder(folder: Path, config: ModelConfig | None = None) -> HFFolder
     if not (folder / "config.json").is_file():
         problem = "there is no such folder"
         if folder.exists():
-            problem = f"there is no file {folder / 'config.json'}" if folder.is_dir() else "this is a file"
+            problem = "this is a file, and not a folder"
+        if folder.is_dir():
+            problem = f"there is no file {folder / 'config.json'}"
         raise ConfigError(str(folder), problem=problem,
                           remedy="name a folder with a transformers config.json and safetensors files")
     if config is None:

@@ -81,7 +81,8 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
         _reject_other_evaluation_data(plan, manifest.step)
     changes = _changed_inputs(manifest, plan)
     if changes:
-        warnings = [*warnings, f"{', '.join(changes)} differ from the run that saved {folder.name}"]
+        differ = "differs" if len(changes) == 1 else "differ"
+        warnings = [*warnings, f"{', '.join(changes)} {differ} from the run that saved {folder.name}"]
     return Resume(folder, manifest, warnings)
 
 

@@ -1,5 +1,6 @@
 """Find the checkpoint or transformers folder, and the tokenizer, that a tool reads. Imports no torch."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from pretrain.checkpoint.format.manifest import (
     read_manifest,
     step_of,
 )
+from pretrain.data.indexed import read_meta
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.hub import snapshot_in
 from pretrain.monitor.read_run_folder import newest_start
@@ -69,11 +72,21 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
         return found
     if step is not None:
         folder = find_checkpoints_folder(path) / f"global_step{step}"
+        if not folder.is_dir():
+            raise _no_such_step(path, step)
         return FoundCheckpoint(folder, read_manifest(folder))
     newest = newest_complete(find_checkpoints_folder(path))
     if newest is None:
         raise _no_checkpoint(path)
     return FoundCheckpoint(newest[0], newest[1])
+
+
+def _no_such_step(path: Path, step: int) -> ConfigError:
+    steps = ", ".join(str(step_of(folder)) for folder in checkpoint_folders(find_checkpoints_folder(path)))
+    if not steps:
+        return _no_checkpoint(path)
+    return ConfigError(f"--step {step}", problem=f"{path} has no checkpoint of this step", remedy="the run has the "
+                       f"{'steps' if ',' in steps else 'step'} {steps}")
 
 
 def _no_checkpoint(path: Path) -> ConfigError:
@@ -115,7 +128,8 @@ def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
     Raises ConfigError.
     """
     if not path.is_dir():
-        raise ConfigError(str(path), problem="there is no such folder",
+        problem = "this is a file, and not a folder" if path.exists() else "there is no such folder"
+        raise ConfigError(str(path), problem=problem,
                           remedy="name a run folder (the value of --save) or a global_stepN folder")
     found = find_checkpoint(path, step=step)
     assert found.manifest is not None
@@ -132,9 +146,10 @@ def _possible_runs(path: Path) -> tuple[Path, ...]:
 
 
 def tokenizer_of(path: Path) -> str:
-    """Return the --tokenizer of the run that this folder belongs to, or the tokenizer that its weights came with.
+    """Return the --tokenizer of the run that this folder belongs to.
 
-    Raises ConfigError if there is neither.
+    Without this flag: the tokenizer that its weights came with, or else the one that prepared its training data.
+    Raises ConfigError if there is none of these.
     """
     run = run_folder_of(path)
     tokenizer = None if run is None else newest_start(run)["flags"].get("tokenizer")
@@ -144,6 +159,20 @@ def tokenizer_of(path: Path) -> str:
                      if (folder / "checkpoints").is_dir() and (folder / "tokenizer").is_dir()), None)
     if imported is not None:  # by tools/import_hf.py
         return str(imported / "tokenizer")
+    if run is not None and (prepared := _tokenizer_of_data(run)) is not None:
+        return prepared
     missing = f"there is no run.json for {path}" if run is None else f"{run / 'run.json'} names no tokenizer"
     raise ConfigError("--tokenizer", problem=f"the flag is missing, and {missing}",
                       remedy="name the tokenizer that prepared the data")
+
+
+def _tokenizer_of_data(run: Path) -> str | None:
+    """Return the file that prepared the training data of a run; None if it is unknown or has changed since."""
+    prefix = newest_start(run)["flags"].get("train_data")
+    with contextlib.suppress(ConfigError, OSError):
+        meta = read_meta(prefix) if isinstance(prefix, str) else None
+        path = meta.get("tokenizer") if meta is not None else None
+        if meta is not None and isinstance(path, str) and load_tokenizer(path).fingerprint == \
+                meta.get("tokenizer_sha256"):
+            return path
+    return None

@@ -84,7 +84,8 @@ def _find_file(path: Path) -> Path:
     found = find_tokenizer_file(path)
     if found is None:
         raise ConfigError(f"--tokenizer {path}", problem="the folder contains neither tokenizer.model nor "
-                          f"tokenizer.json{_other_files(path)}", remedy="tools/train_tokenizer.py trains a tokenizer")
+                          f"tokenizer.json{_other_files(path)}", remedy="name a file or folder that has one; "
+                          "tools/train_tokenizer.py trains a tokenizer")
     return found
 
 
