@@ -20,12 +20,15 @@ def verify_source(source: EvaluationSource) -> None:
 
     Collective if there are several ranks. Raises ConfigError, on every rank, if a file is damaged.
     """
-    together, found = dist.is_initialized(), source.hf_folder
+    found, several_ranks = source.hf_folder, dist.is_initialized()
+    if found is not None and several_ranks:
+        from_rank_0(lambda: _verify_hf_folder(found))
+        return
     if found is not None:
-        from_rank_0(lambda: _verify_hf_folder(found)) if together else _verify_hf_folder(found)
+        _verify_hf_folder(found)
         return
     manifest = read_manifest(source.folder)
-    if together:
+    if several_ranks:
         damage = find_damage_together(source.folder, manifest)
     else:
         with ProgressBar("verifying", sum(record.bytes for record in manifest.files.values())) as progress:
@@ -36,4 +39,5 @@ def verify_source(source: EvaluationSource) -> None:
 
 
 def _verify_hf_folder(found: HFFolder) -> None:
+    """Read the files whose hashes are recorded. Raises ConfigError for a damaged one."""
     hash_files(replace(found, files=tuple(expected_hashes(found.folder, found.files))))
