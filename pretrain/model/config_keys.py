@@ -6,6 +6,7 @@ before torch is imported.
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,19 @@ IGNORED = frozenset(
 )
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a dict from a JSON object. Raises ValueError if a key is repeated."""
-    keys = [key for key, _ in pairs]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise ValueError(f'it has the key "{min(twice)}" twice')
-    return dict(pairs)
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f'it has the key "{shorten(twice)}" twice')
+    return result
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """Read a config.json. Raises ConfigError if it is unreadable, not a JSON object, too deep, or repeats a key."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_duplicates)
     except UnicodeDecodeError:
         raise ConfigError(str(path), problem="it is not UTF-8 text, as a transformers config.json is",
                           remedy="name a config.json; --init_from starts from the weights of a folder") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.errors import ConfigError, shorten
+from pretrain.model.config_keys import without_duplicates
 
 Shape = tuple[int, ...]
 # dtypes that weights may have: name in the header -> our name
@@ -51,7 +52,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                                   remedy="`git lfs pull` in its repository downloads them")
             if size < 8 or length > min(_LARGEST_HEADER, size - 8):
                 raise _damaged(path, f"the file has {size} bytes, which is less than its header needs")
-            values = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            values = json.loads(file.read(length), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise ConfigError(str(path), problem=f"it cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -64,14 +65,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     found = {name: _stored_tensor(path, name, value, 8 + length) for name, value in values.items()}
     _check_positions(path, found, 8 + length, size)
     return found
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from a JSON object. Raises ValueError if a name is repeated."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        raise ValueError("a name is repeated")
-    return result
 
 
 def _damaged(path: Path, problem: str) -> ConfigError:
