@@ -4,7 +4,7 @@
 #   launch/quickstart.sh [RUN_FOLDER]     (default: runs/quickstart)
 #
 # SETUP=done: skip launch/setup.sh and use the environment VENV.
-# The corpus is the source code of Python's standard library (about 30 MB), so nothing is downloaded for it.
+# The corpus is the source code of Python's standard library (11 to 30 MB), so nothing is downloaded for it.
 # The script can be run again: it skips finished parts. The training resumes, or reports that it is complete.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -60,5 +60,7 @@ Next:
   python tools/generate.py $run --prompt 'class Parser:'
   python tools/check_config.py --world_size 8 --deepspeed_config ds_configs/zero3_bf16.json --model gpt2 --model_overrides vocab_size=4096 --train_data $run/data/train --tokenizer $run/tokenizer --train_steps 1000 --save runs/gpt2
   ds-pretrain --num_accelerators $ranks --config launch/quickstart.yaml --deepspeed_config $config --train_data $run/data/train --valid_data $run/data/valid --tokenizer $run/tokenizer --save $run --train_steps 500
+  python tools/evaluate.py $run
+  python tools/export_hf.py $run --output $run-hf
 (Activate the environment first: source $VENV/bin/activate)
 END

@@ -188,11 +188,13 @@ def _run_in_this_environment(command: str, clone: Path) -> subprocess.CompletedP
     return subprocess.run(["bash", "-c", command], cwd=clone, env=environ, capture_output=True, text=True, timeout=3600)
 
 
-def test_quickstart_names_three_next_commands(quickstart: tuple[Path, Path, str]) -> None:
+def test_quickstart_names_the_next_commands(quickstart: tuple[Path, Path, str]) -> None:
     clone, home, printed = quickstart
-    following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:4]]
-    assert len(following) == 3
+    following = [line.strip() for line in printed[printed.index("Next:"):].splitlines()[1:6]]
+    assert len(following) == 5
     for command in following[:2]:  # the third one trains for minutes; the guide runs it with fewer steps
         done = _run(f"source .venv/bin/activate; {command}", clone, home)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     assert following[2].startswith("ds-pretrain ")
+    run = clone / "runs" / "quickstart"  # the pages run the last two programs
+    assert following[3:] == [f"python tools/evaluate.py {run}", f"python tools/export_hf.py {run} --output {run}-hf"]
