@@ -32,12 +32,12 @@ def plan_lines(plan: Plan) -> list[str]:
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rate = "the JSON's scheduler" if plan.schedule is None else \
-        f"{plan.schedule.kind}, peak {plan.schedule.peak:g}, {plan.schedule.warmup_steps} warm-up steps, " \
+        f"{plan.schedule.kind}, peak {plan.schedule.peak:g}, {_count(plan.schedule.warmup_steps, 'warm-up step')}, " \
         f"lowest {plan.schedule.peak * plan.schedule.min_ratio:g}"
     rows = {
         "layout": ", ".join([ranks, *offload]),
         "precision": precision,
-        "checkpoint": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
+        "recompute": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
         "batch": batch,
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
                  f"{plan.model.num_parameters():,} parameters, {plan.model.num_layers} layers, "

@@ -36,9 +36,11 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     args = parse_arguments(list(train))
     check_start(args, world_size=len(slots), device=device)
     port = _master_port(flags.master_port)
+    ranks = f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"
     if flags.check_only:
+        say(f"the run is valid on {ranks}; it is not started, because of --check_only")
         return 0
-    say(f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host, port {port}; starting DeepSpeed's launcher")
+    say(f"{ranks}, port {port}; starting DeepSpeed's launcher")
     threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
     variables = {"DS_ACCELERATOR": device.kind, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     return run_launcher(_launcher_command(flags, slots, port, train), launcher_environment(variables))

@@ -69,7 +69,8 @@ def test_bad_input_is_rejected(words: list[str], message: str, corpus: str, tmp_
 
 
 def test_a_port_in_use_and_another_launcher_are_rejected(corpus: str, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ZERO2)
     with socket.socket() as taken:
@@ -83,6 +84,7 @@ def test_a_port_in_use_and_another_launcher_are_rejected(corpus: str, tmp_path: 
             main(flags)
     monkeypatch.delenv("MASTER_PORT")
     assert main(["--check_only", *flags]) == 0
+    assert "the run is valid on " in "".join(capfd.readouterr())
     for name in ("RANK", "WORLD_SIZE"):  # RANK and WORLD_SIZE take precedence over SLURM's variables
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "1")
