@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.model_card import model_card
+from pretrain.checkpoint.convert.new_folder import fill_new_folder, new_folder
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import check_hf_folder
@@ -153,3 +154,19 @@ def test_wrong_input_is_rejected_in_one_line_and_nothing_remains(tmp_path: Path)
         file.seek(50_000)
         file.write(b"damage")
     rejected("the checkpoint is damaged")
+
+
+def test_a_checkpoint_that_is_removed_during_an_export_is_one_error(tmp_path):
+    with pytest.raises(ConfigError, match="global_step2: its manifest cannot be read any more"):
+        fill_new_folder(tmp_path / "global_step2", tmp_path / "out", "export", lambda folder: None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_conversions_do_not_write_the_same_folder(tmp_path):
+    with new_folder(tmp_path / "out") as first:
+        (first / "file").write_text("first")
+        with pytest.raises(ConfigError, match="out: another process is writing this folder now"), \
+                new_folder(tmp_path / "out"):
+            pass
+    assert (tmp_path / "out/file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -143,7 +143,12 @@ def fill_new_folder(folder: Path, out: Path, conversion: str,
         conversion: name and options of the conversion, for example "export bf16".
         write: may return the records of files that it has hashed. The other files are hashed afterwards.
     """
-    source = {"what": conversion, "manifest_sha256": hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()}
+    try:
+        manifest = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise ConfigError(str(folder), problem=f"its manifest cannot be read any more: {error.strerror or error}",
+                          remedy="if a run removes old checkpoints now, export a checkpoint that it keeps") from error
+    source = {"what": conversion, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
     if out.exists():
         if _is_same_conversion(out, source):
             return
