@@ -3,8 +3,9 @@
 
 import os
 
+from pretrain.checkpoint.convert.inspect import reject_damaged
 from pretrain.checkpoint.convert.new_folder import output_summary
-from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export, verify_source
+from pretrain.checkpoint.convert.plan_export import SHARD_GB, plan_export
 from pretrain.cli import Parser, number, path, path_text, run_main, whole_number
 from pretrain.config.layout import DTYPE_BYTES
 
@@ -26,7 +27,7 @@ def main() -> None:
     # report wrong inputs before torch is imported, which takes seconds
     plan = plan_export(args.run, args.output, step=args.step, dtype=args.dtype, shard_gb=args.shard_size,
                        tokenizer=args.tokenizer)
-    verify_source(plan)
+    reject_damaged(plan.folder, plan.manifest)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
     from pretrain.checkpoint.convert.export_hf import export_hf
 

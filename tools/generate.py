@@ -114,6 +114,7 @@ def main() -> None:
             say(note)
     device = detect_device()
     check_devices(args.devices, device)
+    source.verify()
     if source.config is not None:
         prepare_deepspeed(device)  # its checkpoints hold objects of DeepSpeed
     from pretrain.analysis.generate.decode import Sampling

@@ -47,7 +47,12 @@ def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, cap
         with pytest.raises(ConfigError, match=message):
             run_tool([path, *words[1:]], capsys, monkeypatch)
     weights = checkpoints / "global_step3/mp_rank_00_model_states.pt"
-    weights.write_bytes(weights.read_bytes()[:-1])
+    content = weights.read_bytes()
+    middle = len(content) // 2
+    weights.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:])
+    with pytest.raises(ConfigError, match=r"the checkpoint is damaged: .*mp_rank_00_model_states\.pt: found"):
+        run_tool(words, capsys, monkeypatch)
+    weights.write_bytes(content[:-1])
     with pytest.raises(ConfigError, match=r"no checkpoint is complete .*the manifest is damaged"):
         run_tool(words, capsys, monkeypatch)
     with pytest.raises(ConfigError, match=r"mp_rank_00_model_states.pt: found \d+ bytes; expected"):

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.load.hf_folder import check_hf_folder, weight_files
+from pretrain.checkpoint.convert.inspect import reject_damaged
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder, weight_files
+from pretrain.checkpoint.load.hf_hashes import verify_recorded_hashes
 from pretrain.checkpoint.load.select import (
     find_checkpoints,
     find_transformers_folder,
@@ -36,6 +39,14 @@ class GenerationSource:
     leading: tuple[int, ...]  # special tokens before each prompt; () for a model that this program trained
     end_tokens: tuple[int, ...] = ()  # that end a text, in addition to the tokenizer's end-of-document token
     notes: tuple[str, ...] = ()
+    hf_folder: HFFolder | None = None  # its checked files; None: a checkpoint, or a folder that only transformers reads
+
+    def verify(self) -> None:
+        """Compare the files with their recorded hashes. Raises ConfigError for a damaged one."""
+        if self.config is not None:
+            reject_damaged(self.folder, read_manifest(self.folder))
+        elif self.hf_folder is not None:
+            verify_recorded_hashes(self.hf_folder)
 
 
 def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = None) -> GenerationSource:
@@ -57,8 +68,8 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
                           remedy="use the tokenizer that prepared the data")
     _require_fit(loaded, {}, config.vocab_size)
     return GenerationSource(folder, config, manifest.precision, config.max_positions, loaded,
-                       leading=_leading_tokens(loaded) if manifest.weights_only else (),
-                       notes=tuple(_skipped_checkpoints(path, manifest.step) if step is None else ()))
+                            leading=_leading_tokens(loaded) if manifest.weights_only else (),
+                            notes=tuple(_skipped_checkpoints(path, manifest.step) if step is None else ()))
 
 
 def _skipped_checkpoints(path: Path, step: int) -> list[str]:
@@ -72,27 +83,28 @@ def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSourc
     if not weight_files(folder):
         raise ConfigError(str(folder), problem="the folder has a config.json, but no weights",
                           remedy="name a run folder, a global_stepN folder, or a transformers folder with weights")
-    _check_headers(folder, values)
+    hf_folder = _check_headers(folder, values)
     loaded = load_tokenizer(tokenizer or folder)
     dtype = values.get("dtype", values.get("torch_dtype"))
     positions = next((values[key] for key in _POSITION_KEYS if isinstance(values.get(key), int)), _NO_LIMIT)
     vocab_size = values["vocab_size"] if isinstance(values.get("vocab_size"), int) else loaded.vocab_size
     return GenerationSource(folder, None, _DTYPES.get(str(dtype), "fp32"), positions, loaded, _leading_tokens(loaded),
-                       _end_tokens(folder), tuple(_require_fit(loaded, values, vocab_size)))
+                            _end_tokens(folder), tuple(_require_fit(loaded, values, vocab_size)), hf_folder)
 
 
-def _check_headers(folder: Path, values: dict[str, Any]) -> None:
+def _check_headers(folder: Path, values: dict[str, Any]) -> HFFolder | None:
     """Raise ConfigError if safetensors files are damaged or do not fit the model.
 
-    Models that only transformers implements, and other formats, are checked when transformers loads them.
+    Return None for models that only transformers implements and for other formats. They are checked when transformers
+    loads them.
     """
     if not any(folder.glob("*.safetensors")):
-        return
+        return None
     try:
         config = model_config_from(values, str(folder / "config.json"))
     except ConfigError:
-        return
-    check_hf_folder(folder, config)
+        return None
+    return check_hf_folder(folder, config)
 
 
 def _require_fit(tokenizer: Tokenizer, hf_config: Mapping[str, Any], vocab_size: int) -> list[str]:

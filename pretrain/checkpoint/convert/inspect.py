@@ -1,8 +1,12 @@
-"""Verify and summarize single checkpoints for tools/checkpoint.py."""
+"""Verify and summarize single checkpoints."""
+
+from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.verify import Advance, find_damage, unloadable_files
 from pretrain.checkpoint.load.select import FoundCheckpoint
+from pretrain.errors import ConfigError
+from pretrain.terminal.progress import ProgressBar
 
 
 def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
@@ -13,6 +17,20 @@ def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
     if found.manifest is None:
         return [found.error]
     return find_damage(found.folder, found.manifest, advance=advance) or unloadable_files(found.folder, found.manifest)
+
+
+def reject_damaged(folder: Path, manifest: Manifest) -> None:
+    """Read every file of a checkpoint. Raises ConfigError if one is damaged, or if it would not be loaded."""
+    with ProgressBar(f"verifying {folder.name}", sum(record.bytes for record in manifest.files.values())) as progress:
+        problems = find_damage(folder, manifest, advance=progress.advance) or unloadable_files(folder, manifest)
+    if problems:
+        raise damaged_checkpoint(folder, problems)
+
+
+def damaged_checkpoint(folder: Path, problems: list[str]) -> ConfigError:
+    """Return the error for a checkpoint with these problems. Its message has the first one."""
+    return ConfigError(str(folder), problem=f"the checkpoint is damaged: {problems[0].rstrip('.')}",
+                       remedy="use another checkpoint")
 
 
 def layout_summary(manifest: Manifest) -> str:

@@ -3,16 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.convert.inspect import verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
-from pretrain.checkpoint.load.select import FoundCheckpoint, run_folder_of, select_checkpoint, tokenizer_of
+from pretrain.checkpoint.load.select import run_folder_of, select_checkpoint, tokenizer_of
 from pretrain.config.layout import DTYPE_BYTES
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.terminal.progress import ProgressBar
 
 SHARD_GB = 5.0  # default size of a weights file
 
@@ -92,13 +90,3 @@ def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple
         raise ConfigError(str(tokenizer.path), problem="it has changed since the checkpoint was written",
                           remedy="restore the file, or name a tokenizer with --tokenizer")
     return tokenizer, ()
-
-
-def verify_source(plan: ExportPlan) -> None:
-    """Read every file of the checkpoint. Raises ConfigError if one is damaged."""
-    found = FoundCheckpoint(plan.folder, plan.manifest)
-    with ProgressBar(f"verifying {plan.folder.name}", found.num_bytes) as progress:
-        problems = verify(found, progress.advance)
-    if problems:
-        raise ConfigError(str(plan.folder), problem=f"the checkpoint is damaged: {problems[0].rstrip('.')}",
-                          remedy="use another checkpoint")

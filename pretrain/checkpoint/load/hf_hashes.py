@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import FileRecord, sha256_of
 from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.errors import ConfigError
+from pretrain.terminal.progress import ProgressBar
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -29,6 +31,13 @@ def expected_hashes(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # the folder was not written by this program
     return recorded
+
+
+def verify_recorded_hashes(found: HFFolder) -> None:
+    """Read the files whose hashes are recorded. Raises ConfigError for a damaged one."""
+    recorded = replace(found, files=tuple(expected_hashes(found.folder, found.files)))
+    with ProgressBar(f"verifying {found.folder.name}", sum(map(found.bytes_of, recorded.files))) as progress:
+        hash_files(recorded, progress.advance)
 
 
 def hash_files(found: HFFolder, advance: Callable[[int, str], None] | None = None) -> dict[str, FileRecord]:
