@@ -9,14 +9,14 @@ from pretrain.checkpoint.load.hf_folder import check_hf_folder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.cli import Parser, path, run_main
 from pretrain.errors import ConfigError
-from pretrain.model.hub import snapshot_in
+from pretrain.model.hub import find_repository, is_repository, snapshot_in
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=path, metavar="HF_FOLDER",
-                        help="transformers folder: config.json, safetensors files and optionally a tokenizer; or a "
-                        "folder models--ORG--NAME of the Hub's cache")
+                        help="transformers folder: config.json, safetensors files and optionally a tokenizer; a folder "
+                        "models--ORG--NAME of the Hub's cache; or the name of a repository, org/name")
     parser.add_argument("--output", type=path, required=True, metavar="OUT",
                         help="new run folder, with the weights in OUT/checkpoints/global_step0 and the tokenizer in "
                         "OUT/tokenizer; if OUT's own name is global_step0, only this checkpoint is written")
@@ -26,7 +26,9 @@ def main() -> None:
                           "imported weights are of step 0", remedy="name a run folder, or a folder global_step0")
     check_new_folder(args.output, or_same_conversion=False)
     # report wrong files before torch is imported, which takes seconds
-    found = check_hf_folder(snapshot_in(args.folder))
+    name = str(args.folder)
+    folder = find_repository(name, flag="HF_FOLDER", weights=True) if is_repository(name) else snapshot_in(args.folder)
+    found = check_hf_folder(folder)
     tokenizer = find_hf_tokenizer(found)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed detects an accelerator and warns
     from pretrain.checkpoint.convert.import_hf import import_hf

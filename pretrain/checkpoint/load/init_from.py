@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class InitialWeights:
 
 def source_name(init_from: str) -> str:
     """Return the name of a source that does not depend on the current folder: an absolute path or a repository."""
-    return init_from if is_repository(init_from) else str(Path(init_from).absolute())
+    return init_from if is_repository(init_from) else os.path.abspath(init_from)
 
 
 def find_initial_weights(init_from: str) -> InitialWeights:
@@ -71,7 +72,7 @@ def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
         return Origin(**manifest.origin)
     if not manifest.weights_only:
         return None
-    return Origin(str(folder.absolute()), str(folder.absolute()), _manifest_fingerprint(manifest))
+    return Origin(os.path.abspath(folder), os.path.abspath(folder), _manifest_fingerprint(manifest))
 
 
 def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
@@ -83,7 +84,7 @@ def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
     if manifest.weights_only:
         raise ConfigError(where, problem=f"the run folder already holds weights to start from, {folder}", remedy=remedy)
     origin = origin_of(folder, manifest)
-    if origin is not None and origin.name in (init_from, str(Path(init_from).absolute())):
+    if origin is not None and origin.name in (init_from, os.path.abspath(init_from)):
         return
     with contextlib.suppress(ConfigError):
         if origin is not None and not is_repository(init_from) and \
@@ -103,7 +104,7 @@ def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
         raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)
     where = f"{folder / MANIFEST}: model"
     model = SavedModel(model_config_from(manifest.model, where), where)
-    origin = Origin(source_name(init_from), str(folder.absolute()), _manifest_fingerprint(manifest))
+    origin = Origin(source_name(init_from), os.path.abspath(folder), _manifest_fingerprint(manifest))
     return InitialWeights((folder, manifest), model, origin, tuple(f"not used for --init_from: {error}"
                                                                    for error in errors))
 
@@ -123,4 +124,4 @@ def origin_of_folder(found: HFFolder, name: str) -> Origin:
             header = opened.read(int.from_bytes(opened.read(8), "little"))
         digest.update(f"{file} {found.bytes_of(file)}\n".encode())
         digest.update(header)
-    return Origin(name, str(found.folder.absolute()), digest.hexdigest())
+    return Origin(name, os.path.abspath(found.folder), digest.hexdigest())
