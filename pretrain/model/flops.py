@@ -7,14 +7,22 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Return the forward and backward FLOPs of a token: 6 N + 12 layers * hidden * T. Recomputation is not counted.
 
     N counts the parameters of the blocks and of the output layer, tied or not. Embedding look-ups are not counted.
-    Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence.
+    Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence, or over the window of a layer.
     """
-    return config.num_layers * block_flops_per_token(config, seq_length) + head_flops_per_token(config)
+    keys = sum(keys_per_query(config.window(index), seq_length) for index in range(config.num_layers))
+    blocks = 6.0 * config.layer_parameters() * config.num_layers + 12.0 * config.num_heads * config.head_size * keys
+    return blocks + head_flops_per_token(config)
 
 
-def block_flops_per_token(config: ModelConfig, seq_length: int) -> float:
-    """Return the part of flops_per_token in one block: its matrix products and its attention."""
-    return 6.0 * config.layer_parameters() + 12.0 * config.num_heads * config.head_size * seq_length
+def keys_per_query(window: int, seq_length: int) -> int:
+    """Return the number of keys that a query is counted with: T, or the layer's window if that is shorter."""
+    return min(window or seq_length, seq_length)
+
+
+def block_flops_per_token(config: ModelConfig, seq_length: int, window: int) -> float:
+    """Return the part of flops_per_token in one block with this window: its matrix products and its attention."""
+    attention = 12.0 * config.num_heads * config.head_size * keys_per_query(window, seq_length)
+    return 6.0 * config.layer_parameters() + attention
 
 
 def head_flops_per_token(config: ModelConfig) -> float:

@@ -130,10 +130,13 @@ def _prints_to_log() -> Iterator[None]:
 
 def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
     """Return the FLOPs per token of each layer in `build_specs`; look-ups and norms count as 0."""
-    block, head = int(block_flops_per_token(config, seq_length)), int(head_flops_per_token(config))
+    by_window = {window: int(block_flops_per_token(config, seq_length, window)) for window in (0, *config.windows)}
+    blocks = [by_window[config.window(index)] for index in range(config.num_layers)]
+    head = int(head_flops_per_token(config))
     if num_stages > 1:
-        head = head_work_for_partition(head, block * config.num_layers, config.num_layers, num_stages)
-    return [block if spec.typename is Block else 0 for spec in build_specs(config)[:-1]] + [head]
+        head = head_work_for_partition(head, sum(blocks), config.num_layers, num_stages)
+    first = next(index for index, spec in enumerate(build_specs(config)) if spec.typename is Block)
+    return [0] * first + [*blocks, 0, head]  # the 0 before the head is the final norm
 
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",

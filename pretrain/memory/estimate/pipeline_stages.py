@@ -13,7 +13,7 @@ from itertools import pairwise
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import Layer, ModelShape, Tensor
-from pretrain.model.flops import head_work_for_partition
+from pretrain.model.flops import head_work_for_partition, keys_per_query
 
 # Class names in model/layer_specs.py. The regular expression of "type:REGEX" is matched against these names.
 _CLASS_NAMES = {"embedding": "TokenEmbedding", "positions": "PositionEmbedding", "block": "Block", "norm": "FinalNorm",
@@ -83,7 +83,8 @@ def layer_work(shape: ModelShape, layer: Layer, seq_length: int) -> int:
         return 0
     experts = sum(tensor.size for tensor in layer.tensors if tensor.expert)
     idle = experts * (shape.num_experts - shape.experts_per_token) // shape.num_experts if experts else 0
-    attention = 2 * shape.num_heads * shape.head_size * seq_length if layer.kind == "block" else 0
+    keys = keys_per_query(layer.window, seq_length) if layer.kind == "block" else 0
+    attention = 2 * shape.num_heads * shape.head_size * keys
     return layer.size - idle + attention
 
 

@@ -11,6 +11,7 @@ from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.pipeline_stages import layer_work, pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer, forward_passes
+from pretrain.model.flops import keys_per_query
 
 KERNEL_EFFICIENCY = 0.55  # fraction of the peak rate while the device computes: an assumption
 LINK_EFFICIENCY = 0.8  # fraction of a link's stated bandwidth that transfers reach: an assumption
@@ -58,8 +59,8 @@ class StepTime:
 def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_length: int) -> float:
     """Return the FLOPs of forward and backward pass per token, without recomputation (like model/flops.py).
 
-    6 * (parameters that a token is multiplied with) + 12 * layers * heads * head_size * seq_length. Without a shape:
-    6 * num_parameters.
+    6 * (parameters that a token is multiplied with) + 12 * heads * head_size * (keys per query, summed over layers).
+    Without a shape: 6 * num_parameters.
     """
     if shape is None:
         return 6.0 * num_parameters
@@ -68,7 +69,9 @@ def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_len
         look_ups += shape.vocab_size * shape.hidden_size
     final_norm = {"layernorm": 2, "rmsnorm": 1}.get(shape.norm, 0) * shape.hidden_size
     multiplied = shape.active_parameters() - look_ups - final_norm
-    return 6.0 * multiplied + 12.0 * shape.num_layers * shape.num_heads * shape.head_size * seq_length
+    windows = shape.windows or (0,) * shape.num_layers
+    keys = sum(keys_per_query(window, seq_length) for window in windows)
+    return 6.0 * multiplied + 12.0 * shape.num_heads * shape.head_size * keys
 
 
 def pipeline_imbalance(layout: Layout, shape: ModelShape, flops_per_token: float) -> float:
