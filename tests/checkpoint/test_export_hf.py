@@ -87,10 +87,11 @@ def test_token_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "list").eos_token_id == [40, 41]
 
 
-def _set_value(folder: Path, name: str, value: float) -> None:
-    state = load_file(folder / "model.safetensors")
+def _set_value(checkpoint: Path, name: str, value: float) -> None:
+    [file] = checkpoint.glob("*.safetensors")
+    state = load_file(file)
     state[name].view(-1)[5] = value
-    save_file(state, folder / "model.safetensors")
+    save_file(state, file)
 
 
 @pytest.mark.parametrize(("value", "dtype", "message"), [
@@ -98,8 +99,9 @@ def _set_value(folder: Path, name: str, value: float) -> None:
     (float("nan"), "bf16", r"2.mlp.up.weight: it has values that are NaN or infinite")])
 def test_values_that_are_not_finite_are_rejected(value: float, dtype: str, message: str, tmp_path: Path) -> None:
     save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
-    _set_value(tmp_path / "hf", "transformer.h.0.mlp.c_fc.weight", value)
-    plan = plan_export(imported(tmp_path / "hf", tmp_path / "run"), tmp_path / "out", dtype=dtype)
+    checkpoint = imported(tmp_path / "hf", tmp_path / "run")
+    plan = plan_export(checkpoint, tmp_path / "out", dtype=dtype)
+    _set_value(checkpoint, "2.mlp.up.weight", value)
     with pytest.raises(ConfigError, match=message):
         export_hf(plan)
     assert sorted(os.listdir(tmp_path)) == ["hf", "run"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -92,6 +92,18 @@ def test_too_little_free_space_is_reported_at_the_start(tmp_path: Path, monkeypa
     save_hf_model(tmp_path / "hf", SHAPES["gpt2"])
     monkeypatch.setattr("pretrain.checkpoint.convert.new_folder.free_bytes", lambda _: 1000)
     with pytest.raises(ConfigError, match=r"run: the output needs 0.4 MB, and the disk has only 0.0 MB"):
+        imported(tmp_path / "hf", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_rejected(value: float, tmp_path: Path) -> None:
+    save_hf_model(tmp_path / "hf", SHAPES["llama"])
+    file = tmp_path / "hf/model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 5] = value
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"hf: .*layers\.1\.self_attn\.k_proj\.weight, .*: it has values that"):
         imported(tmp_path / "hf", tmp_path / "run")
     assert os.listdir(tmp_path) == ["hf"]
 

@@ -12,6 +12,7 @@ from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
 from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     PlannedTensor,
+    all_finite,
     copy_rows,
     file_names,
     shards_of,
@@ -23,6 +24,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
 from pretrain.checkpoint.load.init_from import origin_of_folder
+from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.monitor.write_run_folder import versions
@@ -38,7 +40,8 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
 
     If the name of `out` is global_step0, write only this checkpoint.
 
-    Raises ConfigError if a file differs from its recorded hash, or cannot be read or written.
+    Raises ConfigError if a file differs from its recorded hash, cannot be read or written, or has a value that is not
+    finite.
     """
     check_free_space(out, sum(map(found.bytes_of, found.files)))
     with ProgressBar("hashing", sum(map(found.bytes_of, found.files))) as progress:
@@ -75,10 +78,16 @@ def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.
     """Yield the flat values of our tensors. The next chunk overwrites the last one.
 
     Where possible, only chunks are copied from the mapped files, not complete tensors as `HFWeights.stored` does.
+    Raises ConfigError for values that are NaN or infinite.
     """
     buffers = {tensor.dtype: torch.empty(CHUNK_NUMEL, dtype=DTYPES[tensor.dtype]) for tensor in planned}
     for tensor in planned:
-        yield from _chunks_of(weights, tensor.name, buffers[tensor.dtype])
+        for chunk in _chunks_of(weights, tensor.name, buffers[tensor.dtype]):
+            if not all_finite(chunk):
+                raise ConfigError(f"{weights.folder}: {', '.join(weights.rules[tensor.name].theirs)}",
+                                  problem="it has values that are NaN or infinite",
+                                  remedy="use other weights, or download the files again")
+            yield chunk
 
 
 def _chunks_of(weights: HFWeights, name: str, buffer: torch.Tensor) -> Iterator[torch.Tensor]:

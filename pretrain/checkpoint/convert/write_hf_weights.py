@@ -1,6 +1,5 @@
 """Write a checkpoint's weights under the names of transformers. At most one tensor and a chunk are in memory."""
 
-import math
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from pretrain.checkpoint.convert.write_weights import (
     CHUNK_NUMEL,
     PlannedTensor,
+    all_finite,
     copy_rows,
     file_names,
     index_json,
@@ -96,14 +96,10 @@ class _Converter:
     def _read(self, name: str, start: int, out: torch.Tensor) -> torch.Tensor:
         """Fill `out` with values of a parameter. Raises ConfigError if one is not finite in the dtype of `out`."""
         self._reader.copy(name, FP32, start, out)
-        if not _all_finite(out):
-            if _all_finite(self._reader.read(name, FP32, start, out.numel())):
+        if not all_finite(out):
+            if all_finite(self._reader.read(name, FP32, start, out.numel())):
                 raise ConfigError("--dtype", problem=f"{name} has values that are too large for {out.dtype}",
                                   remedy="choose bf16 or fp32")
             raise ConfigError(f"{self._reader.folder}: {name}", problem="it has values that are NaN or infinite",
                               remedy="use an earlier checkpoint")
         return out
-
-
-def _all_finite(tensor: torch.Tensor) -> bool:
-    return all(math.isfinite(value.item()) for value in tensor.aminmax())  # isfinite() would allocate several tensors
