@@ -34,17 +34,22 @@ for words in json.loads(sys.argv[1]):
         if end.code:
             raise
 """
-# checks that plain DeepSpeed reads the weights of the safetensors file sys.argv[2] from the checkpoint sys.argv[1]
+# checks that plain DeepSpeed reads the weights of the consolidated folder sys.argv[2] from the checkpoint sys.argv[1]
 ZERO_TO_FP32 = """
 import sys
 from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
-folder = Path(sys.argv[1])
-theirs, ours = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name), load_file(sys.argv[2])
-assert ours.keys() <= theirs.keys(), ours.keys() ^ theirs.keys()
-assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+from pretrain.model.config import load_model_config
+from pretrain.model.hf_weights import to_theirs
+checkpoint, folder = Path(sys.argv[1]), Path(sys.argv[2])
+read = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+written, config = load_file(folder / "model.safetensors"), load_model_config(str(folder))
+expected = {name: tensor for rule in config.tensors()
+            for name, tensor in zip(rule.theirs, to_theirs(rule, read[rule.ours], config), strict=True)}
+assert written.keys() == expected.keys(), written.keys() ^ expected.keys()
+assert all(torch.equal(written[name], expected[name]) for name in written)
 """
 
 
@@ -136,7 +141,7 @@ def save(python: Python) -> None:
     train(python, "resume", python.run, python.folder, steps=4, resume="required", launcher=False)
     read(python, python, python.run)
     python.do("zero_to_fp32", "-c", ZERO_TO_FP32, python.run / "checkpoints/global_step4",
-              python.folder / f"weights_{python.version}/model.safetensors")
+              python.folder / f"weights_{python.version}")
 
 
 def read(python: Python, other: Python, run: Path) -> None:

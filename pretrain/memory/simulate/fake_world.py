@@ -109,9 +109,9 @@ def apply_to_fake_tensors(self: torch.nn.Module, fn: Callable[[torch.Tensor], to
     return self
 
 
-def gather_own_value(values: list[Any], value: Any, group: Any = None) -> None:
-    """Replaces `torch.distributed.all_gather_object`: pretends that every rank has this rank's value."""
-    values[:] = [value] * len(values)
+def gather_own_value(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Replaces `torch.distributed.all_gather_object`: pretends that every rank has this rank's object."""
+    object_list[:] = [obj] * len(object_list)
 
 
 def replace_functions_that_need_data() -> None:
