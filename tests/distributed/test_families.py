@@ -16,13 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pretrain.checkpoint.convert.export_hf import export_hf
 from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.dataset import open_datasets
 from pretrain.data.indexed import IndexedWriter
-from pretrain.data.loader import Loader
 from pretrain.model.config import load_model_config
 from pretrain.model.layer_specs import as_module
 from tests.conftest import selected_params
 from tests.support.cases import case
+from tests.support.first_batch import first_batch
 from tests.support.layouts import dp2, pp2, run_layouts
 from tests.support.model_shapes import SHAPES, write_config
 
@@ -71,22 +70,11 @@ def trained(request: pytest.FixtureRequest, tokens: str, tmp_path_factory: pytes
     return {"sources": sources, **run_layouts(cases, base / "runs")}
 
 
-def first_batch(prefix: str, seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels of the first global batch."""
-    dataset = open_datasets(prefix, valid_data=None, test_data=None, split="1,0,0", seq_length=seq_length,
-                            seed=1234)["train"]
-    loader = Loader(dataset, micro_batch_size=BATCH, gradient_accumulation_steps=1, data_parallel_rank=0,
-                    data_parallel_size=1, eod_token=None, sum_over_data_parallel=lambda value: value)
-    [(batch, (labels, _))] = loader.step(0)
-    loader.close()
-    return batch, labels
-
-
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_weights_come_in_train_and_leave(name: str, layout: str, trained: dict[str, Any], tokens: str,
                                          tmp_path: Path) -> None:
     source, result = trained["sources"][name], trained[f"{name}-{layout}"]
-    batch, labels = first_batch(tokens, SEQ_LENGTH)
+    batch, labels = first_batch(tokens, split="1,0,0", seq_length=SEQ_LENGTH, samples=BATCH)
     published = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = published(batch).logits

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.data.dataset import open_datasets
-from pretrain.data.loader import Loader
 from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
+from tests.support.first_batch import first_batch
 from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
@@ -40,12 +39,7 @@ def write_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **s
 
 def loss_of_transformers(folder: Path, corpus: str) -> float:
     """Return the loss of the first global batch, computed by transformers in fp32."""
-    dataset = open_datasets(corpus, valid_data=None, test_data=None, split="80,20,0", seq_length=SEQ_LENGTH,
-                            seed=1234)["train"]
-    loader = Loader(dataset, micro_batch_size=SAMPLES, gradient_accumulation_steps=1, data_parallel_rank=0,
-                    data_parallel_size=1, eod_token=None, sum_over_data_parallel=lambda value: value)
-    [(tokens, (labels, _))] = loader.step(0)
-    loader.close()
+    tokens, labels = first_batch(corpus, split="80,20,0", seq_length=SEQ_LENGTH, samples=SAMPLES)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return float(F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten()))
