@@ -21,8 +21,9 @@ def verify(found: FoundCheckpoint, advance: Advance | None = None) -> list[str]:
 
 def reject_damaged(folder: Path, manifest: Manifest) -> None:
     """Read every file of a checkpoint. Raises ConfigError if one is damaged, or if it would not be loaded."""
-    with ProgressBar(f"verifying {folder.name}", sum(record.bytes for record in manifest.files.values())) as progress:
-        problems = find_damage(folder, manifest, advance=progress.advance) or unloadable_files(folder, manifest)
+    found = FoundCheckpoint(folder, manifest)
+    with ProgressBar(f"verifying {folder.name}", found.num_bytes) as progress:
+        problems = verify(found, progress.advance)
     if problems:
         raise damaged_checkpoint(folder, problems)
 
