@@ -25,7 +25,7 @@ def given_dropouts(flags: object) -> dict[str, Any]:
 
 
 def with_dropout(model: ModelConfig, flags: object) -> ModelConfig:
-    """Return the model with the dropouts of the flags. Its `hf_config`, which exports write, stays the same."""
+    """Return the model with the dropouts of the flags. Its `hf_config`, which exports write, is unchanged."""
     return replace(model, **given_dropouts(flags))
 
 

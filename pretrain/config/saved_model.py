@@ -22,7 +22,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights of step 0 came from."""
+    """Source of the weights of step 0."""
 
     name: str  # an absolute path, or the name of a repository
     folder: str  # the transformers folder, or the folder of the checkpoint

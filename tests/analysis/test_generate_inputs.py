@@ -1,4 +1,4 @@
-"""What tools/generate.py accepts and rejects: checkpoints, transformers folders, devices and data types."""
+"""Inputs that tools/generate.py accepts and rejects: checkpoints, transformers folders, devices and data types."""
 
 import re
 import shutil

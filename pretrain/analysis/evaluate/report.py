@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What was evaluated, and how. The field names are the keys of --json."""
+    """Source and settings of an evaluation. The field names are the keys of --json."""
 
     model: str  # folder of the checkpoint or transformers model
     parameters: int

@@ -1,4 +1,4 @@
-"""What a model family consists of, and helpers to list its tensors.
+"""The parts of a model family, and helpers to list its tensors.
 
 A family is one value of `model_type` in a transformers config.json. This file imports no torch, so that the names and
 shapes in a weights file can be checked before torch is imported.

@@ -1,4 +1,4 @@
-"""What Llama and the families that resemble it share: config.json keys, reader, names of tensors.
+"""Keys of the config.json, reader and tensor names that Llama and similar families share.
 
 They have RMSNorm, rotary positions, grouped queries and a gated MLP. They differ in biases, in the places of the norms,
 in attention windows, and in factors.
