@@ -11,8 +11,8 @@ FINISHED = 0
 CRASHED = 1  # any failure that has no code of its own; a last checkpoint that could not be written
 REJECTED = 2  # bad input: another start would end in the same way
 STOPPED = 75  # saved on a signal or at a time limit: start the run again (EX_TEMPFAIL of sysexits.h)
-GUARD = 76  # stopped by the bad-step guard; supervisors handle 76 and 77, but no code returns them yet
-HANG = 77
+GUARD = 76  # stopped by the guard against bad steps: another start would end in the same way
+HANG = 77  # a rank made no progress within its time-out: start the run again
 INTERRUPTED = 130  # by Ctrl-C, without a save; shells report the same code for a program that SIGINT killed
 
 NO_RESTART = {REJECTED: "the run was rejected", GUARD: "the bad-step guard stopped it"}
@@ -51,6 +51,14 @@ def _begin_sentence(text: str) -> str:
     first, _, _ = text.partition(" ")
     is_word = first.rstrip(",:").isalpha() and first not in _COMMANDS
     return text[:1].upper() + text[1:] if is_word else text
+
+
+class GuardError(Exception):
+    """The guard against bad steps has stopped the run. The message is one line with the reason and the remedy."""
+
+
+class CorruptionError(Exception):
+    """Copies of a parameter differ between ranks. The message names the rank."""
 
 
 class SaveError(Exception):

@@ -3,6 +3,7 @@
     deepspeed pretrain/train.py --deepspeed_config ds_configs/zero2_bf16.json --model gpt2 --train_data data/corpus ...
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -21,16 +22,18 @@ from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.errors import CRASHED, INTERRUPTED, REJECTED, ConfigError, SaveError
+from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.patches.imports import avoid_compiler_imports
+from pretrain.resilience.run_lock import RunLock
 from pretrain.terminal.status import clear_status, status
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code. All validation happens before torch is imported.
 
-    0: finished. 1: out of memory, or the last checkpoint could not be written. 2: the run was rejected. 75: a signal
-    stopped the run. 130: Ctrl-C before the first step, or a second Ctrl-C.
+    0: finished. 1: out of memory, copies of a parameter differ, or the last checkpoint could not be written. 2: the run
+    was rejected. 75: saved and stopped on request. 76: stopped by the guard against bad steps. 77: a rank made no
+    progress (the watchdog ends the process). 130: Ctrl-C before the first step, or a second Ctrl-C.
     """
     world = ALONE
     try:
@@ -39,7 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print_error(world, error)
         return REJECTED
-    except SaveError as error:
+    except GuardError as error:
+        print_error(world, error)
+        return GUARD
+    except (SaveError, CorruptionError) as error:
         print_error(world, error)
         return CRASHED
     except KeyboardInterrupt:
@@ -64,7 +70,8 @@ def run(args: RunArguments, world: World) -> int:
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), start.weights)
+        with RunLock(Path(plan.args.save)) if world.rank == 0 else contextlib.nullcontext():
+            return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -33,7 +33,11 @@ from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.stop_signals import Stop
+from pretrain.resilience.guard import Guard
+from pretrain.resilience.replica_check import ReplicaCheck
+from pretrain.resilience.requests import Request, Requests
+from pretrain.resilience.rollback import roll_back
+from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal.screen import Screen
 from pretrain.terminal.status import clear_status, status
 
@@ -51,54 +55,76 @@ class StepCallbacks:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """The loop over optimizer steps: train, log, evaluate, save, and stop on a signal."""
+    """The loop over optimizer steps: train, watch, log, evaluate, save, and stop on request."""
 
     plan: Plan
     engine: DeepSpeedEngine
     loaders: dict[str, Loader]  # "train", "valid", "test"
     meter: Meter
     saver: Saver
-    stop: Stop
+    requests: Requests
+    guard: Guard
+    replicas: ReplicaCheck
+    watchdog: Watchdog
     callbacks: StepCallbacks
-    last_step: int
 
     def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
-        """Train steps `first_step` + 1 to `last_step`. A signal ends the loop earlier.
+        """Train steps `first_step` + 1 to the last one. A request to stop ends the loop earlier.
 
-        Returns the last step that was trained, and the name of the signal that stopped the run, or "".
+        Returns the last step that was trained, and why the run was stopped, or "".
         """
-        args, step, stopped_by = self.plan.args, first_step, ""
-        self.meter.restart(first_step)
-        for step in range(first_step + 1, self.last_step + 1):
+        step, steps_here, request = first_step, 0, Request()
+        self.meter.restart(step)
+        while step < self.plan.last_step and not request.stop:
+            step, steps_here = step + 1, steps_here + 1
+            self.watchdog.enter("data", step)
             micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
+            self.watchdog.enter("step", step)
             lr = learning_rate(self.engine)
-            self.callbacks.before_step(step - first_step, self.engine)
+            self.callbacks.before_step(steps_here, self.engine)
             loss = train_batch(self.engine, micro_batches)
             consumed_samples += self.plan.layout.global_batch_size
             self.meter.log(step, loss, lr, consumed_samples)
-            self.callbacks.after_step(step - first_step, self.meter.screen.line)
-            eval_loss = None
-            if self._is_due(step, args.eval_interval):
-                eval_loss = self._evaluate("valid", step, consumed_samples)
+            self.callbacks.after_step(steps_here, self.meter.screen.line)
+            verdict = self.guard.observe(step, loss, consumed_samples)
+            if verdict.rollback:
+                step, consumed_samples = self._roll_back(step, consumed_samples, verdict.rollback)
+                continue
+            self.replicas.check(step)
+            eval_loss = self._evaluate_if_due(step, consumed_samples)
             self.saver.poll()
-            stopped_by = self.stop.requested()
-            if self._is_due(step, args.save_interval) or stopped_by:
-                self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss,
-                                last=step == self.last_step or stopped_by != "")
-                self.meter.restart(step)
-            if stopped_by:
-                break
+            request = self.requests.poll(step)
+            if self._is_due(step, self.plan.args.save_interval) or request.save or request.stop:
+                self._save(step, consumed_samples, eval_loss, last=step == self.plan.last_step or request.stop != "")
         if step == self.plan.train_steps:
             self._evaluate("test", step, consumed_samples)
-        return step, stopped_by
+        return step, request.stop
 
     def _is_due(self, step: int, interval: int) -> bool:
-        return step == self.last_step or (interval > 0 and step % interval == 0)
+        return step == self.plan.last_step or (interval > 0 and step % interval == 0)
+
+    def _roll_back(self, step: int, consumed_samples: int, reason: str) -> tuple[int, int]:
+        self.watchdog.enter("load", step)
+        position = roll_back(self.engine, self.plan, self.saver, step=step, consumed_samples=consumed_samples,
+                             reason=reason)
+        self.meter.restart(position[0])
+        return position
+
+    def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, last: bool) -> None:
+        self.watchdog.enter("save", step)
+        self.replicas.check(step, force=True)
+        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, last=last)
+        self.meter.restart(step)
+
+    def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
+        return self._evaluate("valid", step, consumed_samples) if self._is_due(step, self.plan.args.eval_interval) \
+            else None
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
         """Report and return the mean loss of the first --eval_steps global batches; None if the split has no data."""
         if split not in self.loaders:
             return None
+        self.watchdog.enter("eval", step)
         self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {split} data")
         loss = evaluate(self.engine, self.loaders[split], self.plan.args.eval_steps)
         return self.meter.log_eval(step, split, loss, consumed_samples)
@@ -135,17 +161,20 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWe
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0)
         meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
         saver = Saver(plan, folder, screen)
-        stop = Stop(engine.device, report=screen.line)
+        requests = Requests(engine.device, report=screen.line)
+        watchdog = Watchdog()
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
         announce_start(plan, world, screen, folder, first_step=first_step,
                        resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                        warnings=resume.warnings if resume else ())
-        loop = StepLoop(plan, engine, loaders, meter, saver, stop, callbacks, plan.last_step)
+        loop = StepLoop(plan, engine, loaders, meter, saver, requests, Guard(plan, engine, folder, screen),
+                        ReplicaCheck(plan, engine), watchdog, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():
             loader.close()
         saver.close(wait_for_copies=not stopped_by)
-        stop.close()
+        requests.close()
+        watchdog.close()
         announce_end(plan, step, stopped_by, meter.losses, screen, folder)
     dist.barrier()
     if world.local_rank == 0:

@@ -1,4 +1,4 @@
-"""Graceful stop of a run: a signal to any rank makes all ranks save a checkpoint and end.
+"""What keeps a run healthy: stop requests, the guard against bad steps, the watchdog, the replica check, the run lock.
 
-This folder imports no other folder of pretrain/.
+Imports checkpoint/, engine/, config/, monitor/, distributed/ and errors; never cluster/.
 """

@@ -13,17 +13,24 @@ from pretrain.paths import check_folder
 
 RESUME_CHOICES = ("auto", "required", "never")
 SAVE_BUSY_CHOICES = ("wait", "skip")
+SPIKE_POLICIES = ("warn", "skip", "rollback")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+_SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width")
+                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "weight_decay", "adam_epsilon",
-                  "gradient_clipping")
-_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std")
+                  "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
+                  "replica_check_interval")
+_ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
+               "exit_after_minutes", "spike_threshold")
 _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
-            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3}
-_CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "deepspeed_log_level": LOG_LEVELS,
+            "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
+            "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
+            "spike_window": 2**20}
+_CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
+            "deepspeed_log_level": LOG_LEVELS,
             "lr_schedule": KINDS, "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
 
 
@@ -42,6 +49,8 @@ def check_flags(args: RunArguments) -> None:
 
 
 def _check_ranges(args: RunArguments) -> None:
+    if args.spike_window < _SHORTEST_SPIKE_WINDOW:
+        raise ConfigError("--spike_window", found=args.spike_window, expected=f"at least {_SHORTEST_SPIKE_WINDOW}")
     for names, low, above in ((_AT_LEAST_ONE, 1, False), (_AT_LEAST_ZERO, 0, False), (_ABOVE_ZERO, 0, True)):
         for name in names:
             value = getattr(args, name)

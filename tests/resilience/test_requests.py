@@ -16,7 +16,7 @@ LAUNCHER = """
 import os, signal, subprocess, sys, time
 RANK = '''
 import signal, time
-from pretrain.resilience.stop_signals import _exit_on_sigterm_after_crash
+from pretrain.resilience.requests import _exit_on_sigterm_after_crash
 signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
 kept = _exit_on_sigterm_after_crash()
 print("ready", flush=True)

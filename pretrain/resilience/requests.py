@@ -1,4 +1,4 @@
-"""Stop a run after a signal: all ranks save a checkpoint after the same step, then end."""
+"""Requests to save or stop a run, from signals and from files: all ranks act on them after the same step."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 import psutil
@@ -16,11 +17,19 @@ from deepspeed.accelerator import get_accelerator
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-class Stop:
-    """Handler of the signals in SIGNALS. After a signal to any rank, `requested()` returns its name on all ranks.
+@dataclass(frozen=True)
+class Request:
+    """What the ranks have agreed to do after a step."""
 
-    All ranks get the name at the same step. The step does not wait for communication: each call of `requested()` starts
-    an all-reduce of the received signal's number, and the next call reads the result.
+    stop: str = ""  # why the run saves and stops, such as "SIGTERM"; "": it continues
+    save: bool = False  # save a checkpoint, and continue
+
+
+class Requests:
+    """Handler of the signals in SIGNALS. After a signal to any rank, `poll()` returns its name on all ranks.
+
+    All ranks get the name at the same step. The step does not wait for communication: each call of `poll()` starts an
+    all-reduce of the received signal's number, and the next call reads the result.
 
     Args:
         device: device of the all-reduce.
@@ -41,7 +50,7 @@ class Stop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number  # keep SIGINT: after Ctrl-C, DeepSpeed's launcher also sends SIGTERM
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
-        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `requested` will report it
+        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `poll` will report it
             self._report_once(number)
 
     def _report_once(self, number: int) -> None:
@@ -58,17 +67,17 @@ class Stop:
             self._result.copy_(self._reduced, non_blocking=True)
             self._copied.record()
 
-    def requested(self) -> str:
-        """Return the name of a signal that some rank had received by the previous call, or "".
+    def poll(self, step: int) -> Request:
+        """Return the request that some rank had received by the previous call.
 
-        All ranks must call this once a step (a collective), and all get the same result.
+        All ranks must call this after each step (a collective), and all get the same result.
         """
         number = self._read_result()
         self._start_all_reduce()
         if not number:
-            return ""
+            return Request()
         self._report_once(number)
-        return signal.Signals(number).name
+        return Request(stop=signal.Signals(number).name)
 
     def _read_result(self) -> int:
         if self._copied is not None:
