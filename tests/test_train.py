@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, newest_complete
+from pretrain.checkpoint.format.manifest import MANIFEST, newest_good
 from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
@@ -150,7 +150,7 @@ def test_a_damaged_newest_checkpoint_is_skipped(runs: tuple[Path, Path, list[str
     _, uninterrupted, _ = runs
     checkpoints = uninterrupted / "checkpoints"
     (checkpoints / "global_step9").mkdir()  # a killed copy leaves such an empty folder behind
-    found = newest_complete(checkpoints)
+    found = newest_good(checkpoints)
     assert found is not None
     assert found[0].name == "global_step6"
     assert "global_step9" in found[2][0]

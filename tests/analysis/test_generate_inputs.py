@@ -53,7 +53,7 @@ def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, cap
     with pytest.raises(ConfigError, match=r"the checkpoint is damaged: .*mp_rank_00_model_states\.pt: found"):
         run_tool(words, capsys, monkeypatch)
     weights.write_bytes(content[:-1])
-    with pytest.raises(ConfigError, match=r"no checkpoint is complete .*the manifest is damaged"):
+    with pytest.raises(ConfigError, match=r"no checkpoint can be used .*the manifest is damaged"):
         run_tool(words, capsys, monkeypatch)
     with pytest.raises(ConfigError, match=r"mp_rank_00_model_states.pt: found \d+ bytes; expected"):
         run_tool([*words, "--step", 3], capsys, monkeypatch)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import newest_complete
+from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.cluster.hosts.multihost_job import LOST
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
@@ -152,7 +152,7 @@ def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path:
         output = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 75, output
         hosts.wait_until_empty()
-    found = newest_complete(run / "checkpoints")
+    found = newest_good(run / "checkpoints")
     assert found is not None
     with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
         _wait_for_rows(run, len(rows(run)) + 2, process)

@@ -117,5 +117,5 @@ def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:
         step=0, consumed_samples=0, world_size=1, data_parallel_size=1, pipeline_stages=1, zero_stage=0,
         precision=found.dtype, grad_accum_dtype=None, offload_optimizer="none", offload_param="none", optimizer={},
         global_batch_size=0, seed=0, seq_length=found.config.max_positions, model=found.config.hf_config,
-        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), weights_only=True,
+        data_fingerprint="", tokenizer_fingerprint=fingerprint, versions=versions(), finite=True, weights_only=True,
         origin=asdict(origin_of_folder(found, str(found.folder.absolute()))))

@@ -1,8 +1,8 @@
 """Read `manifest.json`, which describes a checkpoint folder, and produce its text. Imports no torch.
 
 A checkpoint is complete if its manifest is intact, every file that the manifest names has the recorded size, and the
-step in the folder's name is that of the manifest. This module does not read the files; `verify.find_damage` compares
-their hashes.
+step in the folder's name is that of the manifest. A complete checkpoint is good unless the manifest says that a tensor
+holds NaN or infinity. This module does not read the files; `verify.find_damage` compares their hashes.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # validate.py imports numpy, which the background writer does
 
 MANIFEST = "manifest.json"
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
+NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
 SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule
@@ -59,9 +60,15 @@ class Manifest:
     dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     save_id: str = ""  # distinguishes two saves of the same step
+    finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
     origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
+
+    @property
+    def is_good(self) -> bool:
+        """False if the checkpoint holds NaN or infinity; then no run resumes from it."""
+        return self.finite is not False
 
     @property
     def layout(self) -> Layout:
@@ -78,7 +85,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
-        values, empty = asdict(self), {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None}
+        values = asdict(self)
+        empty = {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None, "finite": None}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -218,35 +226,39 @@ def complete_checkpoints(checkpoints: Path) -> tuple[list[tuple[Path, Manifest]]
     return complete, errors
 
 
-def newest_complete(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """Return folder and manifest of the newest complete checkpoint, and the errors of newer folders. None without any.
+def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
+    """Return folder and manifest of the newest good checkpoint, and why newer ones are not used. None without any.
 
     The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
-    Raises ConfigError if there are checkpoints but none is complete.
+    Raises ConfigError if there are checkpoints but none is good.
     """
-    errors: list[str] = []
+    reasons: list[str] = []
     for folder, found in manifests_or_errors(checkpoints):
-        if not isinstance(found, ConfigError):
-            return folder, found, errors
-        errors.append(str(found))
-    if errors:
-        raise no_complete_checkpoint(checkpoints, errors)
+        if isinstance(found, ConfigError):
+            reasons.append(str(found))
+        elif not found.is_good:
+            reasons.append(f"{folder}: {NOT_FINITE}")
+        else:
+            return folder, found, reasons
+    if reasons:
+        raise no_good_checkpoint(checkpoints, reasons)
     return None
 
 
-def no_complete_checkpoint(checkpoints: Path, errors: list[str]) -> ConfigError:
+def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
     """Return the error for a checkpoints folder without a usable checkpoint.
 
     Args:
-        errors: problems of the checkpoints, newest first, and of the mirror. The message has only the first of them.
+        reasons: why each checkpoint cannot be used, newest first, and problems of the mirror. The message has only the
+            first of them.
     """
-    return ConfigError(str(checkpoints), problem=f"no checkpoint is complete ({errors[0]})",
+    return ConfigError(str(checkpoints), problem=f"no checkpoint can be used ({reasons[0]})",
                        remedy="restore one, or choose another --save")
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Return the step of the newest complete checkpoint; 0 if there is none, or if all are damaged."""
+    """Return the step of the newest good checkpoint; 0 if there is none."""
     with contextlib.suppress(ConfigError):
-        found = newest_complete(checkpoints)
+        found = newest_good(checkpoints)
         return found[1].step if found else 0
     return 0

@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
+    NOT_FINITE,
     Manifest,
     checkpoint_folders,
     manifest_or_error,
-    no_complete_checkpoint,
+    no_good_checkpoint,
     read_manifest,
     step_of,
 )
@@ -31,7 +32,7 @@ Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or wh
 
 
 def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None:
-    """Return the newest checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
+    """Return the newest good checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
 
     Raises ConfigError, on every rank, if no checkpoint can be used although there are some or the mirror has a problem,
     if this run cannot resume from the newest undamaged one, if --resume required finds none, or if --resume never finds
@@ -50,7 +51,7 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
             return make_resume(folder, manifest, errors, plan)
         errors += damage
     if errors:
-        raise no_complete_checkpoint(checkpoints_folder(plan), errors)
+        raise no_good_checkpoint(checkpoints_folder(plan), errors)
     if plan.args.resume == "required":
         mirror = " or in the mirror" if plan.args.checkpoint_mirror else ""
         raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints_folder(plan)}{mirror}",
@@ -70,8 +71,8 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
 
     First waits for background writers, removes leftovers of a killed run, and raises ConfigError if --resume never
     would overwrite a checkpoint. Problems are yielded as error messages: of the mirror, of a manifest, of a file's
-    size. For each step the local checkpoint comes first. The checkpoint of the mirror is fetched only if there is no
-    local one, or if the caller asks for the next candidate.
+    size, NaN or infinite values. For each step the local checkpoint comes first. The checkpoint of the mirror is
+    fetched only if there is no local one, or if the caller asks for the next candidate.
     """
     checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, log=log)
@@ -88,8 +89,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
         if step in local:
-            found = manifest_or_error(local[step])
-            yield str(found) if isinstance(found, ConfigError) else (local[step], found.to_json())
+            yield _local_candidate(local[step])
         if step in mirrored and mirror is not None:
             log(f"fetching {mirrored[step]} from {without_credentials(mirror)}")
             try:
@@ -97,6 +97,13 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
                 yield folder, read_manifest(folder).to_json()
             except (ConfigError, SaveError) as error:
                 yield str(error)
+
+
+def _local_candidate(folder: Path) -> Candidate:
+    found = manifest_or_error(folder)
+    if isinstance(found, ConfigError):
+        return str(found)
+    return (folder, found.to_json()) if found.is_good else f"{folder}: {NOT_FINITE}"
 
 
 def find_damage_together(folder: Path, manifest: Manifest) -> list[str]:

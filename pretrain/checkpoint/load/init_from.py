@@ -10,7 +10,7 @@ from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_folders,
-    newest_complete,
+    newest_good,
     read_manifest,
 )
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder
@@ -98,7 +98,7 @@ def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
     errors: list[str] = []
     if is_checkpoint(path):
         folder, manifest = path, read_manifest(path)
-    elif (newest := newest_complete(find_checkpoints_folder(path))) is not None:
+    elif (newest := newest_good(find_checkpoints_folder(path))) is not None:
         folder, manifest, errors = newest
     else:
         raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)

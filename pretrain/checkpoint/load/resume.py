@@ -10,7 +10,7 @@ from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_folders,
-    newest_complete,
+    newest_good,
     scheduler_source,
     tokenizer_fingerprint,
 )
@@ -50,7 +50,7 @@ def choose_resume(plan: Plan) -> Resume | None:
         reject_overwrite(checkpoint_folders(checkpoints))
         return None
     try:
-        found = newest_complete(checkpoints)
+        found = newest_good(checkpoints)
     except ConfigError:
         if not has_mirror:
             raise

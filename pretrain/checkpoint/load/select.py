@@ -9,7 +9,7 @@ from pretrain.checkpoint.format.manifest import (
     Manifest,
     checkpoint_folders,
     manifest_or_error,
-    newest_complete,
+    newest_good,
     read_manifest,
     step_of,
 )
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
         if not folder.is_dir():
             raise _no_such_step(path, step)
         return FoundCheckpoint(folder, read_manifest(folder))
-    newest = newest_complete(find_checkpoints_folder(path))
+    newest = newest_good(find_checkpoints_folder(path))
     if newest is None:
         raise _no_checkpoint(path)
     return FoundCheckpoint(newest[0], newest[1])

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_complete
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_good
 from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
@@ -52,7 +52,7 @@ def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
     if args.resume == "never":
         return None
     try:
-        found = newest_complete(Path(args.save) / "checkpoints")
+        found = newest_good(Path(args.save) / "checkpoints")
     except ConfigError:
         if args.model or args.init_from or args.checkpoint_mirror:
             return None

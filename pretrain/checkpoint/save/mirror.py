@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import HashedFile
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, step_of
+from pretrain.checkpoint.format.manifest import MANIFEST, NOT_FINITE, Manifest, read_manifest, step_of
 from pretrain.checkpoint.save.commit import check_space, publish, temporary_folder, write_latest, write_manifest
 from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
@@ -184,8 +184,8 @@ def mirrored_checkpoints(url: str) -> list[str]:
 def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     """Copy a checkpoint from the mirror into `checkpoints`, verify its hashes, and return its folder. Rank 0 only.
 
-    Raises ConfigError if the checkpoint is incomplete or damaged, and SaveError if it cannot be written to the disk. In
-    both cases the incomplete copy is removed.
+    Raises ConfigError if the checkpoint is incomplete, damaged or not finite, and SaveError if it cannot be written to
+    the disk. In both cases the incomplete copy is removed.
     """
     mirror = _Mirror(url)
     with mirror.one_line_errors(tag):
@@ -193,6 +193,8 @@ def fetch(url: str, checkpoints: Path, tag: str) -> Path:
     if manifest is None:
         raise ConfigError(f"{mirror.url}/{tag}", problem="the manifest is missing or damaged",
                           remedy="use another checkpoint")
+    if not manifest.is_good:
+        raise ConfigError(f"{mirror.url}/{tag}", problem=NOT_FINITE, remedy="use another checkpoint")
     num_bytes = sum(record.bytes for record in manifest.files.values())
     check_space(checkpoints, needed_bytes=num_bytes)
     temporary, final = temporary_folder(checkpoints, manifest.step), checkpoints / tag

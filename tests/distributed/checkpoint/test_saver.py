@@ -168,7 +168,7 @@ def test_the_mirror_replaces_a_damaged_checkpoint(results: dict[str, Any], folde
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_at_step_0(results: dict[str, Any], folder: Path) -> None:
     assert results["damaged everywhere"]["status"] == [2, 2]
-    assert "checkpoints: no checkpoint is complete (" in log(folder / "damaged")
+    assert "checkpoints: no checkpoint can be used (" in log(folder / "damaged")
     assert results["no checkpoint"]["status"] == [2, 2]
     assert "Connection refused" in log(folder / "no_checkpoint")
 

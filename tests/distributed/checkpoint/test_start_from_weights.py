@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from pretrain.checkpoint.format.manifest import newest_complete
+from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.checkpoint.load.init_from import check_origin
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import parse_arguments
@@ -75,7 +75,7 @@ def test_a_run_from_other_weights_resumes_without_them(folder: Path, corpus: str
     assert "resumed from" in output
     assert "starts from" not in output
     assert sorted(losses(folder / "run")) == [1, 2, 3, 4]
-    newest = newest_complete(folder / "run" / "checkpoints")
+    newest = newest_good(folder / "run" / "checkpoints")
     assert newest is not None
     assert newest[1].origin == origin
     # the checkpoint of a run is a source as well, and the same weights at another path are the same source
@@ -95,7 +95,7 @@ def test_the_name_of_a_repository_stays_the_source_after_the_cache_is_gone(
     origin = start(flags).plan.origin
     assert origin is not None
     assert (origin.name, Path(origin.folder).parents[1]) == ("org/llama", cache)
-    step4 = newest_complete(folder / "run" / "checkpoints")
+    step4 = newest_good(folder / "run" / "checkpoints")
     assert step4 is not None
     shutil.rmtree(cache)
     check_origin("org/llama", step4[0], replace(step4[1], origin=asdict(origin)))
