@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.errors import ConfigError
+
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
@@ -39,8 +41,9 @@ class Requests:
     def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
         self._received = 0  # number of the first signal that this rank received
         self._report, self._reported = report, False
-        self._reduced = torch.zeros(1, dtype=torch.int32, device=device)
-        self._result = self._reduced if device.type == "cpu" else torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._rejection = ""  # why this rank cannot continue
+        self._reduced = torch.zeros(2, dtype=torch.int32, device=device)  # number of a signal; 1 if a rank rejects
+        self._result = self._reduced if device.type == "cpu" else torch.zeros(2, dtype=torch.int32).pin_memory()
         self._copied = None if device.type == "cpu" else get_accelerator().Event()
         self._start_all_reduce()
         self._wakeup = _exit_on_sigterm_after_crash()
@@ -59,8 +62,15 @@ class Requests:
                          "(Ctrl-C now: without saving)")
             self._reported = True
 
+    def reject(self, line: str) -> None:
+        """Make `poll` raise ConfigError on all ranks at the same step, without a save; may be called on any rank.
+
+        The error of this rank has the text `line`.
+        """
+        self._rejection = self._rejection or line
+
     def _start_all_reduce(self) -> None:
-        self._reduced.fill_(self._received)
+        self._reduced[0], self._reduced[1] = self._received, int(self._rejection != "")
         self._work = dist.all_reduce(self._reduced, op=dist.ReduceOp.MAX, async_op=True)
         if self._copied is not None:
             self._work.wait()  # blocks the device's stream, not the host
@@ -70,21 +80,24 @@ class Requests:
     def poll(self, step: int) -> Request:
         """Return the request that some rank had received by the previous call.
 
-        All ranks must call this after each step (a collective), and all get the same result.
+        All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
+        ranks if some rank has called `reject`.
         """
-        number = self._read_result()
+        number, rejected = self._read_result()
+        if rejected:
+            raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
         self._start_all_reduce()
         if not number:
             return Request()
         self._report_once(number)
         return Request(stop=signal.Signals(number).name)
 
-    def _read_result(self) -> int:
+    def _read_result(self) -> list[int]:
         if self._copied is not None:
             self._copied.synchronize()  # waits for the copy queued at the previous step, not for the newest step
         else:
             self._work.wait()
-        return int(self._result)
+        return list(self._result.tolist())
 
     def close(self) -> None:
         """Ignore further signals during shutdown, except a second Ctrl-C. All ranks must call this (a collective)."""
