@@ -29,6 +29,7 @@ from pretrain.engine.steps import (
     sum_over_data_parallel,
     train_batch,
 )
+from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
@@ -156,6 +157,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWe
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         engine = build_engine(plan, initialize=resume is None and weights is None)
         first_step, consumed_samples = _restore(engine, plan, resume, weights)
+    guard_updates(engine)
     clear_status()
     with Screen(active=world.rank == 0) as screen:
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0)

@@ -97,10 +97,23 @@ def learning_rate(engine: DeepSpeedEngine) -> float:
     return float(engine.get_lr()[0])
 
 
+def scale_at_minimum(engine: DeepSpeedEngine) -> bool:
+    """Return whether fp16's loss scale cannot decrease: static, or at its minimum. False in other precisions."""
+    if not engine.fp16_enabled():
+        return False
+    scaler = _loss_scaler(engine)
+    minimum = getattr(scaler, "min_scale", None) or getattr(scaler, "min_loss_scale", None)
+    return minimum is None or scaler.cur_scale <= minimum
+
+
+def _loss_scaler(engine: DeepSpeedEngine) -> Any:
+    return getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+
+
 def loss_scale_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
     """Return fp16's loss scale and the counters of its window, under DeepSpeed's names; None in other precisions."""
     if not engine.fp16_enabled():
         return None
-    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    scaler = _loss_scaler(engine)
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     return {name: float(getattr(scaler, name)) for name in names if getattr(scaler, name, None) is not None}

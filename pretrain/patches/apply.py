@@ -20,6 +20,7 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     K  fp32 + ZeRO-0 + pipeline: gradients are clipped by the norm of the
        first pipeline stage                                               pipeline.clip_fp32_by_global_norm
     L  Adam on the CPU: the bias correction differs after a resume        adam.make_bias_correction_stateless
+    M  fp32 + ZeRO-0: updates with non-finite gradients are applied       skip.skip_non_finite_fp32_updates
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
@@ -45,6 +46,7 @@ from pretrain.patches.pipeline import (
     reduce_norm_once,
     reduce_tied_gradients,
 )
+from pretrain.patches.skip import skip_non_finite_fp32_updates
 
 
 def apply_patches(engine: DeepSpeedEngine) -> None:
@@ -59,4 +61,5 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         save_complete_nvme_checkpoints(engine)
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         clip_fp32_by_global_norm(engine)
+        skip_non_finite_fp32_updates(engine)
     make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))

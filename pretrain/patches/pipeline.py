@@ -46,13 +46,12 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     def clip() -> None:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
-        engine._global_grad_norm = norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
+        norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
+        engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
         if max_norm > 0:
             clip_tensors_by_global_norm([p.grad for p in parameters], max_norm=max_norm, global_norm=norm)
 
-    engine.clip_fp32_gradients = clip
-    if max_norm == 0:  # the engine calls clip_fp32_gradients only if clipping is on
-        engine.optimizer.register_step_pre_hook(lambda *_: clip())
+    engine.clip_fp32_gradients = clip  # called by the engine if clipping is on, otherwise by patches/skip.py
 
 
 def has_different_groups(engine: PipelineEngine) -> bool:

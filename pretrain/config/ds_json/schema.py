@@ -137,7 +137,7 @@ FP16: Tree = {
 BF16: Tree = {
     "enabled": Key("bool", auto=True),
     "immediate_grad_update": _BOOL,
-    "check_grad_overflow": _BOOL,
+    "check_grad_overflow": _ignored("an update with a non-finite gradient is always skipped", True),
     "bf16_master_weights_and_grads": _BOOL,
     "bf16_optimizer_states": _BOOL,
 }

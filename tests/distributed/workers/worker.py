@@ -95,7 +95,7 @@ def state_hash(engine: deepspeed.DeepSpeedEngine) -> str:
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
-                if key not in ("param_slice_mappings", "ds_version"):
+                if key not in ("param_slice_mappings", "ds_version", "overflow"):
                     digest.update(str(key).encode())
                     add(value[key])
         elif isinstance(value, (list, tuple)):

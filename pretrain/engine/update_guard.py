@@ -1,0 +1,147 @@
+"""Skip an update on all ranks if its loss or gradient is not finite, or if the caller rejects it.
+
+A skipped update leaves weights, master weights, optimizer states, learning-rate schedule and random states as they
+are, clears the gradients, and increments `engine.skipped_steps` on every rank. DeepSpeed's optimizers do most of this
+after an fp16 overflow; patches/skip.py uses this code in all other cases.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum
+from pretrain.patches.skip import also_skip_if, update_loss_scale_if
+
+Veto = Callable[[torch.Tensor, torch.Tensor], bool]
+"""(mean loss of the global batch, global gradient norm before clipping) -> skip the update; both are scalar tensors"""
+
+NON_FINITE_LOSS = "non-finite loss"
+NON_FINITE_GRADIENT = "non-finite gradient"
+FP16_OVERFLOW = "fp16 overflow"
+VETO = "veto"
+
+
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """Why the engine skipped an update; the same on all ranks."""
+
+    reason: str  # one of the constants above
+    is_bad: bool  # False if the update only lowered the loss scale of fp16, which is normal
+
+
+def guard_updates(engine: DeepSpeedEngine, veto: Veto | None = None) -> None:
+    """Make the engine skip every update with a non-finite loss or gradient, and those for which `veto` returns True.
+
+    Call it once. `veto` is called on every rank, once per update with finite loss and gradient. If it returns True on
+    any rank, all ranks skip the update. It costs two small all-reduces and a synchronization per step; without it,
+    there is neither.
+    """
+    engine.update_guard = UpdateGuard(engine, veto)
+
+
+def skipped_update(engine: DeepSpeedEngine) -> SkippedUpdate | None:
+    """Return why the last update was skipped; None if it was applied. Does not synchronize the device."""
+    skipped: SkippedUpdate | None = engine.update_guard.skipped
+    return skipped
+
+
+class UpdateGuard:
+    """Wraps loss function and optimizer step of an engine; `guard_updates` describes its effect."""
+
+    def __init__(self, engine: DeepSpeedEngine, veto: Veto | None) -> None:
+        self.skipped: SkippedUpdate | None = None
+        self._engine, self._veto = engine, veto
+        self._zero = torch.zeros((), device=engine.device)
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of this step; empty on all but the last stage
+        self._reset()
+        self._watch_losses()
+        self._update = engine.optimizer.step
+        # A function, because a bound method cannot keep the attributes that torch's schedules look for.
+        engine.optimizer.step = functools.wraps(self._update)(lambda *args, **kwargs: self._step(*args, **kwargs))
+        update_loss_scale_if(self._counts_for_loss_scale, engine.optimizer)
+
+    def _reset(self) -> None:
+        self._losses.clear()
+        self._mean_loss: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None  # unscaled; None until `veto` is asked
+        self._vetoed = self._was_at_minimum = False
+
+    def _watch_losses(self) -> None:
+        module = self._engine.module
+        if not isinstance(self._engine, PipelineEngine):
+            module.register_forward_hook(lambda module, inputs, loss: self._watch(loss))
+            return
+        loss_fn: Callable[..., torch.Tensor] = module.loss_fn
+
+        def watched_loss_fn(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+            loss = loss_fn(outputs, labels)
+            self._watch(loss)
+            return loss
+
+        module.loss_fn = watched_loss_fn
+
+    def _watch(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch, and make its gradient NaN if the loss is not finite."""
+        if not loss.requires_grad:
+            return
+        value = loss.detach()
+        self._losses.append(value)
+        # A single kernel: grad + value * 0, which is NaN if the value is NaN or infinite.
+        loss.register_hook(lambda grad: torch.addcmul(grad, value, self._zero))
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._engine.optimizer
+        self.skipped = None
+        with contextlib.ExitStack() as stack:
+            if self._veto is not None:
+                stack.enter_context(also_skip_if(self._is_rejected, optimizer))
+            result = self._update(*args, **kwargs)
+        if optimizer.overflow:
+            self.skipped = self._explain()
+        if self._vetoed:
+            optimizer._global_grad_norm = self._norm  # DeepSpeed reports an infinite norm
+        self._reset()
+        return result
+
+    def _is_rejected(self, scaled_norm: torch.Tensor) -> bool:
+        """Ask `veto` once in each step; DeepSpeed may check the norm several times."""
+        if self._veto is not None and self._norm is None:
+            self._norm = scaled_norm / loss_scale(self._engine)
+            answer = torch.tensor(float(self._veto(self._global_loss(), self._norm)), device=self._engine.device)
+            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+            self._vetoed = bool(answer)
+            return self._vetoed
+        return False
+
+    def _global_loss(self) -> torch.Tensor:
+        """Return the mean loss of the global batch on all ranks; collective if this step has not called it yet."""
+        if self._mean_loss is None:
+            total = sum(self._losses, start=torch.zeros_like(self._zero)).reshape(())
+            dist.all_reduce(total)
+            self._mean_loss = total / (self._engine.gradient_accumulation_steps() * data_parallel_size(self._engine))
+        return self._mean_loss
+
+    def _has_finite_loss(self) -> bool:
+        """Collective. Only called if all ranks skip the update, where the additional collective does not matter."""
+        return bool(self._global_loss().isfinite())
+
+    def _counts_for_loss_scale(self) -> bool:
+        """Return whether an update is skipped because of fp16's loss scale: a smaller one cannot help the loss."""
+        self._was_at_minimum = scale_at_minimum(self._engine)
+        return not self._vetoed and self._has_finite_loss()
+
+    def _explain(self) -> SkippedUpdate:
+        if self._vetoed:
+            return SkippedUpdate(VETO, is_bad=True)
+        if not self._has_finite_loss():
+            return SkippedUpdate(NON_FINITE_LOSS, is_bad=True)
+        if self._engine.fp16_enabled():
+            return SkippedUpdate(FP16_OVERFLOW, is_bad=self._was_at_minimum)
+        return SkippedUpdate(NON_FINITE_GRADIENT, is_bad=True)

@@ -1,0 +1,75 @@
+"""Defect M, and hooks into DeepSpeed's decision to skip an update.
+
+Guarded by tests/distributed/test_upstream.py, test_m_*, and by tests/distributed/test_skipped_updates.py.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.utils import is_invalid_grad_norm
+
+
+def skip_non_finite_fp32_updates(engine: DeepSpeedEngine) -> None:
+    """Defect M: skip updates with non-finite gradients in fp32 at ZeRO stage 0.
+
+    DeepSpeed 0.19.8: `_take_model_step` (runtime/engine.py) calls torch's optimizer without a check, and NaN reaches
+    all weights. The engine skips the schedule and counts the skipped step if the optimizer has a true `overflow`.
+    """
+    optimizer, update = engine.optimizer, engine.optimizer.step
+    optimizer.overflow = False
+
+    @functools.wraps(update)  # keeps the mark by which torch's schedules recognize that they have wrapped the function
+    def step(*args: Any, **kwargs: Any) -> None:
+        if engine.gradient_clipping() == 0:  # otherwise the engine has called it
+            engine.clip_fp32_gradients()
+        optimizer.overflow = is_invalid_grad_norm(optimizer._global_grad_norm)
+        if optimizer.overflow:
+            optimizer._global_grad_norm = float("inf")  # as DeepSpeed's other optimizers
+        else:
+            update(*args, **kwargs)
+
+    optimizer.step = step
+
+
+@contextlib.contextmanager
+def also_skip_if(is_rejected: Callable[[torch.Tensor], bool], optimizer: Any) -> Iterator[None]:
+    """Make `optimizer.step` treat gradients as non-finite if `is_rejected` returns True for their global norm.
+
+    In DeepSpeed 0.19.8 every optimizer passes the (scaled) global norm to `is_invalid_grad_norm` before it changes
+    anything, and cleans up if this returns True (zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
+    fp16/fused_optimizer.py, fp16/unfused_optimizer.py). Here the function is replaced in the optimizer's module.
+    """
+    is_torch_optimizer = isinstance(optimizer, torch.optim.Optimizer)  # then the check is that of defect M, above
+    module: Any = sys.modules[__name__ if is_torch_optimizer else type(optimizer).__module__]
+    is_invalid = module.is_invalid_grad_norm
+    module.is_invalid_grad_norm = lambda norm: is_invalid(norm) or is_rejected(norm)
+    try:
+        yield
+    finally:
+        module.is_invalid_grad_norm = is_invalid
+
+
+def update_loss_scale_if(counts: Callable[[], bool], optimizer: Any) -> None:
+    """Let a skipped update change the loss scale only if `counts` returns True; never raise at the minimum scale.
+
+    DeepSpeed 0.19.8 (runtime/fp16/loss_scaler.py) lowers the scale after every skipped update. At the minimum it raises
+    a bare Exception. In other precisions than fp16 it only prints a warning, which this function suppresses.
+    """
+    if not hasattr(optimizer, "_update_scale"):
+        return
+    update_scale = optimizer._update_scale
+
+    def guarded_update_scale(skip: bool) -> None:
+        scaler = getattr(optimizer, "loss_scaler", None)  # read in each step: loading a checkpoint replaces it
+        if isinstance(scaler, DynamicLossScaler):
+            scaler.raise_error_at_min_scale = False
+        if not skip or (counts() and not isinstance(scaler, LossScaler)):
+            update_scale(skip)
+
+    optimizer._update_scale = guarded_update_scale
