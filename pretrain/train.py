@@ -3,7 +3,6 @@
     deepspeed pretrain/train.py --deepspeed_config ds_configs/zero2_bf16.json --model gpt2 --train_data data/corpus ...
 """
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -14,10 +13,10 @@ if __name__ == "__main__":  # keep pretrain/ off sys.path, so that its modules s
 
     restart_with_jemalloc()
 
-from pretrain.checkpoint.load.start import check_start
+from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.config.validate import Plan
-from pretrain.distributed.device import detect_device
+from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import ALONE, World, running_environment
@@ -59,6 +58,12 @@ def run(args: RunArguments, world: World) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
     device = detect_device()
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
+    with RunLock(Path(args.save), active=world.rank == 0) as lock:
+        return _train(start, world, device, lock)
+
+
+def _train(start: Start, world: World, device: Device, lock: RunLock) -> int:
+    """Import torch and train. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
@@ -70,8 +75,7 @@ def run(args: RunArguments, world: World) -> int:
 
     watch = MemoryWatch.start(plan, world)
     try:
-        with RunLock(Path(plan.args.save)) if world.rank == 0 else contextlib.nullcontext():
-            return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), start.weights)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -38,6 +38,7 @@ from pretrain.resilience.guard import Guard
 from pretrain.resilience.replica_check import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
+from pretrain.resilience.run_lock import RunLock
 from pretrain.resilience.watchdog import Watchdog
 from pretrain.terminal.screen import Screen
 from pretrain.terminal.status import clear_status, status
@@ -67,6 +68,7 @@ class StepLoop:
     guard: Guard
     replicas: ReplicaCheck
     watchdog: Watchdog
+    lock: RunLock
     callbacks: StepCallbacks
 
     def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
@@ -114,6 +116,7 @@ class StepLoop:
     def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, last: bool) -> None:
         self.watchdog.enter("save", step)
         self.replicas.check(step, force=True)
+        self.lock.confirm(now=True)
         self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, last=last)
         self.meter.restart(step)
 
@@ -137,10 +140,12 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
     return torch.stack(losses).mean()
 
 
-def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWeights | None = None) -> int:
+def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock,
+          weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `lock` is that of the
+    run folder.
     """
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
@@ -160,7 +165,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWe
     guard_updates(engine)
     clear_status()
     with Screen(active=world.rank == 0) as screen:
-        folder = RunFolder(Path(plan.args.save), active=world.rank == 0)
+        folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm)
         meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
         saver = Saver(plan, folder, screen)
         requests = Requests(engine.device, report=screen.line)
@@ -170,7 +175,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, weights: InitialWe
                        resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                        warnings=resume.warnings if resume else ())
         loop = StepLoop(plan, engine, loaders, meter, saver, requests, Guard(plan, engine, folder, screen),
-                        ReplicaCheck(plan, engine), watchdog, callbacks)
+                        ReplicaCheck(plan, engine), watchdog, lock, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
         for loader in loaders.values():
             loader.close()

@@ -22,6 +22,7 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import ConfigError
+from pretrain.resilience.run_lock import reject_second_start
 
 LOCAL = "localhost"
 _POLL_S = 0.5
@@ -34,6 +35,8 @@ def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
     device = detect_device()
     slots = next(iter(hosts_from_flags(flags).values())) if flags.hostfile else local_slots(flags, device)
     args = parse_arguments(list(train))
+    if not flags.check_only:
+        reject_second_start(Path(args.save))
     check_start(args, world_size=len(slots), device=device)
     port = _master_port(flags.master_port)
     ranks = f"{len(slots)} rank{'s' * (len(slots) > 1)} on this host"

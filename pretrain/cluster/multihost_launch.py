@@ -32,6 +32,7 @@ from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError
+from pretrain.resilience.run_lock import reject_second_start
 
 _DEBIAN_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}
 _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
@@ -54,6 +55,8 @@ def launch_on_hosts(flags: argparse.Namespace, train: Sequence[str]) -> int:
     _check_launcher(flags, slots)
     flags.master_port = flags.master_port or int(DEFAULT_MASTER_PORT)
     args = parse_arguments(list(train))
+    if not flags.check_only:
+        reject_second_start(Path(args.save))
     folder = Path.cwd()
     user = user_variables(os.environ, [Path.home(), folder])
     transport = srun_transport if flags.launcher == "slurm" else ssh_transport(flags.ssh_port)

@@ -25,6 +25,7 @@ from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
 from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.resilience.run_lock import reject_second_start
 
 RECORD = "slurm.jsonl"
 MAX_STARTS_WITHOUT_PROGRESS = 3
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return after(Path(parse_arguments(train_flags).save), os.environ, exit_code=own.exit_code)
     node = int(os.environ.get("SLURM_NODEID", "0"))
     try:
-        plan = check_start(parse_arguments(train_flags), world_size=own.world_size, device=detect_device()).plan
+        args = parse_arguments(train_flags)
+        if node == 0:
+            reject_second_start(Path(args.save))
+        plan = check_start(args, world_size=own.world_size, device=detect_device()).plan
         if node == 0:
             before(plan, os.environ, signal_s=own.signal_seconds)
     except ConfigError as error:

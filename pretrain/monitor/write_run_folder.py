@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,10 +65,13 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
 
 
 class RunFolder:
-    """Appends to the files of a run folder. It is active on rank 0 only; on other ranks it does nothing."""
+    """Appends to the files of a run folder. It is active on rank 0 only; on other ranks it does nothing.
 
-    def __init__(self, path: Path, *, active: bool) -> None:
-        self.path, self._active = path, active
+    `before_write` is called before each write: it ends the process if this run no longer owns the folder.
+    """
+
+    def __init__(self, path: Path, *, active: bool, before_write: Callable[[], None] = lambda: None) -> None:
+        self.path, self._active, self._before_write = path, active, before_write
         if active:
             path.mkdir(parents=True, exist_ok=True)
 
@@ -75,6 +79,7 @@ class RunFolder:
         """Append a record to run.json, the list of all starts."""
         if not self._active:
             return
+        self._before_write()
         path = self.path / "run.json"
         starts = read_starts(self.path) if path.is_file() else []
         temporary = path.with_name(".tmp-run.json")
@@ -93,6 +98,7 @@ class RunFolder:
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if not self._active:
             return
+        self._before_write()
         try:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -1,15 +1,177 @@
-"""The lock of a run folder: only one start at a time may train into it."""
+"""The lock of a run folder: only one start at a time may train into it.
 
+Rank 0 holds a lease (lease_file.py) on RUN/.run.lock. Leases need no locks of the file system: NFS, Lustre and others
+have none, or only between processes of one host. Imports neither torch nor DeepSpeed: the launchers look at the lock,
+too.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from pretrain.errors import CRASHED, ConfigError
+from pretrain.resilience.lease_file import Lease, LeaseFile, Owner, read_lease
+
+LOCK = ".run.lock"
+HEARTBEAT_S = 2.0
+WATCH_S = 7.0  # an owner whose heartbeat has not changed for so long is probably dead; otherwise the start is rejected
+STALE_S = 60.0  # age of the heartbeat after which a lease may be taken over
+_CONFIRM_S = STALE_S / 2  # age of the last heartbeat after which the owner looks at the lease before it writes
+_POLL_S = 0.25
+
+
+def find_owner(run: Path) -> Owner | None:
+    """Return the process that trains in the run folder, or None. Takes at most `WATCH_S` seconds, and writes nothing.
+
+    The owner of a lease whose heartbeat does not change counts as dead here. Rank 0 then waits for the time-out.
+    """
+    try:
+        chain = LeaseFile(run / LOCK).chain()
+        if not chain or chain[-1].released:
+            return None
+        lease = chain[-1]
+        runs = lease.owner.runs()
+        return lease.owner if (_changes(lease, WATCH_S) if runs is None else runs) else None
+    except OSError:  # rank 0 reports it
+        return None
+
+
+def reject_second_start(run: Path) -> None:
+    """Raise ConfigError if another start trains in the run folder. For launchers, before they start ranks."""
+    owner = find_owner(run)
+    if owner is not None:
+        raise _in_use(run, owner)
+
+
+def _in_use(run: Path, owner: Owner) -> ConfigError:
+    return ConfigError(f"--save {run}", problem=f"another start is training in this run folder ({owner})",
+                       remedy="wait until it ends, stop it, or choose another folder")
+
+
+def _changes(lease: Lease, seconds: float) -> bool:
+    """Watch the lease. Return whether its heartbeat changes within this time: this needs no synchronized clocks."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = read_lease(lease.path)
+        if now is None or now.released or now.owner != lease.owner:
+            return False
+        if now.heartbeat_ns != lease.heartbeat_ns:
+            return True
+    return False
+
+
+def _seconds() -> float:
+    """Return the seconds of a clock that continues while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
 
 class RunLock:
-    """A lease on a run folder, held by rank 0 while the run trains."""
+    """The lease on a run folder, held by rank 0. On other ranks it is not active and does nothing.
 
-    def __init__(self, run: Path) -> None:
-        """Take the lease. Raises ConfigError if a live run holds it."""
-        self._run = run
+    A thread sets the heartbeat. It needs the interpreter's lock for a moment: code that holds this lock for longer than
+    `STALE_S` lets the run look dead to another host. If another start has taken the lease over, this process ends at
+    once, without another byte written into the run folder.
+    """
+
+    def __init__(self, run: Path, *, active: bool = True,
+                 report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)) -> None:
+        """Take the lease. Raises ConfigError if a live process holds it, or the file cannot be written."""
+        self._run, self._active, self._report = run, active, report
+        if not active:
+            return
+        self._file = LeaseFile(run / LOCK)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._take()
+        except OSError as error:
+            raise ConfigError("--save", problem=f"the lock {self._file.path} cannot be written "
+                                                f"({error.strerror or error})",
+                              remedy="make space, or choose a folder that can be written to") from None
+        self._confirmed_s = _seconds()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._heartbeat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        """Create the lease or take over a stale one. Raises ConfigError and OSError."""
+        try:
+            self._file.prepare()
+            while True:
+                chain = self._file.chain()
+                if not chain:
+                    if self._file.create():
+                        return
+                elif self._is_stale(chain[-1]) and self._file.take_over(chain[-1]):
+                    return
+        finally:
+            self._file.discard_temporary()
+
+    def _is_stale(self, lease: Lease) -> bool:
+        """Return whether the lease may be taken over; False if it has just changed. Waits until that is known.
+
+        Raises ConfigError if the owner lives.
+        """
+        if lease.released:
+            return True
+        runs = lease.owner.runs()
+        if runs is None:
+            return self._is_stale_elsewhere(lease)
+        if runs:
+            raise _in_use(self._run, lease.owner)
+        self._report(f"{self._run}: the earlier start has ended without releasing its lock ({lease.owner})")
+        return True
+
+    def _is_stale_elsewhere(self, lease: Lease) -> bool:
+        """Decide by the heartbeat, because the owner's process cannot be seen from here. See `_is_stale`."""
+        watch_until = time.monotonic() + STALE_S
+        silent_for_s = WATCH_S
+        while True:
+            if _changes(lease, silent_for_s):
+                raise _in_use(self._run, lease.owner)
+            now = read_lease(lease.path)
+            if now is None or now.owner != lease.owner or now.released:
+                return False
+            age_s = (self._file.now_ns() - lease.heartbeat_ns) / 1e9
+            if age_s > STALE_S or time.monotonic() >= watch_until:  # the second: a heartbeat from the future
+                self._report(f"{self._run}: taking over the lock of a dead start ({lease.owner})")
+                return True
+            if silent_for_s == WATCH_S:
+                left_s = min(STALE_S - age_s, watch_until - time.monotonic())
+                self._report(f"{self._run}: an earlier start gives no sign of life ({lease.owner}); waiting "
+                             f"{left_s:.0f} s before its lock is taken over")
+            silent_for_s = 1.0
+
+    def _heartbeat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
+            self.confirm(now=True)
+
+    def confirm(self, *, now: bool = False) -> None:
+        """End this process if another start holds the lease. Call it before each write into the run folder.
+
+        Reads the file only if the last heartbeat is old, so that nobody else can have taken the lease since then, or
+        with `now`. If the file cannot be read, the following write reports that.
+        """
+        if not self._active or (not now and _seconds() - self._confirmed_s < _CONFIRM_S):
+            return
+        began_s = _seconds()
+        with contextlib.suppress(OSError):
+            if not self._file.beat() and not self._ended.is_set():
+                self._end_process()
+            self._confirmed_s = began_s
+
+    def _end_process(self) -> None:
+        """End at once. The other ranks end with this one: their launcher or their next collective notices."""
+        other = read_lease(self._file.path)
+        os.write(2, f"ds-pretrain: error: {self._run}: this process was silent for more than {STALE_S:.0f} s, and "
+                    f"another start has taken over the run folder ({other.owner if other else 'unknown'}); this one "
+                    "ends without saving\n".encode())
+        os._exit(CRASHED)
 
     def __enter__(self) -> "RunLock":
         return self
@@ -17,3 +179,8 @@ class RunLock:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
         """Release the lease."""
+        if self._active:
+            self._ended.set()
+            self._thread.join(HEARTBEAT_S)
+            with contextlib.suppress(OSError):
+                self._file.release()

@@ -27,6 +27,7 @@ from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.run_lock import RunLock
 from pretrain.terminal.screen import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
@@ -100,7 +101,8 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
     trainer.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
-    trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step))
+    with RunLock(Path(plan.args.save), active=world.rank == 0) as lock:
+        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock)
     requests.end()
 
 

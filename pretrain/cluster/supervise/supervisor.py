@@ -27,6 +27,7 @@ from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, r
 from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
+from pretrain.resilience.run_lock import find_owner, reject_second_start
 
 _POLL_S = 0.2
 _ASK_TO_SAVE_AGAIN_S = 1.0  # time until the ranks are asked again, if none of them handled SIGUSR1 yet
@@ -76,6 +77,7 @@ def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
             raise ConfigError("--min_hosts", problem="this flag needs a --hostfile")
         launch_command.check_can_lose_hosts(settings.command)
     with _supervisor_lock(settings.run):
+        reject_second_start(settings.run)
         _reject_running_ranks(settings)
         signals, log = SignalRecorder(), RestartLog(settings.run)
         become_subreaper()
@@ -135,11 +137,14 @@ def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecord
     """
     began, began_monotonic, sizes_before = time.time(), time.monotonic(), file_sizes(settings.run)
     command, hosts, obstacle = _choose_hosts(settings, print_line)
+    if number > 1 and not obstacle:
+        _end_remaining_ranks(settings)
+        # For example, the previous start still trains on a host that cannot be reached: wait as for a bad host.
+        owner = find_owner(settings.run)
+        obstacle = f"another start is training in the run folder ({owner})" if owner else ""
     if obstacle or signals.name:
         code, reason = None, obstacle or "not started"
     else:
-        if number > 1:
-            _end_remaining_ranks(settings)
         step = newest_step(settings.run / "checkpoints")
         print_line(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
         code = _run_command(command, settings, sizes_before, signals)

@@ -1,0 +1,43 @@
+"""A process that takes the lock of a run folder and then writes into the folder, for tests/resilience/test_run_lock.py.
+
+    python -m tests.support.lock_process RUN SECONDS [here|elsewhere] [STALE_S]
+
+It prints a line when it holds the lock, or why it does not. It then appends a line to RUN/rows every millisecond.
+"elsewhere": it pretends to run on another host, so that only its heartbeat shows whether it lives. With STALE_S, all
+time-outs are scaled down, so that the lease is stale after this time.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from pretrain.errors import ConfigError
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience import lease_file, run_lock
+
+
+def scale_time(stale_s: float) -> None:
+    """Make leases stale after `stale_s` seconds instead of 60, and scale the other times with it."""
+    for name in ("HEARTBEAT_S", "WATCH_S", "STALE_S", "_CONFIRM_S", "_POLL_S"):
+        setattr(run_lock, name, getattr(run_lock, name) * stale_s / 60)
+
+
+def main(run: Path, seconds: float, where: str = "here", stale_s: float = 60) -> int:
+    scale_time(stale_s)
+    if where == "elsewhere":
+        lease_file._boot_id = lambda: "another host"
+    try:
+        with run_lock.RunLock(run) as lock:
+            print("held", flush=True)
+            folder, end = RunFolder(run, active=True, before_write=lock.confirm), time.monotonic() + seconds
+            while time.monotonic() < end:
+                folder.metrics({"owner": lock._file.owner.token})
+                time.sleep(0.001)
+    except ConfigError as error:
+        print(error, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:4], *map(float, sys.argv[4:])))
