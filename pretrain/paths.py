@@ -1,4 +1,6 @@
-"""Check at the start that output files and folders are writable, so that hours of work are not lost at the end."""
+"""Names of the files that control a run. Checks at the start that output files and folders are writable, so that hours
+of work are not lost at the end.
+"""
 
 import errno
 import os
@@ -6,6 +8,16 @@ import tempfile
 from pathlib import Path
 
 from pretrain.errors import ConfigError, shorten
+
+STOP_FILE = "STOP"  # in the run folder: the run saves and stops, and is not started again while the file exists
+SAVE_FILE = "SAVE"  # in the run folder: the run saves a checkpoint, then removes the file
+
+
+def check_no_stop_file(run: Path) -> None:
+    """Raise ConfigError if the run folder has a file STOP."""
+    path = run / STOP_FILE
+    if os.path.lexists(path):
+        raise ConfigError(shorten(str(path)), problem="this file stops the run", remedy=f"rm {shorten(str(path))}")
 
 
 def check_folder(path: Path, where: str) -> None:

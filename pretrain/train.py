@@ -23,6 +23,7 @@ from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.patches.imports import avoid_compiler_imports
+from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
 from pretrain.terminal.status import clear_status, status
 
@@ -56,13 +57,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: RunArguments, world: World) -> int:
     """Validate the run, then train. Returns the exit code; raises ConfigError."""
+    launcher = LauncherWatch(world)
     device = detect_device()
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
     with RunLock(Path(args.save), active=world.rank == 0) as lock:
-        return _train(start, world, device, lock)
+        return _train(start, world, device, lock, launcher)
 
 
-def _train(start: Start, world: World, device: Device, lock: RunLock) -> int:
+def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: LauncherWatch) -> int:
     """Import torch and train. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
@@ -75,7 +77,7 @@ def _train(start: Start, world: World, device: Device, lock: RunLock) -> int:
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, start.weights)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, launcher, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -35,6 +35,7 @@ from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import Guard
+from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.replica_check import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
@@ -98,7 +99,7 @@ class StepLoop:
             self.saver.poll()
             request = self.requests.poll(step)
             if self._is_due(step, self.plan.args.save_interval) or request.save or request.stop:
-                self._save(step, consumed_samples, eval_loss, last=step == self.plan.last_step or request.stop != "")
+                self._save(step, consumed_samples, eval_loss, wait=step == self.plan.last_step or request != Request())
         if step == self.plan.train_steps:
             self._evaluate("test", step, consumed_samples)
         return step, request.stop
@@ -113,11 +114,11 @@ class StepLoop:
         self.meter.restart(position[0])
         return position
 
-    def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, last: bool) -> None:
+    def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, wait: bool) -> None:
         self.watchdog.enter("save", step)
         self.replicas.check(step, force=True)
         self.lock.confirm(now=True)
-        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, last=last)
+        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait)
         self.meter.restart(step)
 
     def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
@@ -140,7 +141,7 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.
     return torch.stack(losses).mean()
 
 
-def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock,
+def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, launcher: LauncherWatch,
           weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code.
 
@@ -168,7 +169,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock,
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm)
         meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
         saver = Saver(plan, folder, screen)
-        requests = Requests(engine.device, report=screen.line)
+        requests = Requests(engine.device, folder, launcher, exit_after_minutes=plan.args.exit_after_minutes,
+                            committed_step=lambda: saver.committed_step, report=screen.line)
         watchdog = Watchdog()
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
         announce_start(plan, world, screen, folder, first_step=first_step,

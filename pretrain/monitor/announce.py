@@ -12,6 +12,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.monitor.write_run_folder import RunFolder, run_record
+from pretrain.paths import STOP_FILE
 from pretrain.terminal.screen import Screen
 
 
@@ -51,13 +52,15 @@ def _layout_text(layout: Layout) -> str:
 
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
                  folder: RunFolder) -> None:
-    """Report why the run ends after `step`. `stopped_by` is the name of a signal, or ""."""
+    """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or ""."""
     is_finished = step == plan.train_steps
     folder.event("stop", step=step, reason="finished" if is_finished else stopped_by or "--exit_step")
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
     elif stopped_by:
-        screen.line(f"stopped by {stopped_by}: saved global_step{step}; the same command continues")
+        stop_file = folder.path / STOP_FILE
+        remedy = f"after `rm {stop_file}`, " if stop_file.exists() else ""
+        screen.line(f"stopped by {stopped_by}: saved global_step{step}; {remedy}the same command continues")
     else:
         screen.line(f"stopped by --exit_step: saved global_step{step} of {plan.train_steps} steps in {plan.args.save}")

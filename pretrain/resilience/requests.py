@@ -1,22 +1,27 @@
-"""Requests to save or stop a run, from signals and from files: all ranks act on them after the same step."""
+"""Requests to save or stop: signals, files, the time limit, a dead launcher. All ranks act after the same step."""
 
-import contextlib
 import os
 import signal
-import socket
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.errors import ConfigError
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.paths import STOP_FILE
+from pretrain.resilience.control_files import ControlFiles
+from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.signals import SignalListener
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+_EXCHANGE_S = 1.0  # intended time between two exchanges of the ranks
+_MAX_INTERVAL = 256  # steps between two exchanges
+# Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are those of signals.
+_LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
 
 
 @dataclass(frozen=True)
@@ -28,39 +33,40 @@ class Request:
 
 
 class Requests:
-    """Handler of the signals in SIGNALS. After a signal to any rank, `poll()` returns its name on all ranks.
+    """Collects the requests of all ranks. `poll()` returns the same request on all ranks at the same step.
 
-    All ranks get the name at the same step. The step does not wait for communication: each call of `poll()` starts an
-    all-reduce of the received signal's number, and the next call reads the result.
+    About once a second, the ranks exchange their requests with a small asynchronous all-reduce: every k steps, where
+    rank 0 proposes k in the same all-reduce. The result is read k steps later, so that no step waits for it.
 
     Args:
         device: device of the all-reduce.
-        report: called with one line when this rank first knows of a signal.
+        folder: run folder. Rank 0 looks there for the files STOP and SAVE.
+        launcher: notices that the launcher of this rank has died.
+        exit_after_minutes: time limit since the start of rank 0's process; None: no limit.
+        committed_step: returns the step of the newest checkpoint that this process has committed; called on rank 0.
+        report: called with each line for the user.
     """
 
-    def __init__(self, device: torch.device, report: Callable[[str], None]) -> None:
-        self._received = 0  # number of the first signal that this rank received
-        self._report, self._reported = report, False
+    def __init__(self, device: torch.device, folder: RunFolder, launcher: LauncherWatch, *,
+                 exit_after_minutes: float | None, committed_step: Callable[[], int],
+                 report: Callable[[str], None]) -> None:
+        self._folder, self._launcher, self._report = folder, launcher, report
+        self._files = ControlFiles(folder.path, committed_step) if dist.get_rank() == 0 else None
+        self._time_limit = float("inf")  # of rank 0, by time.monotonic()
+        if exit_after_minutes is not None and dist.get_rank() == 0:
+            self._time_limit = time.monotonic() - process_age_s() + 60 * exit_after_minutes
         self._rejection = ""  # why this rank cannot continue
-        self._reduced = torch.zeros(2, dtype=torch.int32, device=device)  # number of a signal; 1 if a rank rejects
-        self._result = self._reduced if device.type == "cpu" else torch.zeros(2, dtype=torch.int32).pin_memory()
-        self._copied = None if device.type == "cpu" else get_accelerator().Event()
-        self._start_all_reduce()
-        self._wakeup = _exit_on_sigterm_after_crash()
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number  # keep SIGINT: after Ctrl-C, DeepSpeed's launcher also sends SIGTERM
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
-        with contextlib.suppress(RuntimeError):  # the signal interrupted a print: `poll` will report it
-            self._report_once(number)
-
-    def _report_once(self, number: int) -> None:
-        if not self._reported:
-            self._report(f"{signal.Signals(number).name}: saving after the next step, then stopping "
-                         "(Ctrl-C now: without saving)")
-            self._reported = True
+        self._interval, self._steps = 1, 0  # steps between two exchanges; steps since the last one
+        self._exchanged_at = time.monotonic()
+        on_cpu = device.type == "cpu"
+        # reason to stop, 1 to save, 1 if a rank rejects the run, number of steps until the next exchange
+        self._own = torch.zeros(4, dtype=torch.int32, pin_memory=not on_cpu)
+        self._reduced = torch.zeros(4, dtype=torch.int32, device=device)
+        self._result = self._reduced if on_cpu else torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        self._copied = None if on_cpu else get_accelerator().Event()
+        self._signals = SignalListener(report)
+        launcher.enable_save()
+        self._start_exchange()
 
     def reject(self, line: str) -> None:
         """Make `poll` raise ConfigError on all ranks at the same step, without a save; may be called on any rank.
@@ -69,76 +75,81 @@ class Requests:
         """
         self._rejection = self._rejection or line
 
-    def _start_all_reduce(self) -> None:
-        self._reduced[0], self._reduced[1] = self._received, int(self._rejection != "")
+    def poll(self, step: int) -> Request:
+        """Return what the ranks have agreed to do after this step.
+
+        All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
+        ranks if some rank has called `reject`.
+        """
+        self._steps += 1
+        if self._steps < self._interval:
+            return Request()
+        stop, save, rejected, interval = self._read_result()
+        if rejected:
+            raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
+        self._interval = max(interval, 1)
+        self._start_exchange()
+        if save and self._files is not None:
+            self._files.save_begins(step)
+            self._announce(step, str(self._files.save_path), "saving")
+        if stop:
+            self._announce_stop(step, stop)
+        return Request(self._reason(stop), save=bool(save))
+
+    def _start_exchange(self) -> None:
+        now = time.monotonic()
+        step_s = max(now - self._exchanged_at, 1e-6) / max(self._steps, 1)
+        self._exchanged_at, self._steps = now, 0
+        stop, save, interval = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, 0
+        if self._files is not None:
+            stop = _STOP_FILE if self._files.stop_requested() else _TIME_IS_OVER if now >= self._time_limit else stop
+            save = self._files.save_requested()
+            interval = min(max(int(_EXCHANGE_S / step_s), 1), _MAX_INTERVAL)
+        self._own.copy_(torch.tensor([stop, save, self._rejection != "", interval]))
+        self._reduced.copy_(self._own, non_blocking=True)
         self._work = dist.all_reduce(self._reduced, op=dist.ReduceOp.MAX, async_op=True)
         if self._copied is not None:
             self._work.wait()  # blocks the device's stream, not the host
             self._result.copy_(self._reduced, non_blocking=True)
             self._copied.record()
 
-    def poll(self, step: int) -> Request:
-        """Return the request that some rank had received by the previous call.
-
-        All ranks must call this after each step (a collective), and all get the same result. Raises ConfigError on all
-        ranks if some rank has called `reject`.
-        """
-        number, rejected = self._read_result()
-        if rejected:
-            raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
-        self._start_all_reduce()
-        if not number:
-            return Request()
-        self._report_once(number)
-        return Request(stop=signal.Signals(number).name)
-
     def _read_result(self) -> list[int]:
         if self._copied is not None:
-            self._copied.synchronize()  # waits for the copy queued at the previous step, not for the newest step
+            self._copied.synchronize()  # waits for the copy queued at the previous exchange, not for the newest step
         else:
             self._work.wait()
         return list(self._result.tolist())
 
+    def _reason(self, stop: int) -> str:
+        """Return the text for a reason to stop, the same on all ranks."""
+        if 0 < stop < _LAUNCHER_DIED:
+            return signal.Signals(stop).name
+        return {0: "", _LAUNCHER_DIED: "the end of the launcher", _TIME_IS_OVER: "--exit_after_minutes",
+                _STOP_FILE: str(self._folder.path / STOP_FILE)}[stop]
+
+    def _announce_stop(self, step: int, stop: int) -> None:
+        if stop < _LAUNCHER_DIED:
+            self._signals.report(stop)
+            self._folder.event("signal", step=step, reason=self._reason(stop))
+        else:
+            self._announce(step, self._reason(stop), "saving, then stopping")
+
+    def _announce(self, step: int, reason: str, action: str) -> None:
+        self._report(f"{reason}: {action}")
+        self._folder.event("signal", step=step, reason=reason)
+
     def close(self) -> None:
-        """Ignore further signals during shutdown, except a second Ctrl-C. All ranks must call this (a collective)."""
+        """Finish the last exchange. Further signals do nothing, except Ctrl-C. All ranks must call this (a collective).
+
+        The last step must have been saved.
+        """
         self._read_result()
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, _ignore)
-        signal.set_wakeup_fd(-1)
+        self._signals.close()
+        if self._files is not None:
+            self._files.close()
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike with SIG_IGN, /proc lists the signal as handled, and launchers still recognize a rank."""
-
-
-def _exit_on_sigterm_after_crash() -> socket.socket | None:
-    """Make SIGTERM end this process at once if another rank of the same launcher has ended.
-
-    After a crash, DeepSpeed's launcher sends SIGTERM to the remaining ranks and waits 30 s for each of them
-    (launcher/launch.py, 0.19.8). The remaining ranks are blocked in a collective, where Python runs no signal handlers.
-    A thread, which Python's wakeup file descriptor wakes, therefore ends the process.
-
-    Returns a socket that must stay open. Returns None if the parent has fewer children than this host has ranks, as
-    under other launchers, or if there is only one rank.
-    """
-    size, parent = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), psutil.Process().parent()
-    if size == 1 or parent is None or _num_children(parent) < size:
-        return None
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while number := reader.recv(1):
-            if number[0] == signal.SIGTERM and _num_children(parent) < size:
-                os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=watch, name="sigterm", daemon=True).start()
-    return writer
-
-
-def _num_children(parent: psutil.Process) -> int:
-    """Return the number of running child processes of the launcher."""
-    with contextlib.suppress(psutil.Error):
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in parent.children())
-    return 0
+def process_age_s() -> float:
+    """Return the seconds since this process started. A change of the host's clock has no effect."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

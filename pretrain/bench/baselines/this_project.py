@@ -27,6 +27,7 @@ from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
 from pretrain.terminal.screen import Screen
 
@@ -102,7 +103,8 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     trainer.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
     with RunLock(Path(plan.args.save), active=world.rank == 0) as lock:
-        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock)
+        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock,
+                      LauncherWatch(world))
     requests.end()
 
 
@@ -134,7 +136,7 @@ def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         checkpoints = folders[is_async].path / "checkpoints"
         usual_s = statistics.median(timed_step() for _ in range(requests.request["steps"]))
         saved, start = f"global_step{step}", time.perf_counter()
-        savers[is_async].save(engine, step=step, consumed_samples=0, eval_loss=None, last=False)
+        savers[is_async].save(engine, step=step, consumed_samples=0, eval_loss=None, wait=False)
         requests.synchronize()
         blocking_s = time.perf_counter() - start
         during_save_s = []  # times of the steps that run while a background save continues

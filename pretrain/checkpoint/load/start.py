@@ -18,6 +18,7 @@ from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
+from pretrain.paths import check_no_stop_file
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     --init_from is read only if the run folder has no checkpoint: the source may be removed after the first one.
     """
     check_folders(args.save, args.checkpoint_mirror)  # before the run folder is searched for checkpoints
+    check_no_stop_file(Path(args.save))
     found = _newest_checkpoint(args) if args.init_from is not None or not args.model else None
     weights = find_initial_weights(args.init_from) if args.init_from is not None and found is None else None
     saved_model = weights.model if weights else _model_of(*found) if found and not args.model else None

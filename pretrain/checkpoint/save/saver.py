@@ -33,6 +33,7 @@ class Saver:
                                 keep_best=args.keep_best, mirror=args.checkpoint_mirror)
         in_background = args.async_save or args.checkpoint_mirror or (args.keep_checkpoints and dist.get_rank() == 0)
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
+        self.committed_step = 0  # step of the newest checkpoint that was committed; on rank 0
         self._failure = ""  # why the newest save failed; "" if it succeeded
         self._unreported: list[dict[str, Any]] = []  # errors of this rank's writer that rank 0 has to print
         # now all writers hold their locks; a rank to which rank 0's lock seems free does not see locks of other hosts
@@ -40,8 +41,11 @@ class Saver:
         self._locks_are_shared = not any(gather(self._writer is not None and has_ended(self._checkpoints, 0)))
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
-             last: bool) -> None:
-        """Save a checkpoint, or with --async_save copy it to host memory and write it in the background."""
+             wait: bool) -> None:
+        """Save a checkpoint, or with --async_save copy it to host memory and write it in the background.
+
+        If the previous checkpoint is still being written, `wait` overrides `--save_busy skip`.
+        """
         start = time.perf_counter()
         self._screen.status(f"step {step}  saving a checkpoint")
         self._report_other_ranks()
@@ -50,7 +54,7 @@ class Saver:
         try:
             if not self._plan.args.async_save:
                 self._write(engine, position, start)
-            elif self._memory_is_free(step, wait=last or self._plan.args.save_busy == "wait"):
+            elif self._memory_is_free(step, wait=wait or self._plan.args.save_busy == "wait"):
                 self._begin(engine, position)
                 dist.barrier()  # after this the checkpoint is not lost even if all training processes are killed
                 self._folder.event("snapshot", step=step, seconds=round(time.perf_counter() - start, 3))
@@ -133,6 +137,8 @@ class Saver:
         self._folder.event(event, step=step, reason=reason, **reply)
         if event in ("save", "save_failed"):
             self._failure = reason
+        if event == "save":
+            self.committed_step = step
         if reason:
             self._screen.line(f"warning: {event.replace('_', ' ')} at step {step}: {reason}")
         elif event == "save":

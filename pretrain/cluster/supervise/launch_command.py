@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
 from pretrain.cluster.launcher_flags import split_command_line
-from pretrain.config.flags.arguments import read_yaml
+from pretrain.config.flags.arguments import flag_name, read_yaml
 from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator
@@ -55,7 +55,7 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
     value = None
     for at, word in enumerate(words):
         flag, equals, text = word.partition("=")
-        if flag.startswith("-") and flag.lstrip("-").replace("-", "_") == name:
+        if flag.startswith("-") and flag_name(flag.lstrip("-")) == name:
             value = text if equals else words[at + 1] if at + 1 < len(words) else None
     return value
 

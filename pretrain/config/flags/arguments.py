@@ -37,6 +37,7 @@ class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, Checkpoin
 
 _PATHS = ("deepspeed_config", "model", "init_from", "save", "train_data", "valid_data", "test_data", "tokenizer",
           "nvme_path", "checkpoint_mirror")
+_OTHER_NAMES = {"exit_at_step": "exit_step"}
 _TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
 
 
@@ -54,6 +55,19 @@ def _parser() -> Any:
     return FlagParser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
 
 
+def flag_name(word: str) -> str:
+    """Return the name of a field of RunArguments for a flag or key: with _ instead of -, and without a second name."""
+    name = word.replace("-", "_")
+    return _OTHER_NAMES.get(name, name)
+
+
+def _with_first_names(word: str) -> str:
+    """Return a word of the command line with the first name of a flag that has two names."""
+    flag, equals, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    return f"--{_OTHER_NAMES[name]}{equals}{value}" if flag.startswith("--") and name in _OTHER_NAMES else word
+
+
 def read_yaml(path: str) -> dict[str, tuple[int, str]]:
     """Read a run's YAML file. Returns key -> (line number, value as it would be written on the command line).
 
@@ -69,7 +83,7 @@ def read_yaml(path: str) -> dict[str, tuple[int, str]]:
             raise ConfigError(f"--config {path}", found=_node_type(document), expected="a mapping of flag: value")
         _check_unique(path, document)
         loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
-        entries = [(str(key.value).replace("-", "_"), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
+        entries = [(flag_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
                    for key, value in document.value]
     except RecursionError:
         raise ConfigError(f"--config {path}", problem="it is nested too deeply", remedy="each key takes one value") \
@@ -94,7 +108,7 @@ def _check_unique(path: str, document: yaml.MappingNode) -> None:
     """Raise ConfigError for a key that occurs twice, with - or _: YAML would silently use the last one."""
     lines: dict[str, int] = {}
     for key, _ in document.value:
-        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        name, line = flag_name(str(key.value)), key.start_mark.line + 1
         if name in lines:
             raise ConfigError(f"{path}:{line}: {name}", problem=f"the same key is on line {lines[name]}",
                               remedy="remove one of the two")
@@ -150,7 +164,7 @@ def _check_values(parsed: RunArguments) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     """Parse the flags and the `--config` YAML file; flags win. Raises ConfigError; `--help` exits with 0."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [_with_first_names(word) for word in (sys.argv[1:] if argv is None else argv)]
     names = [f.name for f in dataclasses.fields(RunArguments)]
     config_parser = Parser(add_help=False)
     config_parser.add_argument("--config", action="append", type=text)

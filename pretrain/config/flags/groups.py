@@ -107,7 +107,8 @@ class CheckpointArguments:
     save_interval: int = _flag(1000, "steps between two checkpoints; 0: only at the end")
     resume: str = _flag("auto", "auto: from the newest checkpoint if there is one; required: never from step 0; never: "
                                 "only into a run folder without checkpoints", metavar="auto|required|never")
-    exit_step: int | None = _flag(None, "save and stop after this step, before the run's end")
+    exit_step: int | None = _flag(None, "save and stop after this step, before the run's end; another name: "
+                                         "--exit_at_step")
     async_save: bool = _flag(False, "copy a checkpoint to host memory and write it while training continues")
     save_busy: str = _flag("wait", "while the previous --async_save is still being written: wait, or skip the new one",
                            metavar="wait|skip")
@@ -125,7 +126,7 @@ class ResilienceArguments:
     title: ClassVar[str] = "when something goes wrong"
 
     exit_after_minutes: float | None = _flag(None, "save and stop with exit code 75 after this time since the start of "
-                                                   "the process", unset="no limit")
+                                                   "the process; the save comes after this time", unset="no limit")
     spike_policy: str = _flag("warn", "after a spike of loss or gradient norm: warn; skip: leave out this update; "
                                       "rollback: return to the newest good checkpoint and skip the samples since then",
                               metavar="warn|skip|rollback")

@@ -1,0 +1,55 @@
+"""The files STOP and SAVE in a run folder, with which a user stops a run or saves a checkpoint now."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from pretrain.paths import SAVE_FILE, STOP_FILE
+
+
+class ControlFiles:
+    """Looks for STOP and SAVE in the run folder, on rank 0. A SAVE file is removed after the commit of its checkpoint.
+
+    Args:
+        run: run folder.
+        committed_step: returns the step of the newest checkpoint that this process has committed.
+    """
+
+    def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
+        self.stop_path, self.save_path = run / STOP_FILE, run / SAVE_FILE
+        self._committed_step = committed_step
+        self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
+        self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
+
+    def stop_requested(self) -> bool:
+        return self.stop_path.exists()
+
+    def save_requested(self) -> bool:
+        """Return whether there is a SAVE file that was not requested yet. If its save fails, `touch` requests another.
+        """
+        if self._saved_at is not None and self._committed_step() >= self._saved_at:
+            self._saved_at = None
+            if self._modified() == self._seen:
+                self._remove()
+        modified = self._modified()
+        is_new = modified not in (0, self._seen)
+        self._seen = modified or self._seen
+        return is_new
+
+    def save_begins(self, step: int) -> None:
+        """Record that the requested checkpoint is saved after `step`."""
+        self._saved_at = step
+
+    def close(self) -> None:
+        """Remove SAVE: the last step of this process has been saved."""
+        self._remove()
+
+    def _modified(self) -> int:
+        """Return the modification time of SAVE in ns; 0 if there is no such file."""
+        with contextlib.suppress(OSError):
+            return self.save_path.stat().st_mtime_ns
+        return 0
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.save_path.unlink()

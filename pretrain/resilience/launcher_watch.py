@@ -1,0 +1,104 @@
+"""Notice that the launcher of a rank has died, so that the rank does not continue as an orphan."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pretrain.distributed.world import ALONE, World
+
+_POLL_S = 1.0
+# Programs that start ranks or such launchers. Shells are not among them: a run in the background outlives its shell.
+_PROGRAMS = {"deepspeed", "ds", "ds-pretrain", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prte",
+             "prted", "hydra_pmi_proxy", "srun", "slurmstepd"}
+_MODULES = {"deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run",
+            "torch.distributed.launch", "pretrain.cluster.ds_pretrain"}
+_FILES = {f"{module.replace('.', '/')}.py" for module in _MODULES}
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    pid: int
+    started: str  # start time as /proc/PID/stat shows it: another process may get the same id later
+    name: str
+
+
+class LauncherWatch:
+    """A thread that checks every second whether the launchers of this rank still run.
+
+    Launchers are the nearest ancestor process that is a known launcher, and the launchers that started it: for plain
+    `deepspeed`, its module `deepspeed.launcher.launch` and the `deepspeed` command. If one dies before `enable_save`,
+    the thread ends this process, because there is nothing to save.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.lost = ""  # name of a launcher that has died; "": all run, or there is none
+        self._can_save = False
+        self._launchers = _find_launchers() if world.launcher != ALONE.launcher else []
+        if self._launchers:
+            threading.Thread(target=self._watch, name="launcher watch", daemon=True).start()
+
+    def enable_save(self) -> None:
+        """From now on only set `lost` when a launcher dies: the ranks then save and stop."""
+        self._can_save = True
+
+    def _watch(self) -> None:
+        while not self.lost:
+            time.sleep(_POLL_S)
+            self.lost = next((launcher.name for launcher in self._launchers if not _runs(launcher)), "")
+        if not self._can_save:
+            os._exit(128 + signal.SIGTERM)
+
+
+def launcher_name(words: Sequence[str]) -> str:
+    """Return the name of the launcher that a command line starts, or "" for any other program."""
+    if not words:
+        return ""
+    name = Path(words[0]).name.partition(":")[0]  # slurmstepd writes "slurmstepd: [7.0]" over its command line
+    if not name.startswith("python"):
+        return name if name.partition(".")[0] in _PROGRAMS else ""  # mpirun.openmpi, mpiexec.hydra
+    for at, word in enumerate(words[1:], 1):
+        if word in ("-m", "-c"):
+            return words[at + 1] if words[at + 1:] and words[at + 1] in _MODULES else ""
+        if not word.startswith("-"):
+            is_launcher = Path(word).name in _PROGRAMS or any(word.endswith(file) for file in _FILES)
+            return Path(word).name if is_launcher else ""
+    return ""
+
+
+def _find_launchers() -> list[_Launcher]:
+    """Return the nearest ancestor that is a launcher, and the launchers directly above it."""
+    found: list[_Launcher] = []
+    for process in psutil.Process().parents():
+        try:
+            name = launcher_name(process.cmdline())
+            state = _state_and_start(process.pid)
+        except (psutil.Error, OSError):
+            break
+        if name and state is not None:
+            found.append(_Launcher(process.pid, state[1], name))
+        elif found:
+            break
+    return found
+
+
+def _runs(launcher: _Launcher) -> bool:
+    try:
+        state = _state_and_start(launcher.pid)
+    except OSError:  # for example too many open files: unknown
+        return True
+    return state is not None and state[1] == launcher.started and state[0] not in "ZX"
+
+
+def _state_and_start(pid: int) -> tuple[str, str] | None:
+    """Return the state (one letter) and the start time of a process as in /proc/PID/stat; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
