@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-_COMMANDS = ("apt-get", "deepspeed", "pip", "python", "sudo", "torchrun")
+_COMMANDS = ("apt-get", "deepspeed", "pip", "python", "rm", "sudo", "torchrun")
 _LONGEST_WHERE = 1000  # characters of a path and key
 _LONGEST_VALUE = 300  # characters of a value
 

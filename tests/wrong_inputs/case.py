@@ -54,7 +54,7 @@ _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/generate.py": ("temperature", "repetition_penalty"), "tools/make_corpus.py": ("megabytes",),
     "tools/train_tokenizer.py": ("max_megabytes",),
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
-    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std"),
+    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std", "exit_after_minutes"),
 }
 
 
