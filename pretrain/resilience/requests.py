@@ -19,7 +19,7 @@ from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.signals import SignalListener
 
 _EXCHANGE_S = 1.0  # intended time between two exchanges of the ranks
-_MAX_INTERVAL = 32  # steps between two exchanges; not more, because later steps may be far slower than the measured ones
+_MAX_INTERVAL = 32  # steps between two exchanges; not more, because the next steps may be far slower
 # Reasons to stop, as numbers that the ranks exchange. Numbers below 100 are those of signals.
 _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
 
