@@ -25,6 +25,7 @@ from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, 
 from pretrain.patches.imports import avoid_compiler_imports
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
+from pretrain.resilience.watchdog import TimeOuts, Watchdog
 from pretrain.terminal.status import clear_status, status
 
 
@@ -60,12 +61,14 @@ def run(args: RunArguments, world: World) -> int:
     launcher = LauncherWatch(world)
     device = detect_device()
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
-    with RunLock(Path(args.save), active=world.rank == 0) as lock:
-        return _train(start, world, device, lock, launcher)
+    with RunLock(Path(args.save), active=world.rank == 0) as lock, \
+            Watchdog(Path(args.save), world, TimeOuts.from_flags(args)) as watchdog:
+        return _train(start, world, device, lock, launcher, watchdog)
 
 
-def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: LauncherWatch) -> int:
-    """Import torch and train. Returns the exit code."""
+def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: LauncherWatch,
+           watchdog: Watchdog) -> int:
+    """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
@@ -77,7 +80,8 @@ def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: 
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, launcher, start.weights)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, launcher, watchdog,
+                     start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -1,6 +1,8 @@
 """The step loop, with the set-up before it and the shutdown after it."""
 
 import functools
+import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
+from pretrain.distributed.collectives import gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
@@ -108,7 +111,7 @@ class StepLoop:
         return step == self.plan.last_step or (interval > 0 and step % interval == 0)
 
     def _roll_back(self, step: int, consumed_samples: int, reason: str) -> tuple[int, int]:
-        self.watchdog.enter("load", step)
+        self.watchdog.enter("rollback", step)
         position = roll_back(self.engine, self.plan, self.saver, step=step, consumed_samples=consumed_samples,
                              reason=reason)
         self.meter.restart(position[0])
@@ -129,20 +132,24 @@ class StepLoop:
         """Report and return the mean loss of the first --eval_steps global batches; None if the split has no data."""
         if split not in self.loaders:
             return None
-        self.watchdog.enter("eval", step)
         self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {split} data")
-        loss = evaluate(self.engine, self.loaders[split], self.plan.args.eval_steps)
+        loss = evaluate(self.engine, self.loaders[split], self.plan.args.eval_steps,
+                        before_batch=lambda: self.watchdog.enter("eval", step))
         return self.meter.log_eval(step, split, loss, consumed_samples)
 
 
-def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int) -> torch.Tensor:
+def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int,
+             before_batch: Callable[[], None]) -> torch.Tensor:
     """Return the mean loss of the first `eval_steps` global batches of the loader: a scalar on the device."""
-    losses = [eval_batch(engine, batch) for batch in evaluation_batches(loader, eval_steps)]
+    losses = []
+    for batch in evaluation_batches(loader, eval_steps):
+        before_batch()
+        losses.append(eval_batch(engine, batch))
     return torch.stack(losses).mean()
 
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, launcher: LauncherWatch,
-          weights: InitialWeights | None = None) -> int:
+          watchdog: Watchdog, weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code.
 
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `lock` is that of the
@@ -150,7 +157,9 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
     """
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
-        init_process_group(world)
+        init_process_group(world, watchdog.time_outs.longest_s)
+        watchdog.enter("checkpoint", 0)
+        watchdog.set_ranks(gather((socket.gethostname(), os.getpid())))
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
         if resume is None and weights is not None:
             verify_weights(weights)
@@ -161,7 +170,9 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
+        watchdog.enter("build", 0)
         engine = build_engine(plan, initialize=resume is None and weights is None)
+        watchdog.enter("load", 0)
         first_step, consumed_samples = _restore(engine, plan, resume, weights)
     guard_updates(engine)
     clear_status()
@@ -171,7 +182,6 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         saver = Saver(plan, folder, screen)
         requests = Requests(engine.device, folder, launcher, exit_after_minutes=plan.args.exit_after_minutes,
                             committed_step=lambda: saver.committed_step, report=screen.line)
-        watchdog = Watchdog()
         loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
         announce_start(plan, world, screen, folder, first_step=first_step,
                        resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
@@ -179,11 +189,11 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         loop = StepLoop(plan, engine, loaders, meter, saver, requests, Guard(plan, engine, folder, screen),
                         ReplicaCheck(plan, engine), watchdog, lock, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
+        watchdog.enter("end", step)
         for loader in loaders.values():
             loader.close()
         saver.close(wait_for_copies=not stopped_by)
         requests.close()
-        watchdog.close()
         announce_end(plan, step, stopped_by, meter.losses, screen, folder)
     dist.barrier()
     if world.local_rank == 0:

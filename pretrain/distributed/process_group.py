@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import MutableMapping
+from datetime import timedelta
 
 from pretrain.distributed.host import interface_towards
 from pretrain.distributed.world import World
 from pretrain.errors import ConfigError
 
 _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only to find the route
+_DEFAULT_TIMEOUT_S = 1800.0
+_AFTER_WATCHDOG_S = 300.0
 
 
 def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
@@ -40,8 +43,27 @@ def taken_port(world: World) -> ConfigError:
     return ConfigError("MASTER_PORT", problem=f"another program listens on port {port} of rank 0's host", remedy=remedy)
 
 
-def init_process_group(world: World) -> None:
-    """Form the process group. Each rank checks that it has the world size that the launcher announced."""
+def collective_timeout_s(longest_s: float, environ: MutableMapping[str, str]) -> float:
+    """Return the time-out of collectives in seconds. NCCL's heartbeat monitor gets at least the same.
+
+    DEEPSPEED_TIMEOUT (minutes) sets it. Without this variable it is longer than `longest_s`, the longest time-out of
+    the watchdog, which names the rank that did not arrive; a collective that times out does not.
+    """
+    seconds = max(_DEFAULT_TIMEOUT_S, longest_s + _AFTER_WATCHDOG_S)
+    if "DEEPSPEED_TIMEOUT" in environ:
+        text = environ["DEEPSPEED_TIMEOUT"]
+        if not text.isdecimal() or int(text) == 0:
+            raise ConfigError("DEEPSPEED_TIMEOUT", found=repr(text), expected="a whole number of minutes, at least 1")
+        seconds = 60.0 * int(text)
+    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(seconds)))
+    return seconds
+
+
+def init_process_group(world: World, longest_s: float = 0.0) -> None:
+    """Form the process group. Each rank checks that it has the world size that the launcher announced.
+
+    `longest_s`: see `collective_timeout_s`.
+    """
     import deepspeed
     import torch.distributed
     from deepspeed.accelerator import get_accelerator
@@ -51,9 +73,10 @@ def init_process_group(world: World) -> None:
     if world.size == 1:
         patches.skip_shared_memory_operator()
     choose_interface(world, os.environ)
-    patches.use_one_timeout_for_all_groups()
+    timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
+    patches.use_one_timeout_for_all_groups(timeout)
     try:
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -2,21 +2,21 @@
 
 import importlib
 import os
+from datetime import timedelta
 from pathlib import Path
 
 from deepspeed import comm as dist
-from deepspeed.constants import default_pg_timeout
 from torch.distributed import distributed_c10d
 
 
-def use_one_timeout_for_all_groups() -> None:
-    """Give every process group the time-out that DEEPSPEED_TIMEOUT (minutes) sets. Call it before the first group.
+def use_one_timeout_for_all_groups(timeout: timedelta) -> None:
+    """Give every process group the same time-out. Call it before the first group.
 
     DeepSpeed 0.19.8 (comm/torch.py, new_group) creates all groups after the first with torch's default, 30 minutes for
     gloo. Guarded by tests/cluster/test_multihost_launch.py, test_a_cut_network_ends_all_ranks.
     """
-    distributed_c10d.default_pg_timeout = default_pg_timeout
-    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def skip_shared_memory_operator() -> None:

@@ -1,11 +1,189 @@
-"""The watchdog of a rank: it ends the process with exit code 77 if the main thread makes no progress."""
+"""The watchdog of a rank: it ends the process with exit code 77 if the main thread makes no progress.
+
+Each rank starts a small process of its own, the watcher (`watcher.py`). The main thread writes its phase and step into
+memory that both processes share; the watcher reads this memory. A process was chosen because no thread of the rank can
+do all of this:
+
+- A Python thread does not run while the main thread holds the interpreter's lock inside C++.
+- The C thread of `faulthandler.dump_traceback_later` runs without the lock, but can only end with exit code 1, and
+  needs a new thread for each phase.
+- No thread runs while the rank is stopped (SIGSTOP). The watcher still runs, and can report that the rank is stopped.
+
+The watcher asks the rank for two things, and both work while the main thread holds the interpreter's lock:
+
+- The stacks of all threads: a signal, which `faulthandler` handles in C.
+- The exit code 77: see `exit_when_readable`.
+
+A third request needs the lock, and is left out if no thread can get it: the list of the last collectives, which torch
+keeps in memory ("flight recorder").
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import math
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.distributed.process import ROOT
+from pretrain.distributed.world import World
+from pretrain.errors import HANG
+from pretrain.resilience.hang_report import FLAGS, PHASES
+from pretrain.resilience.watcher import STACKS_SIGNAL, STATE
+
+_SIGEV_THREAD = 2  # <bits/sigevent-consts.h>
+
+
+@dataclass(frozen=True)
+class TimeOuts:
+    """Seconds without progress after which a rank counts as hung, by phase; 0: no limit."""
+
+    first: dict[str, tuple[float, str]]  # phase -> (seconds, flag), when a phase is entered for the first time
+    later: dict[str, tuple[float, str]]  # the same for each later time
+
+    @classmethod
+    def from_flags(cls, args: RunArguments) -> "TimeOuts":
+        """Return the limits that the flags set. The first step and the first evaluation may compile."""
+        step, first = (args.step_timeout, "--step_timeout"), (args.first_step_timeout, "--first_step_timeout")
+        file = (args.save_timeout, "--save_timeout")
+        later = dict.fromkeys(PHASES, step)
+        if step[0]:
+            later |= dict.fromkeys(("load", "save", "rollback", "end"), max(step, file))
+        start = dict.fromkeys(("connect", "checkpoint", "build", "data", "step", "eval"), first)
+        start["load"] = max(first, file) if first[0] else first
+        return cls(first={**later, **start}, later=later)
+
+    @property
+    def longest_s(self) -> float:
+        """The largest limit, or 0 if there is none."""
+        return max(seconds for seconds, _ in [*self.first.values(), *self.later.values()])
+
+    @property
+    def shortest_s(self) -> float:
+        """The smallest limit, or 0 if there is none."""
+        return min((seconds for seconds, _ in [*self.first.values(), *self.later.values()] if seconds), default=0.0)
+
+
+NO_LIMITS = TimeOuts(*[dict.fromkeys(PHASES, (0.0, "--step_timeout"))] * 2)
 
 
 class Watchdog:
-    """Ends this rank if a phase of the step loop exceeds its time-out."""
+    """Records what the main thread does, for the watcher of this rank.
+
+    Args:
+        run: the run folder, which all hosts share.
+        time_outs: without any limit, no watcher is started.
+    """
+
+    def __init__(self, run: Path, world: World, time_outs: TimeOuts) -> None:
+        self.time_outs = time_outs
+        self._first, self._later = _rows(time_outs.first), _rows(time_outs.later)
+        self._state: mmap.mmap | bytearray = bytearray(STATE.size)  # shared with the watcher, if there is one
+        self._beats = 0
+        self._watcher: subprocess.Popen[str] | None = None
+        if time_outs.longest_s:
+            try:
+                self._start(run, world)
+            except OSError as error:  # for example no more processes allowed
+                print(f"warning: rank {world.rank} runs without its watchdog: {error}", file=sys.stderr, flush=True)
+
+    def _start(self, run: Path, world: World) -> None:
+        shared, stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")
+        os.ftruncate(shared, mmap.PAGESIZE)
+        self._state = mmap.mmap(shared, mmap.PAGESIZE)
+        ask, asked = os.pipe(), os.pipe()
+        self._stacks = stacks  # faulthandler writes to this descriptor: keep it open
+        request = {"pid": os.getpid(), "rank": world.rank, "world_size": world.size, "run": str(run.absolute()),
+                   "start": f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+                   "shortest_s": self.time_outs.shortest_s, "state": shared, "stacks": stacks, "exit": asked[1],
+                   "collectives": ask[1]}
+        self.enter("connect", 0)
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-S", "-m", "pretrain.resilience.watcher", json.dumps(request)], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=(shared, stacks, ask[1], asked[1]))
+        os.close(shared)
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+        self._exit_request = exit_when_readable(asked[0], HANG)
+        threading.Thread(target=_write_collectives, args=[ask[0]], name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, step: int) -> None:
-        """Record that the main thread begins a phase ("data", "step", "eval", "save") of a step."""
+        """Record that the main thread begins a phase of a step, or makes progress in it. `phase`: one of PHASES."""
+        self._beats += 1
+        STATE.pack_into(self._state, 0, self._beats, step, *self._first[phase])
+        self._first[phase] = self._later[phase]
+
+    def set_ranks(self, ranks: Sequence[tuple[str, int]]) -> None:
+        """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""
+        if self._watcher is not None and self._watcher.stdin is not None:
+            with contextlib.suppress(OSError):  # the watcher has ended
+                self._watcher.stdin.write(json.dumps(ranks) + "\n")
+                self._watcher.stdin.flush()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop watching."""
+        if self._watcher is not None and self._watcher.stdin is not None:
+            self._watcher.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its report thread waits for storage
+                self._watcher.wait(2.0)
+            faulthandler.unregister(STACKS_SIGNAL)
+
+
+def _rows(limits: dict[str, tuple[float, str]]) -> dict[str, tuple[int, int, int]]:
+    """Return phase -> the values of `State` that depend on the phase."""
+    return {phase: (PHASES.index(phase), math.ceil(seconds * 1000), FLAGS.index(flag))
+            for phase, (seconds, flag) in limits.items()}
+
+
+def exit_when_readable(descriptor: int, code: int) -> object:
+    """Make this process exit with `code` once a byte can be read from a pipe, even if Python's lock is never released.
+
+    The C library reads the pipe in a thread (aio_read), which then calls the function of the notification SIGEV_THREAD
+    (sigevent(7)): `_exit`, with `code` as its argument. No Python code runs. Without aio_read (a C library other than
+    glibc and musl, a 32-bit system), the watcher kills the process after 2 s, and the exit code is -9.
+
+    Returns the memory of the request. Keep a reference to it.
+    """
+    library = ctypes.CDLL(None)
+    byte, block = ctypes.create_string_buffer(8), ctypes.create_string_buffer(1024)  # struct aiocb: 168 bytes in glibc
+    if struct.calcsize("P") != 8 or not hasattr(library, "aio_read"):
+        return None
+    function = ctypes.cast(library._exit, ctypes.c_void_p).value
+    # <aio.h>: aio_fildes, aio_lio_opcode, aio_reqprio, aio_buf, aio_nbytes; in aio_sigevent: value, signo, notify,
+    # function
+    struct.pack_into("@iii4xPNqiiP", block, 0, descriptor, 0, 0, ctypes.addressof(byte), 1, code,
+                     0, _SIGEV_THREAD, function)
+    library.aio_read(block)
+    return block, byte
+
+
+def _write_collectives(requests: int) -> None:
+    """Write torch's list of the last collectives to the file whose path comes through the pipe."""
+    path = os.read(requests, 4096).decode()
+    if not path:
+        return
+    with contextlib.suppress(Exception):  # private functions of torch; their names differ between versions and devices
+        from torch._C import _distributed_c10d as c10d
+
+        dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+        if dump is not None:
+            temporary = Path(f"{path}.tmp")
+            temporary.write_bytes(dump())
+            temporary.rename(path)

@@ -29,6 +29,7 @@ from pretrain.model.layers import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
+from pretrain.resilience.watchdog import NO_LIMITS, Watchdog
 from pretrain.terminal.screen import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
@@ -104,7 +105,7 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     watch = MemoryWatch.start(plan, world)
     with RunLock(Path(plan.args.save), active=world.rank == 0) as lock:
         trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock,
-                      LauncherWatch(world))
+                      LauncherWatch(world), Watchdog(Path(plan.args.save), world, NO_LIMITS))
     requests.end()
 
 

@@ -1,0 +1,200 @@
+"""Files and messages about a hang: each rank writes one file, then one of them names the ranks that did not arrive.
+
+Ranks meet through files in the run folder, because collectives and the store of rank 0 may be what hangs. Imports only
+the standard library: see `watcher.py`.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+# phases of a rank, in the order in which a rank passes through them
+PHASES = ("connect", "checkpoint", "build", "load", "data", "step", "rollback", "eval", "save", "end")
+FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
+_WAIT_S = 4.0  # for the files of other ranks
+_REPORT_WAIT_S = 1.5  # for the report of a lower rank
+_REPORT = "report.txt"
+_STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped", "t": "stopped",
+           "Z": "ended", "X": "ended", "": "ended"}  # state letters of proc(5)
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank was doing when it or another rank made no progress."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    seconds: float  # without progress
+    limit_s: float
+    flag: str  # the flag that sets the limit
+    state: str  # a value of _STATES
+
+    @classmethod
+    def of_process(cls, pid: int, *, rank: int, phase: str, step: int, seconds: float, limit_s: float,
+                   flag: str) -> "RankRecord":
+        """Return the record of a process on this host."""
+        return cls(rank=rank, host=socket.gethostname(), pid=pid, phase=phase, step=step, seconds=round(seconds, 1),
+                   limit_s=limit_s, flag=flag, state=_STATES.get(process_state(pid), "waiting"))
+
+    @property
+    def position(self) -> str:
+        return f"phase {self.phase} of step {self.step}" if self.step else f"phase {self.phase}"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Order of ranks: a rank with a smaller value is behind."""
+        return self.step, PHASES.index(self.phase)
+
+    def to_text(self) -> str:
+        return "".join(f"{item.name}: {getattr(self, item.name)}\n" for item in fields(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "RankRecord":
+        """Read the lines before the first empty line. Raises ValueError or KeyError."""
+        values = dict(line.split(": ", 1) for line in text.split("\n\n")[0].splitlines())
+        return cls(rank=int(values["rank"]), host=values["host"], pid=int(values["pid"]), phase=values["phase"],
+                   step=int(values["step"]), seconds=float(values["seconds"]), limit_s=float(values["limit_s"]),
+                   flag=values["flag"], state=values["state"])
+
+
+def hang_folder(run: Path) -> Path:
+    """Return the folder of the next hang: RUN/hangs/N. All ranks of a start get the same N without communication."""
+    numbers = [0]
+    with contextlib.suppress(OSError):
+        numbers += [int(name) for name in os.listdir(run / "hangs") if name.isdecimal()]
+    return run / "hangs" / str(max(numbers) + 1)
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process (proc(5)), or "" if there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot, or None if there is no such process."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
+
+
+def thread_states(pid: int) -> str:
+    """Return one line per thread of a process: its name, its state, and the kernel function in which it waits."""
+    lines = ["", "Threads as the kernel sees them (id, state, kernel function, name):"]
+    with contextlib.suppress(OSError):
+        for thread in sorted(os.listdir(f"/proc/{pid}/task"), key=int):
+            folder = Path(f"/proc/{pid}/task/{thread}")
+            with contextlib.suppress(OSError):
+                state = folder.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+                where, name = (folder.joinpath(file).read_text().strip() for file in ("wchan", "comm"))
+                lines.append(f"  {thread} {state} {where} {name}")
+    return "\n".join(lines) + "\n"
+
+
+def write_record(folder: Path, record: RankRecord, stacks: str) -> None:
+    """Write FOLDER/rank_N.txt atomically. The folder is created: this declares the hang to all ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{record.rank}.txt"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(f"{record.to_text()}\n{stacks}", encoding="utf-8")
+    temporary.rename(path)
+
+
+def read_records(folder: Path) -> dict[int, RankRecord]:
+    """Return the records that ranks have written so far, by rank."""
+    found = {}
+    for name in os.listdir(folder):
+        if name.startswith("rank_") and name.endswith(".txt"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                record = RankRecord.from_text(folder.joinpath(name).read_text(encoding="utf-8"))
+                found[record.rank] = record
+    return found
+
+
+def wait_for_ranks(folder: Path, world_size: int) -> dict[int, RankRecord]:
+    """Return the records of all ranks, or after some seconds those that exist."""
+    deadline = time.monotonic() + _WAIT_S
+    while len(os.listdir(folder)) < world_size or len(records := read_records(folder)) < world_size:
+        if time.monotonic() > deadline:
+            return read_records(folder)
+        time.sleep(0.2)
+    return records
+
+
+def wait_for_report(folder: Path) -> bool:
+    """Return whether another rank reports the hang within a short time."""
+    deadline = time.monotonic() + _REPORT_WAIT_S
+    while _REPORT not in os.listdir(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def report_hang(run: Path, folder: Path, records: Mapping[int, RankRecord], world_size: int,
+                ranks: Sequence[tuple[str, int]]) -> None:
+    """Write FOLDER/report.txt and an event, and print one line. Does nothing if another rank has done so."""
+    text, suspects = describe_hang(records, world_size, ranks)
+    try:
+        with open(folder / _REPORT, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        return
+    print(f"ds-pretrain: hang: {text}. Stacks of all threads: {folder}. Exit code 77.", file=sys.stderr, flush=True)
+    step = max(record.step for record in records.values())
+    row = {"time": time.time(), "event": "hang", "step": step, "reason": text, "ranks": suspects, "path": str(folder)}
+    with open(run / "events.jsonl", "a", encoding="utf-8") as events:
+        events.write(json.dumps(row) + "\n")
+
+
+def describe_hang(records: Mapping[int, RankRecord], world_size: int,
+                  ranks: Sequence[tuple[str, int]]) -> tuple[str, list[int]]:
+    """Return a sentence about a hang, and the ranks that did not arrive where the others wait.
+
+    Args:
+        records: those of all ranks that have written their file.
+        world_size: number of ranks.
+        ranks: host and process id of each rank; [] if the ranks have not connected.
+    """
+    waiting = max(records.values(), key=lambda record: (record.state != "stopped", record.seconds >= record.limit_s,
+                                                        record.progress))
+    found = {rank: _without_file(rank, ranks) for rank in range(world_size) if rank not in records}
+    found |= {rank: f"{_name(record)} is stopped (SIGSTOP) in {record.position}"
+              for rank, record in records.items() if record.state == "stopped"}
+    running = [record for record in records.values() if record.state != "stopped"]
+    found |= {record.rank: f"{_name(record)} is behind, in {record.position}" for record in running
+              if record.progress < waiting.progress}
+    others = world_size - len(found)
+    text = f"no progress for {waiting.seconds:.0f} s ({waiting.flag} {waiting.limit_s:g})"
+    if found:
+        shown = "; ".join(found[rank] for rank in sorted(found)[:8]) + ("; ..." if len(found) > 8 else "")
+        return f"{text}: {shown}; {others} rank{'s wait' if others != 1 else ' waits'} in {waiting.position}", \
+            sorted(found)
+    alone = f"{_name(waiting)} is" if world_size == 1 else f"all {world_size} ranks are"
+    return f"{text}: {alone} in {waiting.position}", []
+
+
+def _name(record: RankRecord) -> str:
+    return f"rank {record.rank} (host {record.host}, process {record.pid})"
+
+
+def _without_file(rank: int, ranks: Sequence[tuple[str, int]]) -> str:
+    """Describe a rank that has written no file."""
+    if rank >= len(ranks):
+        return f"rank {rank} has not connected: it has not started, has ended, or its host is lost"
+    host, pid = ranks[rank]
+    name = f"rank {rank} (host {host}, process {pid})"
+    if host != socket.gethostname():
+        return f"{name} does not answer: it has ended, or its host or its network is lost"
+    state = _STATES.get(process_state(pid), "waiting")
+    return f"{name} has ended" if state == "ended" else f"{name} does not answer; its state is: {state}"
