@@ -54,6 +54,7 @@ _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/generate.py": ("temperature", "repetition_penalty"), "tools/make_corpus.py": ("megabytes",),
     "tools/train_tokenizer.py": ("max_megabytes",),
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
+    "tools/chaos.py": ("stall_s",),
     "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std", "exit_after_minutes"),
 }
 
@@ -66,7 +67,7 @@ LEGAL: dict[str, tuple[str, ...]] = {
     "0 disables it, or means all": _flags(_ZEROS, "0"),
     "the flag accepts fractions": _flags(_FRACTIONS, "1.5"),
     "the newest two are always kept": ("tools/checkpoint.py prune --keep_checkpoints=0",),
-    "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0"),
+    "a seed may be 0": ("tools/generate.py --seed=0", "pretrain/train.py --seed=0", "tools/chaos.py --seed=0"),
     "greedy sampling": ("tools/generate.py --temperature=0",),
     "a limit above the size means everything": (f"tools/make_corpus.py --megabytes={TOO_LARGE}",
                                      f"tools/train_tokenizer.py --max_megabytes={TOO_LARGE}"),
@@ -118,6 +119,8 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/prepare_data.py": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
     "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
+    "tools/chaos.py": ["--faults", "5", "--", "ds-pretrain",
+                       *(word for name, value in TRAIN.items() for word in (f"--{name}", value))],
 }
 
 

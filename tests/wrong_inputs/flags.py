@@ -183,6 +183,8 @@ def _output_cases() -> Iterator[Case]:
                    ("--hostfile", path, "--save", "{world}/run", "--", "deepspeed", "pretrain/train.py"), "--hostfile")
         yield Case(f"supervise YAML {what}", "launch/supervise.py",
                    ("--", "deepspeed", "pretrain/train.py", "--config", path), "--config")
+        yield Case(f"chaos --reference {what}", "tools/chaos.py",
+                   _before_end(TOOLS["tools/chaos.py"], ["--reference", path]), "--reference")
     for what, path in UNWRITABLE.items():
         yield Case(f"supervise --save {what}", "launch/supervise.py", ("--save", path, "--", "true"), "--save")
         yield Case(f"check_cluster --save {what}", "tools/check_cluster.py", ("--save", path), "--save")

@@ -50,6 +50,7 @@ class SupervisorSettings:
     health_command: str = DEFAULT_HEALTH_COMMAND  # shell command that succeeds on a healthy host
     health_timeout_s: float = 60.0
     transport: Transport = field(default_factory=default_transport)
+    before_start: Callable[[int], None] = lambda number: None  # called before each start, with its number from 1
 
 
 class SignalRecorder:
@@ -147,6 +148,7 @@ def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecord
     else:
         step = newest_step(settings.run / "checkpoints")
         print_line(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
+        settings.before_start(number)
         code = _run_command(command, settings, sizes_before, signals)
     progress = read_progress(settings.run, sizes_before)
     if code is not None:

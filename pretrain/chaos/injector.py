@@ -1,0 +1,249 @@
+"""Apply the faults of a schedule to a supervised run, each at its moment."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from pretrain.chaos import instructions, processes
+from pretrain.chaos.checkpoints import CheckpointLedger
+from pretrain.chaos.damage import LinkedData, damage_checkpoint, damage_latest
+from pretrain.chaos.kinds import CHECKPOINT_DAMAGE, KINDS
+from pretrain.chaos.processes import NotAppliedError
+from pretrain.chaos.schedule import Fault, Schedule
+from pretrain.chaos.settings import ChaosSettings
+from pretrain.chaos.watch import RunWatch
+
+_POLL_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_TRIES = 3
+_HANG_GRACE_S = 120.0  # after --step_timeout: dumps, exit codes, launchers
+PrintLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AppliedFault:
+    """A fault that was applied, or that could not be applied."""
+
+    kind: str
+    time: float  # in seconds since 1970
+    start: int  # number of the start that it hit; for damage while the run is down, of the next start
+    step: int  # last logged step of that start
+    what: str
+    applied: bool = True
+    ended: bool = True  # False: the start should have ended, and did not
+    paused_s: float = 0.0
+
+
+class RunEndedError(Exception):
+    """The run has ended, so no further fault can be applied."""
+
+
+class FaultInjector(threading.Thread):
+    """Thread that applies the faults, while the main thread runs the supervisor.
+
+    The main thread calls `before_start`, `after_rejection` and `finish`.
+    """
+
+    def __init__(self, settings: ChaosSettings, schedule: Schedule, watch: RunWatch, ledger: CheckpointLedger,
+                 data: LinkedData | None, print_line: PrintLine) -> None:
+        super().__init__(name="faults", daemon=True)
+        self._settings, self._schedule, self._watch, self._ledger = settings, schedule, watch, ledger
+        self._data, self._print_line = data, print_line
+        self._pending: list[Fault] = []  # damage that is done before the next start
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._active = time.monotonic()  # last step, start or fault
+        self._progress = (0, 0)
+        self.applied: list[AppliedFault] = []
+        self.newest_intact: list[int] = []  # step of the newest undamaged checkpoint at each start
+        self.failure = ""  # why the run was ended early
+
+    def run(self) -> None:
+        try:
+            for fault in self._schedule.faults:
+                self._apply_in_time(fault)
+            while True:  # watch for a stall until the run ends
+                self._poll()
+        except RunEndedError:
+            pass
+        except Exception as error:
+            self._end_run(f"the fault injection failed: {type(error).__name__}: {error}")
+
+    def finish(self) -> None:
+        """End the thread. The supervised run has ended."""
+        self._finished.set()
+        self.join()
+        self._watch.poll()
+
+    def before_start(self, number: int) -> None:
+        """Damage files while no process of the run exists. The supervisor calls this before each start."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        truncated = False
+        for fault in pending:
+            if fault.kind == "data" and truncated:
+                self._pending.append(fault)  # one rejection for each truncation
+                continue
+            truncated = truncated or fault.kind == "data"
+            try:
+                self._record(fault, self._damage(fault), start=self._watch.num_starts + 1)
+            except NotAppliedError:
+                with self._lock:
+                    self._pending.append(fault)  # too few undamaged checkpoints exist: before a later start
+        intact = self._ledger.observe()
+        self.newest_intact.append(intact[0][1].step if intact else 0)
+        self._watch.mark_start()
+
+    def after_rejection(self) -> bool:
+        """Restore truncated data. Return whether the run was rejected because of it, and must be started again."""
+        return self._data is not None and self._data.restore()
+
+    def unapplied(self) -> list[Fault]:
+        """Return the faults that were still waiting for a start when the run ended."""
+        return list(self._pending)
+
+    def _apply_in_time(self, fault: Fault) -> None:
+        if fault.moment == "down":
+            with self._lock:
+                self._pending.append(fault)
+            return
+        for attempt in range(_TRIES):
+            self._wait_for_moment(fault)
+            try:
+                self._apply(fault)
+                return
+            except NotAppliedError as error:
+                if attempt + 1 == _TRIES:
+                    self._record(fault, str(error), applied=False)
+
+    def _wait_for_moment(self, fault: Fault) -> None:
+        if fault.moment == "starting":
+            self._sleep(fault.delay * self._launch_seconds())
+            return
+        self._wait(lambda: self._watch.current_step() >= max(fault.step, 1))
+        self._sleep(fault.delay * self._step_seconds())
+
+    def _apply(self, fault: Fault) -> None:
+        random, start, command = Random(fault.seed), self._watch.num_starts, self._settings.command
+        if fault.kind == "pause":
+            began = time.time()
+            what = processes.pause_rank(command, random, longest_s=_LONGEST_PAUSE_S)
+            self._record(fault, what, paused_s=time.time() - began)
+        elif fault.kind == "disk_full":
+            self._record(fault, self._fill_disk(start))
+        elif fault.kind == "hang":
+            self._hang(fault, start, random)
+        elif KINDS[fault.kind].effect == "damages":
+            self._record(fault, self._damage(fault))
+        else:
+            self._end_start(fault, start, random)
+
+    def _end_start(self, fault: Fault, start: int, random: Random) -> None:
+        command = self._settings.command
+        if fault.kind == "cut_link":
+            ranks = processes.ranks(command)
+            if len(ranks) < 2:
+                raise NotAppliedError("the run has fewer than two ranks")
+            victim = random.choice(ranks)
+            if not instructions.cut_link(self._settings.run, victim.pid):
+                raise NotAppliedError(f"process {victim.pid} did not execute the instruction")
+            what = f"TCP connections of process {victim.pid} shut down"
+        else:
+            what = {"kill_rank": processes.kill_rank, "kill_launcher": processes.kill_launcher,
+                    "signal": processes.send_signal}[fault.kind](command, random)
+        self._record(fault, what, start=start)
+        self._wait(lambda: self._watch.num_starts > start)
+
+    def _hang(self, fault: Fault, start: int, random: Random) -> None:
+        victim = processes.stop_rank(self._settings.command, random)
+        ended = False
+        try:
+            limit = time.monotonic() + self._settings.step_timeout + _HANG_GRACE_S
+            self._wait(lambda: self._watch.num_starts > start or time.monotonic() > limit)
+            ended = self._watch.num_starts > start
+        finally:
+            processes.resume(victim)
+            self._record(fault, f"SIGSTOP of process {victim.pid}", start=start, ended=ended or self._finished.is_set())
+
+    def _fill_disk(self, start: int) -> str:
+        """Let writes fail until a save has failed, or the start has ended."""
+        def failed() -> int:
+            return sum(row.values.get("event") == "save_failed" for row in self._watch.events.rows)
+
+        before = failed()
+        instructions.fill_disk(self._settings.run)
+        try:
+            self._wait(lambda: failed() > before or self._watch.num_starts > start)
+        finally:
+            instructions.empty_disk(self._settings.run)
+        return "ENOSPC until a save failed" if failed() > before else "ENOSPC until the start ended"
+
+    def _damage(self, fault: Fault) -> str:
+        random = Random(fault.seed)
+        if fault.kind == "data":
+            assert self._data is not None
+            return self._data.truncate()
+        if fault.kind == "latest":
+            if not self._ledger.folder.is_dir():
+                raise NotAppliedError("there are no checkpoints")
+            return damage_latest(self._ledger.folder, random)
+        assert fault.kind in CHECKPOINT_DAMAGE
+        intact = self._ledger.observe()
+        if len(intact) < 2:
+            raise NotAppliedError("there are fewer than two undamaged checkpoints")
+        folder, manifest = intact[0]
+        self._ledger.mark_damaged(manifest)
+        return damage_checkpoint(fault.kind, folder, manifest, random)
+
+    def _record(self, fault: Fault, what: str, *, start: int | None = None, applied: bool = True, ended: bool = True,
+                paused_s: float = 0.0) -> None:
+        record = AppliedFault(fault.kind, time.time(), self._watch.num_starts if start is None else start,
+                              self._watch.current_step(), what, applied, ended, paused_s)
+        self.applied.append(record)
+        self._active = time.monotonic()
+        self._print_line(f"{'fault' if applied else 'not applied'} {len(self.applied)}: {fault.kind} after step "
+                         f"{record.step}: {what}")
+
+    def _launch_seconds(self) -> float:
+        """Return the shortest time from a start to its first logged step; 0 if none has logged a step."""
+        times = [rows[0].time - began for number, began in enumerate(self._watch.start_times, 1)
+                 if (rows := self._watch.steps_of_start(number))]
+        return min(times, default=0.0)
+
+    def _step_seconds(self) -> float:
+        rows = self._watch.steps()
+        return float(rows[-1].values["step_time_ms"]) / 1e3 if rows else 0.0
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition is true. Raises RunEndedError if the run ends first."""
+        while not condition():
+            self._poll()
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._wait(lambda: time.monotonic() >= deadline)
+
+    def _poll(self) -> None:
+        """Sleep for a moment and read new rows. Raises RunEndedError if the run has ended."""
+        if self._finished.wait(_POLL_S):
+            raise RunEndedError
+        self._watch.poll()
+        self._ledger.observe()
+        progress = (self._watch.num_starts, len(self._watch.metrics.rows))
+        if progress != self._progress:
+            self._progress, self._active = progress, time.monotonic()
+        if time.monotonic() - self._active > self._settings.stall_s:
+            self._end_run(f"no step, start or fault for {self._settings.stall_s:g} s")
+            raise RunEndedError
+
+    def _end_run(self, reason: str) -> None:
+        """Make the supervisor in the main thread end the run at once: a second signal stops its wait for a save."""
+        self.failure = reason
+        self._print_line(f"{reason}; the run is ended")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGINT)
