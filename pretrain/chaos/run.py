@@ -14,7 +14,7 @@ from pretrain.chaos.results import ChaosResult, count_bad_steps, count_by_kind, 
 from pretrain.chaos.schedule import Schedule, make_schedule
 from pretrain.chaos.settings import ChaosSettings
 from pretrain.chaos.watch import RunWatch
-from pretrain.checkpoint.format.manifest import newest_complete
+from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.cluster.supervise.restart_log import RESTART_LOG
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, supervise
 from pretrain.errors import FINISHED, REJECTED, ConfigError
@@ -99,7 +99,7 @@ def _ignored_checkpoints(starts: list[dict[str, Any]], newest_intact: list[int])
 def _final_hash(run: Path) -> str:
     """Return the hash of the newest checkpoint's weights and optimizer states; "none" if there is no checkpoint."""
     try:
-        found = newest_complete(run / "checkpoints")
+        found = newest_good(run / "checkpoints")
     except ConfigError:
         return "none"
     return state_hash(found[0]) if found else "none"
