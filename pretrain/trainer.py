@@ -16,11 +16,12 @@ from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.load_weights import load_checkpoint_weights, load_weights, verify_weights
 from pretrain.checkpoint.load.resume import Resume
+from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
-from pretrain.distributed.collectives import gather
+from pretrain.distributed.collectives import from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
@@ -37,7 +38,7 @@ from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.write_run_folder import RunFolder
-from pretrain.resilience.guard import Guard
+from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.replica_check import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
@@ -94,8 +95,8 @@ class StepLoop:
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
             verdict = self.guard.observe(step, loss, consumed_samples)
-            if verdict.rollback:
-                step, consumed_samples = self._roll_back(step, consumed_samples, verdict.rollback)
+            if verdict.rollback is not None:
+                step, consumed_samples = self._roll_back(verdict.rollback)
                 continue
             self.replicas.check(step)
             eval_loss = self._evaluate_if_due(step, consumed_samples)
@@ -110,12 +111,15 @@ class StepLoop:
     def _is_due(self, step: int, interval: int) -> bool:
         return step == self.plan.last_step or (interval > 0 and step % interval == 0)
 
-    def _roll_back(self, step: int, consumed_samples: int, reason: str) -> tuple[int, int]:
-        self.watchdog.enter("rollback", step)
-        position = roll_back(self.engine, self.plan, self.saver, step=step, consumed_samples=consumed_samples,
-                             reason=reason)
-        self.meter.restart(position[0])
-        return position
+    def _roll_back(self, bad: BadSteps) -> tuple[int, int]:
+        """Return to an earlier checkpoint. Returns its step, and the data position after the skipped samples."""
+        self.watchdog.enter("rollback", bad.last_step)
+        self.lock.confirm(now=True)
+        step, consumed_samples = roll_back(self.engine, self.plan, self.saver, self.meter.folder, self.meter.screen,
+                                           bad)
+        self.guard.return_to(step)
+        self.meter.restart(step)
+        return step, consumed_samples
 
     def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, wait: bool) -> None:
         self.watchdog.enter("save", step)
@@ -174,7 +178,6 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         engine = build_engine(plan, initialize=resume is None and weights is None)
         watchdog.enter("load", 0)
         first_step, consumed_samples = _restore(engine, plan, resume, weights)
-    guard_updates(engine)
     clear_status()
     with Screen(active=world.rank == 0) as screen:
         folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm)
@@ -186,8 +189,10 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         announce_start(plan, world, screen, folder, first_step=first_step,
                        resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                        warnings=resume.warnings if resume else ())
-        loop = StepLoop(plan, engine, loaders, meter, saver, requests, Guard(plan, engine, folder, screen),
-                        ReplicaCheck(plan, engine), watchdog, lock, callbacks)
+        guard = Guard(plan, engine, folder, screen)
+        guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
+        loop = StepLoop(plan, engine, loaders, meter, saver, requests, guard, ReplicaCheck(plan, engine), watchdog,
+                        lock, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
         watchdog.enter("end", step)
         for loader in loaders.values():
@@ -225,7 +230,7 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
         load_checkpoint_weights(engine, resume.folder)
         return 0, 0
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
-    return resume.manifest.step, resume.manifest.consumed_samples
+    return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))
 
 
 def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Loader:

@@ -84,6 +84,12 @@ def grad_norm(engine: DeepSpeedEngine) -> float:
     return float("nan") if norm is None else float(norm)
 
 
+def global_grad_norm(engine: DeepSpeedEngine) -> torch.Tensor | float | None:
+    """Return this norm without waiting for the device: a scalar on the device, a number, or None if there is none."""
+    norm: torch.Tensor | float | None = engine.get_global_grad_norm()
+    return norm
+
+
 def loss_scale(engine: DeepSpeedEngine) -> float:
     """Return the current loss scale of fp16; 1 in other precisions."""
     if not engine.fp16_enabled():

@@ -68,7 +68,6 @@ class Meter:
         self.plan, self.engine, self.folder, self.screen, self.rank = plan, engine, folder, screen, rank
         self._flops_per_token = flops_per_token(plan.model, plan.args.seq_length)
         self._peak_tflops = _device_peak_tflops(plan)
-        self._skipped_steps = engine.skipped_steps
         self._step_seconds: float | None = None  # step time of the last row
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
         self._last_step, self._last_time, self._data_seconds = first_step, time.perf_counter(), 0.0
@@ -89,9 +88,6 @@ class Meter:
 
     def log(self, step: int, loss: torch.Tensor, lr: float, consumed_samples: int) -> None:
         """Report step number `step` (from 1) if it is a logged step. `lr` is the learning rate of this step."""
-        if self.engine.skipped_steps > self._skipped_steps:
-            self._skipped_steps = self.engine.skipped_steps
-            self.folder.event("skip", step=step, reason="overflow or NaN in the gradients")
         if not self.due(step):
             self._show_progress(step)
             return

@@ -1,31 +1,208 @@
-"""The guard against bad steps: it counts skipped updates, finds spikes, and decides when the run is rolled back."""
+"""The guard against bad steps: it reports skipped updates and spikes, and decides when the run is rolled back."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
+from pretrain.engine.steps import global_grad_norm, loss_scale
+from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
+from pretrain.errors import GUARD, GuardError
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.spikes import Spike, SpikeWindow
 from pretrain.terminal.screen import Screen
+
+
+@dataclass(frozen=True)
+class BadSteps:
+    """Consecutive bad steps, because of which the run has to return to an earlier checkpoint."""
+
+    reason: str
+    first_step: int
+    last_step: int
+    consumed_samples: int  # including those of the last step
+    weights_changed: bool  # False if each of these updates was skipped
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Decision of the guard after a step; the same on all ranks."""
 
-    rollback: str = ""  # why the run has to return to an earlier checkpoint; "": it continues
+    rollback: BadSteps | None = None  # None: the run continues
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A trained step. `loss` and `grad_norm` are valid once they have been read from the device."""
+
+    step: int
+    consumed_samples: int  # including those of this step
+    skipped: SkippedUpdate | None  # None: the update was made
+    fp16_scale: float  # loss scale of fp16 after the step; 1 in other precisions
+    loss: float = math.nan
+    grad_norm: float = math.nan
+
+    @property
+    def is_normal_overflow(self) -> bool:
+        """Whether the update was skipped only to lower the loss scale of fp16."""
+        return self.skipped is not None and not self.skipped.is_bad
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the step counts for --max_bad_steps."""
+        if self.skipped is not None:
+            return self.skipped.is_bad
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
 class Guard:
-    """Observes loss, gradient norm and skipped updates of each step. Its decisions are the same on all ranks."""
+    """Observes loss, gradient norm and skipped updates of each step. Its decisions are the same on all ranks.
+
+    All ranks have the same bits of loss, gradient norm and reason of a skipped update, so they need no communication.
+    On a GPU the values of a step are copied asynchronously, and read after the next step.
+    """
 
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen) -> None:
         self._plan, self._engine, self._folder, self._screen = plan, engine, folder, screen
+        args, on_cpu = plan.args, engine.device.type == "cpu"
+        self._windows = [SpikeWindow(name, length=args.spike_window, threshold=args.spike_threshold)
+                         for name in ("loss", "grad_norm")]
+        self._values = torch.zeros(2) if on_cpu else torch.zeros(2).pin_memory()  # loss, gradient norm
+        self._copied = None if on_cpu else get_accelerator().Event()
+        self._waits = on_cpu or args.spike_policy == "skip"  # with "skip", `veto` has waited for the device anyway
+        self._unread: _Step | None = None
+        self._bad: list[_Step] = []  # the newest bad steps in a row
+
+    def veto(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """Return whether the engine must skip this update because of a spike, for --spike_policy skip.
+
+        The engine calls this before the update, with the same values on all ranks. Reading them waits for the device.
+        """
+        return any(window.find(float(value)) is not None
+                   for window, value in zip(self._windows, (loss, grad_norm), strict=True))
 
     def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> Verdict:
         """Record a finished step. `loss`: scalar on the device; `consumed_samples`: including those of this step.
 
         Raises GuardError if the run cannot continue.
         """
+        finished = self._read()
+        self._begin_read(step, loss, consumed_samples)
+        if self._waits or step == self._plan.last_step:
+            finished += self._read()
+        for each in finished:
+            bad_steps = self._decide(each)
+            if bad_steps is not None:
+                return Verdict(bad_steps)
         return Verdict()
+
+    def return_to(self, step: int) -> None:
+        """Forget the steps after `step`, because the run was rolled back."""
+        for window in self._windows:
+            window.forget_after(step)
+        self._unread, self._bad = None, []
+
+    def _begin_read(self, step: int, loss: torch.Tensor, consumed_samples: int) -> None:
+        """Start the copy of loss and gradient norm to the host."""
+        norm = global_grad_norm(self._engine)
+        for i, value in enumerate((loss, 0.0 if norm is None else norm)):
+            if torch.is_tensor(value):
+                self._values[i].copy_(value.detach().reshape(()), non_blocking=True)
+            else:
+                self._values[i] = value
+        if self._copied is not None:
+            self._copied.record()
+        self._unread = _Step(step, consumed_samples, skipped_update(self._engine), loss_scale(self._engine))
+
+    def _read(self) -> list[_Step]:
+        """Return the step whose values were not read yet, if there is one."""
+        if self._unread is None:
+            return []
+        if self._copied is not None:
+            self._copied.synchronize()  # waits for this copy, not for the newest step
+        loss, grad_norm = self._values.tolist()
+        read, self._unread = replace(self._unread, loss=loss, grad_norm=grad_norm), None
+        return [read]
+
+    def _decide(self, step: _Step) -> BadSteps | None:
+        """Report a step, and return the bad steps if the run has to be rolled back. Raises GuardError."""
+        added = [window.add(step.step, value)
+                 for window, value in zip(self._windows, (step.loss, step.grad_norm), strict=True)]
+        spikes = [spike for spike in added if spike is not None]
+        reason = _reason(step, spikes)
+        if step.skipped is not None:
+            self._report_skip(step, reason)
+        elif reason:
+            self._report_spikes(step, spikes, reason)
+        if not step.is_normal_overflow:  # which is neither good nor bad
+            self._bad = [*self._bad, step] if step.is_bad else []
+        if len(self._bad) >= self._plan.args.max_bad_steps:
+            self._stop_at_minimum_scale()
+            return _bad_steps(f"{len(self._bad)} bad steps in a row (the last one: {reason})", self._bad)
+        if spikes and step.skipped is None and self._plan.args.spike_policy == "rollback":
+            return _bad_steps(reason, [step])
+        return None
+
+    def _stop_at_minimum_scale(self) -> None:
+        """Raise GuardError if all bad steps are overflows of fp16: an earlier checkpoint would not help."""
+        last = self._bad[-1]
+        if all(step.skipped is not None and step.skipped.reason == FP16_OVERFLOW for step in self._bad):
+            raise guard_error(
+                self._folder, last.step,
+                f"the gradients of fp16 overflowed in {len(self._bad)} steps in a row (--max_bad_steps), and the loss "
+                f"scale of {last.fp16_scale:g} cannot be lowered further",
+                'train with bf16, or use a lower learning rate or a smaller "min_loss_scale"')
+
+    def _report_skip(self, step: _Step, reason: str) -> None:
+        self._folder.event("skip", step=step.step, reason=reason, **self._samples(step))
+        if step.is_bad:
+            self._screen.line(f"warning: step {step.step}: the update was skipped: {reason}; "
+                              f"{self._samples_text(step)}")
+
+    def _report_spikes(self, step: _Step, spikes: Sequence[Spike], reason: str) -> None:
+        """Report spikes of an update that was made, or NaN or infinity if the engine made the update."""
+        rolls_back = self._plan.args.spike_policy == "rollback" and bool(spikes)
+        action = "the run returns to an earlier checkpoint" if rolls_back else "the update was made"
+        for spike in spikes:
+            self._folder.event("spike", step=step.step, reason=str(spike), name=spike.name, value=spike.value,
+                               mean=spike.mean, std=spike.std, z=spike.z, action=action, **self._samples(step))
+        self._screen.line(f"warning: step {step.step}: {reason}; {action}; {self._samples_text(step)}")
+
+    def _samples(self, step: _Step) -> dict[str, object]:
+        """Return the samples [first, last) of the global batch, and where the first one is in its epoch."""
+        first = step.consumed_samples - self._plan.layout.global_batch_size
+        epoch, position = divmod(first, self._plan.datasets["train"].samples_per_epoch)
+        return {"samples": [first, step.consumed_samples], "epoch": epoch, "position": position}
+
+    def _samples_text(self, step: _Step) -> str:
+        return f"samples {step.consumed_samples - self._plan.layout.global_batch_size} to {step.consumed_samples - 1}"
+
+
+def _bad_steps(reason: str, steps: Sequence[_Step]) -> BadSteps:
+    return BadSteps(reason, first_step=steps[0].step, last_step=steps[-1].step,
+                    consumed_samples=steps[-1].consumed_samples,
+                    weights_changed=not all(step.skipped is not None for step in steps))
+
+
+def _reason(step: _Step, spikes: Sequence[Spike]) -> str:
+    """Return what is wrong with a step; "" if nothing is."""
+    if not math.isfinite(step.loss):
+        return f"the loss is {step.loss}"
+    if step.skipped is not None and step.skipped.reason == FP16_OVERFLOW:
+        return f"the gradients overflowed in fp16; the loss scale is now {step.fp16_scale:g}"
+    if not math.isfinite(step.grad_norm):
+        return "a gradient is NaN or infinite"
+    if spikes:
+        return str(max(spikes, key=lambda spike: spike.z))
+    return step.skipped.reason if step.skipped is not None else ""
+
+
+def guard_error(folder: RunFolder, step: int, problem: str, remedy: str) -> GuardError:
+    """Write the event "stop", and return the error with which all ranks end the run."""
+    line = f"step {step}: {problem}. {remedy[:1].upper()}{remedy[1:]}."
+    folder.event("stop", step=step, reason=line, exit_code=GUARD)
+    return GuardError(line)

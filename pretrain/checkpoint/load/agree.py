@@ -22,6 +22,7 @@ from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damag
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
+from pretrain.checkpoint.save.rollbacks import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
@@ -77,12 +78,14 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     checkpoints, mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror
     wait_for_writers(checkpoints, timeout_s=plan.args.save_timeout, log=log)
     remove_leftovers(checkpoints)
+    move_abandoned(checkpoints)  # if the run was killed during a rollback
     local = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
     mirrored: dict[int, str] = {}
     if mirror is not None:
         try:
             check_mirror(mirror)
-            mirrored = {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror)}
+            tags = mirrored_checkpoints(mirror, abandoned_save_ids(checkpoints))
+            mirrored = {step_of(Path(tag)): tag for tag in tags}
         except ConfigError as error:
             yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":

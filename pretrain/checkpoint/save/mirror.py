@@ -8,7 +8,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -167,17 +167,38 @@ def finish_upload(folder: Path, url: str, *, timeout_s: float = 0, poll_s: float
                 mirror.fs.rm_file(mirror.path(tag, name))
 
 
+def withdraw(url: str, save_ids: dict[str, str]) -> None:
+    """Remove the manifests of abandoned checkpoints, so that no start fetches their copies. Raises ConfigError.
+
+    Args:
+        save_ids: folder name -> save_id. A copy of another save of the same step remains.
+    """
+    mirror = _Mirror(url)
+    for tag, save_id in save_ids.items():
+        with mirror.one_line_errors(tag):
+            found = mirror.manifest(tag)
+            if found is not None and found.save_id == save_id:
+                mirror.fs.rm_file(mirror.path(tag, MANIFEST))
+
+
 def _part(rank: int, save_id: str) -> str:
     """Return the name of the part file that marks a rank's files as copied."""
     return f"{_PART}{rank:05d}-{save_id}"
 
 
-def mirrored_checkpoints(url: str) -> list[str]:
-    """List the names of the mirror's global_stepN folders that have a manifest, newest first. Raises ConfigError."""
+def mirrored_checkpoints(url: str, abandoned: Collection[str] = ()) -> list[str]:
+    """List the names of the mirror's global_stepN folders that have a manifest, newest first. Raises ConfigError.
+
+    Args:
+        abandoned: save_ids of checkpoints that are left out.
+    """
     mirror = _Mirror(url)
     with mirror.one_line_errors():
         tags = [name for name in mirror.names() if step_of(Path(name)) >= 0
                 and mirror.fs.exists(mirror.path(name, MANIFEST))]
+        if abandoned:
+            manifests = {tag: mirror.manifest(tag) for tag in tags}
+            tags = [tag for tag, found in manifests.items() if found is None or found.save_id not in abandoned]
     return sorted(tags, key=lambda tag: step_of(Path(tag)), reverse=True)
 
 

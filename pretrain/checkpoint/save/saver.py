@@ -152,6 +152,11 @@ class Saver:
         where = " in the background" if self._plan.args.async_save else ""
         return f"{line} ({num_bytes / 1e6:,.1f} MB, {seconds:.1f} s{where})"
 
+    def wait(self) -> None:
+        """Wait until all saves are committed, mirrored and pruned."""
+        wait_until_all(self._is_idle)
+        self._report_other_ranks()
+
     def close(self, *, wait_for_copies: bool) -> None:
         """Wait until the last save is committed and, with `wait_for_copies`, mirrored and pruned.
 
