@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """List, verify, prune, convert, consolidate and compare checkpoints. No command needs a GPU.
 
-Exit codes: 0 success; 1 a checkpoint is damaged or differs; 2 bad input.
+Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad input.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,7 @@ from rich.table import Table
 from pretrain.checkpoint.convert.inspect import layout_summary, verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
+from pretrain.checkpoint.format.manifest import NOT_FINITE, latest_problem
 from pretrain.checkpoint.load.select import (
     FoundCheckpoint,
     find_checkpoint,
@@ -29,21 +31,22 @@ from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
 
 _RUN_HELP = "run folder, its checkpoints folder, or one global_stepN folder"
-_CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest complete checkpoint"
+_CHECKPOINT_HELP = "global_stepN folder, or run folder for its newest good checkpoint"
+_FINITE = {True: "yes", False: "no", None: ""}
 _LOG_WIDTH = 200  # columns of the table if the output is not a terminal
 
 
 def _list(args: argparse.Namespace) -> int:
-    table = Table("step", "MB", "layout", "precision", "eval loss", "complete", box=None, pad_edge=False)
+    table = Table("step", "MB", "layout", "precision", "eval loss", "finite", "complete", box=None, pad_edge=False)
     checkpoints = find_checkpoints(args.run)
     for found in checkpoints:
         if found.manifest is None:
             name = str(found.step) if found.step >= 0 else found.folder.name
-            table.add_row(name, "", "", "", "", "no")
+            table.add_row(name, "", "", "", "", "", "no")
         else:
             loss = "" if found.manifest.eval_loss is None else f"{found.manifest.eval_loss:.4f}"
             table.add_row(str(found.step), f"{found.num_bytes / 1e6:,.1f}", layout_summary(found.manifest),
-                          found.manifest.precision, loss, "yes")
+                          found.manifest.precision, loss, _FINITE[found.manifest.finite], "yes")
     Console(width=None if sys.stdout.isatty() else _LOG_WIDTH, highlight=False).print(table)
     errors = [found.error for found in checkpoints if found.manifest is None]
     for error in errors:
@@ -52,15 +55,30 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    return max(_verify_and_print(found) for found in find_checkpoints(args.run))
+    """Verify the checkpoints and, in a run folder, the file `latest`. Return 1 if one is damaged or has NaN, else 0."""
+    good: list[Path] = []
+    code = 0
+    for found in find_checkpoints(args.run):
+        damaged = _verify_and_print(found)
+        if damaged or found.manifest is None or not found.manifest.is_good:
+            code = 1
+        elif not found.manifest.weights_only:
+            good.append(found.folder)
+    problem = latest_problem(good[0].parent, good[0]) if good and not is_checkpoint(args.run) else None
+    if problem is not None:
+        print(problem)
+    return 1 if problem is not None else code
 
 
 def _verify_and_print(found: FoundCheckpoint) -> int:
-    """Read every file and print each problem. Return 0 if there are no problems, else 1."""
+    """Print the notes about a checkpoint, read every file and print each problem. Return 1 if it is damaged, else 0."""
+    for note in found.notes:
+        print(note)
     with ProgressBar(f"verifying {found.folder.name}", found.num_bytes) as progress:
         problems = verify(found, progress.advance)
     if found.manifest is not None and not problems:
-        print(f"{found.folder}: complete, {len(found.manifest.files)} files, {found.num_bytes / 1e6:,.1f} MB")
+        line = f"{found.folder}: complete, {len(found.manifest.files)} files, {found.num_bytes / 1e6:,.1f} MB"
+        print(line if found.manifest.is_good else f"{line}, but {NOT_FINITE}")
     for problem in problems:
         print(problem)
     return 1 if problems else 0
@@ -123,7 +141,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(description="List, verify, prune, convert, consolidate and compare checkpoints, without GPUs.",
-                    epilog="Exit codes: 0 success; 1 a checkpoint is damaged or differs; 2 bad input.")
+                    epilog="Exit codes: 0 success; 1 a checkpoint is damaged, has NaN or differs; 2 bad input.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -92,6 +92,8 @@ def _run(args: argparse.Namespace, world: World) -> int:
     tasks = prepare_tasks(source, TaskFlags(names, args.task_folder, args.num_fewshot, args.limit, args.export),
                           tokenizer, dtype=dtype)
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
+    for note in source.notes if world.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     status("loading torch and DeepSpeed")
     prepare_deepspeed(device)
     from pretrain.analysis.evaluate.evaluate import evaluate

@@ -41,7 +41,7 @@ def test_a_checkpoint_of_an_earlier_version_and_damaged_ones(tmp_path: Path, cap
     (damaged / "manifest.json").write_text("{}")
     capsys.readouterr()
     assert json_rows(words, capsys, monkeypatch) == expected
-    assert "note: global_step4 is skipped" in capsys.readouterr().err
+    assert "note: not used: " in capsys.readouterr().err
     for path, message in ((damaged, "global_step4/manifest.json: the manifest is damaged"),
                           (checkpoints / "global_step2", "there is no such folder")):
         with pytest.raises(ConfigError, match=message):

@@ -83,7 +83,7 @@ def test_generate_accepts_the_same_folders(run: Path) -> None:
     (run / "run.json").write_text(json.dumps([{"flags": {"tokenizer": "data/tokenizer"}}]))
     for path, step, found in ((run, None, 3), (checkpoints, None, 3), (checkpoints / "global_step2", None, 2),
                               (run, 1, 1), (checkpoints / "global_step2", 2, 2)):
-        folder, manifest = select_checkpoint(path, step)
+        folder, manifest, _ = select_checkpoint(path, step)
         assert (folder, manifest.step) == (checkpoints / f"global_step{found}", found)
         assert tokenizer_of(path) == "data/tokenizer"
     for wrong, step, message in ((checkpoints / "global_step2", 3, "--step"),

@@ -32,6 +32,7 @@ class EvaluationSource:
     tokenizer_fingerprint: str | None  # of the run
     hf_folder: HFFolder | None = None
     published: bool = False  # whether another program trained the model: documents then begin with the bos token
+    notes: tuple[str, ...] = ()  # for the user
 
     @cached_property
     def run(self) -> dict[str, Any] | None:
@@ -46,11 +47,11 @@ def find_source(path: Path, step: int | None) -> EvaluationSource:
     if folder is not None:
         found = check_hf_folder(folder)
         return EvaluationSource(path, folder, found.config, found.dtype, None, None, found, published=True)
-    folder, manifest = select_checkpoint(path, step)
+    folder, manifest, notes = select_checkpoint(path, step)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     return EvaluationSource(path, folder, config, manifest.precision,
                             None if manifest.weights_only else manifest.seq_length, manifest.tokenizer_fingerprint,
-                            published=manifest.weights_only)
+                            published=manifest.weights_only, notes=notes)
 
 
 def find_tokenizer(source: EvaluationSource, flag: str | None) -> Tokenizer | ConfigError:

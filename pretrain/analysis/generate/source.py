@@ -10,7 +10,6 @@ from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import HFFolder, check_hf_folder, weight_files
 from pretrain.checkpoint.load.hf_hashes import verify_recorded_hashes
 from pretrain.checkpoint.load.select import (
-    find_checkpoints,
     find_transformers_folder,
     select_checkpoint,
     tokenizer_of,
@@ -60,7 +59,7 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
     transformers_folder = find_transformers_folder(path, step)
     if transformers_folder is not None:
         return _transformers_source(transformers_folder, tokenizer)
-    folder, manifest = select_checkpoint(path, step)
+    folder, manifest, notes = select_checkpoint(path, step)
     config = model_config_from(manifest.model, f"{folder / 'manifest.json'}: model")
     loaded = load_tokenizer(tokenizer or tokenizer_of(path))
     if manifest.tokenizer_fingerprint not in (None, loaded.fingerprint):
@@ -69,13 +68,7 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
     _require_fit(loaded, {}, config.vocab_size)
     return GenerationSource(folder, config, manifest.precision, config.max_positions, loaded,
                             leading=_leading_tokens(loaded) if manifest.weights_only else (),
-                            notes=tuple(_skipped_checkpoints(path, manifest.step) if step is None else ()))
-
-
-def _skipped_checkpoints(path: Path, step: int) -> list[str]:
-    """Return a note for each checkpoint that is newer than the newest complete one."""
-    return [f"{found.folder.name} is skipped: {found.error}" for found in find_checkpoints(path)
-            if found.manifest is None and found.step > step]
+                            notes=notes)
 
 
 def _transformers_source(folder: Path, tokenizer: str | None) -> GenerationSource:

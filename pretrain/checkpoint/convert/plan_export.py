@@ -46,7 +46,7 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
     Args:
         path: run folder or checkpoint.
         out: new folder.
-        step: step of the checkpoint; None: the newest complete one.
+        step: step of the checkpoint; None: the newest good one.
         dtype: of the exported weights; None: the precision of the run.
         tokenizer: path; None: the run's tokenizer, or none if the run had none.
         with_tokenizer: whether the tokenizer is exported. If not, only the ids of its special tokens are needed, and it
@@ -54,7 +54,7 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
 
     Raises ConfigError.
     """
-    folder, manifest = select_checkpoint(path, step)
+    folder, manifest, checkpoint_notes = select_checkpoint(path, step)
     check_new_folder(out)
     config = model_config_from(manifest.model, str(folder / MANIFEST))
     try:
@@ -68,7 +68,7 @@ def plan_export(path: Path, out: Path, *, step: int | None = None, dtype: str | 
         check_tokenizer_fits(loaded.ids, {}, vocab_size=config.vocab_size, where=f"--tokenizer {loaded.path}",
                              remedy="name the tokenizer of this model")
     return ExportPlan(folder, manifest, config, out, dtype or manifest.precision, max(1, round(shard_gb * 1e9)), loaded,
-                      notes)
+                      (*checkpoint_notes, *notes))
 
 
 def _find_tokenizer(folder: Path, manifest: Manifest, path: str | None) -> tuple[Tokenizer | None, tuple[str, ...]]:

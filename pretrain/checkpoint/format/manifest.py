@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.checkpoint.format.files import FileRecord
 from pretrain.config.initialization import DROPOUTS, initialization_of
 from pretrain.config.layout import Layout
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, printable, shorten
 
 if TYPE_CHECKING:  # validate.py imports numpy, which the background writer does not need
     from pretrain.config.validate import Plan
@@ -232,17 +232,24 @@ def newest_good(checkpoints: Path) -> tuple[Path, Manifest, list[str]] | None:
     The file `latest` is not read: it is outdated if a run was killed after a commit and before it updated this file.
     Raises ConfigError if there are checkpoints but none is good.
     """
-    reasons: list[str] = []
+    errors: list[str] = []
+    not_finite: list[Path] = []
     for folder, found in manifests_or_errors(checkpoints):
         if isinstance(found, ConfigError):
-            reasons.append(str(found))
+            errors.append(str(found))
         elif not found.is_good:
-            reasons.append(f"{folder}: {NOT_FINITE}")
+            not_finite.append(folder)
         else:
-            return folder, found, reasons
-    if reasons:
-        raise no_good_checkpoint(checkpoints, reasons)
+            return folder, found, errors + not_finite_lines(not_finite)
+    if errors or not_finite:
+        raise no_good_checkpoint(checkpoints, errors + not_finite_lines(not_finite))
     return None
+
+
+def not_finite_lines(folders: list[Path]) -> list[str]:
+    """Return one line about all these checkpoints, which hold NaN or infinity; none if there are no such folders."""
+    others = f" and {len(folders) - 1} older checkpoint{'s' * (len(folders) > 2)}" if len(folders) > 1 else ""
+    return [f"{folders[0]}{others}: {NOT_FINITE}"] if folders else []
 
 
 def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
@@ -254,6 +261,36 @@ def no_good_checkpoint(checkpoints: Path, reasons: list[str]) -> ConfigError:
     """
     return ConfigError(str(checkpoints), problem=f"no checkpoint can be used ({reasons[0]})",
                        remedy="restore one, or choose another --save")
+
+
+def latest_name(checkpoints: Path) -> str:
+    """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
+    try:
+        return (checkpoints / LATEST_FILE).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def latest_problem(checkpoints: Path, newest: Path) -> str | None:
+    """Return why plain DeepSpeed, which reads the file `latest`, would not load `newest`; None if it would."""
+    path = checkpoints / LATEST_FILE
+    try:
+        name = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return f"{path}: there is no such file, and plain DeepSpeed reads it"
+    except (OSError, ValueError) as error:
+        return f"{path}: the file cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
+    if name == newest.name:
+        return None
+    if not name:
+        return f"{path}: the file is empty"
+    if "/" in name or not (checkpoints / name).is_dir():
+        return f"{path}: it names {printable(shorten(name, 100))}, and there is no such checkpoint"
+    found = manifest_or_error(checkpoints / name)
+    if isinstance(found, ConfigError):
+        return f"{path}: it names {name}, which is damaged"
+    return f"{path}: it names {name}, " + ("which has NaN or infinite values" if not found.is_good else
+                                           f"and the newest good checkpoint is {newest.name}")
 
 
 def newest_step(checkpoints: Path) -> int:

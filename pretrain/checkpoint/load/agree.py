@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 
@@ -9,18 +11,20 @@ import torch.distributed as dist
 
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
-    NOT_FINITE,
     Manifest,
     checkpoint_folders,
+    latest_name,
+    latest_problem,
     manifest_or_error,
     no_good_checkpoint,
+    not_finite_lines,
     read_manifest,
     step_of,
 )
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
-from pretrain.checkpoint.save.commit import remove_leftovers
+from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
 from pretrain.checkpoint.save.rollbacks import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
@@ -49,7 +53,8 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
         damage = find_damage_together(folder, manifest)
         if not damage:
             reject_foreign_pickles(folder, manifest)
-            return make_resume(folder, manifest, errors, plan)
+            resume = make_resume(folder, manifest, errors, plan)
+            return replace(resume, warnings=[*resume.warnings, *from_rank_0(partial(_repair_latest, resume))])
         errors += damage
     if errors:
         raise no_good_checkpoint(checkpoints_folder(plan), errors)
@@ -90,23 +95,46 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
             yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
+    not_finite: list[Path] = []
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
         if step in local:
-            yield _local_candidate(local[step])
+            found = manifest_or_error(local[step])
+            if isinstance(found, ConfigError):
+                yield str(found)
+            elif not found.is_good:
+                not_finite.append(local[step])
+            else:
+                yield from not_finite_lines(not_finite)
+                not_finite.clear()
+                yield local[step], found.to_json()
         if step in mirrored and mirror is not None:
+            yield from not_finite_lines(not_finite)
+            not_finite.clear()
             log(f"fetching {mirrored[step]} from {without_credentials(mirror)}")
             try:
                 folder = fetch(mirror, checkpoints, mirrored[step])
                 yield folder, read_manifest(folder).to_json()
             except (ConfigError, SaveError) as error:
                 yield str(error)
+    yield from not_finite_lines(not_finite)
 
 
-def _local_candidate(folder: Path) -> Candidate:
-    found = manifest_or_error(folder)
-    if isinstance(found, ConfigError):
-        return str(found)
-    return (folder, found.to_json()) if found.is_good else f"{folder}: {NOT_FINITE}"
+def _repair_latest(chosen: Resume) -> list[str]:
+    """Write the name of the chosen checkpoint into `latest` if it has another one. Return a line about it. Rank 0 only.
+
+    Imported weights need no such file, because plain DeepSpeed cannot load them. If `latest` names a newer checkpoint,
+    the warnings say already why that one is not used.
+    """
+    folder = chosen.folder
+    problem = latest_problem(folder.parent, folder)
+    if problem is None or chosen.manifest.weights_only:
+        return []
+    names_newer = step_of(folder.parent / latest_name(folder.parent)) > step_of(folder)
+    try:
+        write_latest(folder)
+    except OSError as error:
+        return [f"{problem}; it cannot be replaced ({error.strerror})"]
+    return [] if names_newer else [f"{problem}; it now names {folder.name}"]
 
 
 def find_damage_together(folder: Path, manifest: Manifest) -> list[str]:

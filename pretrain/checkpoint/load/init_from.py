@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
+    NOT_FINITE,
     Manifest,
     checkpoint_folders,
     newest_good,
@@ -30,7 +31,7 @@ class InitialWeights:
     source: HFFolder | tuple[Path, Manifest]
     model: SavedModel
     origin: Origin
-    notes: tuple[str, ...] = ()  # newer checkpoints that are incomplete
+    notes: tuple[str, ...] = ()  # newer checkpoints that are not used
 
 
 def source_name(init_from: str) -> str:
@@ -98,6 +99,8 @@ def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
     errors: list[str] = []
     if is_checkpoint(path):
         folder, manifest = path, read_manifest(path)
+        if not manifest.is_good:
+            raise ConfigError(f"--init_from {shorten(init_from)}", problem=NOT_FINITE, remedy="use another checkpoint")
     elif (newest := newest_good(find_checkpoints_folder(path))) is not None:
         folder, manifest, errors = newest
     else:

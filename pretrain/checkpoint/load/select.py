@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
+    NOT_FINITE,
     Manifest,
     checkpoint_folders,
     manifest_or_error,
@@ -27,6 +28,7 @@ class FoundCheckpoint:
     folder: Path
     manifest: Manifest | None  # None: see `error`
     error: str = ""
+    notes: tuple[str, ...] = ()  # newer checkpoints that are not used; NaN or infinity in this one
 
     @property
     def step(self) -> int:
@@ -60,12 +62,12 @@ def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
-    """Return the checkpoint at `path`. In a run folder, return the checkpoint of `step`, or the newest complete one.
+    """Return the checkpoint at `path`. In a run folder, return the checkpoint of `step`, or the newest good one.
 
     Raises ConfigError.
     """
     if is_checkpoint(path):
-        found = FoundCheckpoint(path, read_manifest(path))
+        found = _named_checkpoint(path)
         if step is not None and found.step != step:
             raise ConfigError("--step", problem=f"step {step} was requested, but {path} is the checkpoint of step "
                               f"{found.step}", remedy="name the run folder, or leave --step out")
@@ -74,11 +76,17 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> FoundCheckpoint:
         folder = find_checkpoints_folder(path) / f"global_step{step}"
         if not folder.is_dir():
             raise _no_such_step(path, step)
-        return FoundCheckpoint(folder, read_manifest(folder))
+        return _named_checkpoint(folder)
     newest = newest_good(find_checkpoints_folder(path))
     if newest is None:
         raise _no_checkpoint(path)
-    return FoundCheckpoint(newest[0], newest[1])
+    return FoundCheckpoint(newest[0], newest[1], notes=tuple(f"not used: {reason}" for reason in newest[2]))
+
+
+def _named_checkpoint(folder: Path) -> FoundCheckpoint:
+    """Return the checkpoint that the user has named. With NaN or infinity it can still be studied."""
+    manifest = read_manifest(folder)
+    return FoundCheckpoint(folder, manifest, notes=() if manifest.is_good else (f"{folder}: {NOT_FINITE}",))
 
 
 def _no_such_step(path: Path, step: int) -> ConfigError:
@@ -122,8 +130,8 @@ def _found_checkpoint(folder: Path) -> FoundCheckpoint:
     return FoundCheckpoint(folder, found)
 
 
-def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
-    """Return folder and manifest of the checkpoint that `find_checkpoint` finds.
+def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manifest, tuple[str, ...]]:
+    """Return folder, manifest and notes of the checkpoint that `find_checkpoint` finds.
 
     Raises ConfigError.
     """
@@ -133,7 +141,7 @@ def select_checkpoint(path: Path, step: int | None = None) -> tuple[Path, Manife
                           remedy="name a run folder (the value of --save) or a global_stepN folder")
     found = find_checkpoint(path, step=step)
     assert found.manifest is not None
-    return found.folder, found.manifest
+    return found.folder, found.manifest, found.notes
 
 
 def run_folder_of(path: Path) -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.save.snapshot import Snapshot
-from pretrain.checkpoint.save.writer import SaveJob, is_committed, report_failure
+from pretrain.checkpoint.save.writer import SaveJob, committed_manifest, report_failure
 from pretrain.distributed.process import package_environment
 
 Reply = dict[str, Any]
@@ -118,8 +118,9 @@ class BackgroundWriter:
         num_unfinished, self._num_unfinished = self._num_unfinished - len(lost), 0
         replies: list[Reply] = []
         for job in lost:
-            if is_committed(job):  # the writer ended between the commit and its reply
-                replies.append({"event": "save", "step": job.step, "path": job.final})
+            committed = committed_manifest(job)
+            if committed is not None:  # the writer ended between the commit and its reply
+                replies.append({"event": "save", "step": job.step, "path": job.final, "finite": committed.is_good})
             else:
                 report_failure(job, _ENDED)
                 replies.append({"event": "save_failed", "step": job.step, "reason": _ENDED})

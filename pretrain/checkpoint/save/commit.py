@@ -14,7 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import FileRecord, free_bytes, fsync, write_atomically
-from pretrain.checkpoint.format.manifest import LATEST_FILE, MANIFEST, Manifest, files_in
+from pretrain.checkpoint.format.manifest import (
+    LATEST_FILE,
+    MANIFEST,
+    NOT_FINITE,
+    Manifest,
+    files_in,
+    manifest_or_error,
+)
 from pretrain.errors import SaveError
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
@@ -50,11 +57,14 @@ def remove_leftovers(checkpoints: Path) -> list[Path]:
     return leftovers
 
 
-def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, FileRecord],
+def write_part(temporary: Path, *, rank: int, save_id: str, files: dict[str, FileRecord], finite: bool | None = None,
                error: str | None = None) -> None:
-    """Record the files that this rank has written and synced, or the `error` that prevented this. Raises OSError."""
+    """Record the files that this rank has written and synced, or the `error` that prevented this. Raises OSError.
+
+    `finite`: whether their tensors have neither NaN nor infinity; None: not checked.
+    """
     part = {"save_id": save_id, "rank": rank, "files": {name: asdict(record) for name, record in files.items()},
-            "error": error}
+            "finite": finite, "error": error}
     write_atomically(_part(temporary, rank), json.dumps(part))
 
 
@@ -71,20 +81,22 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
     """Wait until every rank has recorded its files, then make the temporary folder a checkpoint. Rank 0 only.
 
     Args:
-        manifest: the manifest, with empty `files`.
+        manifest: the manifest, without `files` and `finite`.
         has_ended: returns whether the writer of a rank has ended.
 
     Returns:
-        The manifest with all files.
+        The manifest with all files. The file `latest` names only checkpoints that are good.
 
     Raises SaveError, and removes the temporary folder, if a rank records an error, if a rank records nothing within
-    `timeout_s`, or if the disk fails.
+    `timeout_s`, if the disk fails, or if NaN or infinity would replace a good checkpoint of the same step.
     """
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     try:
-        files = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
+        files, finite = wait_for_parts(temporary, manifest.save_id, manifest.world_size, timeout_s, has_ended)
         check_files(temporary, files, world_size=manifest.world_size)
-        manifest = replace(manifest, files=files)
+        manifest = replace(manifest, files=files, finite=finite)
+        if not manifest.is_good and _is_good(final):
+            raise SaveError(f"{final}: {NOT_FINITE}, and a good checkpoint of this step exists already")
         write_manifest(temporary, manifest)
         remove_parts(temporary, world_size=manifest.world_size)
         publish(temporary, final)
@@ -94,9 +106,15 @@ def commit(temporary: Path, manifest: Manifest, *, timeout_s: float,
     except OSError as error:
         discard(temporary)
         raise SaveError(f"{final}: {error}") from error
-    with contextlib.suppress(OSError):  # the checkpoint is complete even if a full disk keeps `latest` outdated
-        write_latest(final)
+    if manifest.is_good:
+        with contextlib.suppress(OSError):  # the checkpoint is complete even if a full disk keeps `latest` outdated
+            write_latest(final)
     return manifest
+
+
+def _is_good(folder: Path) -> bool:
+    found = manifest_or_error(folder)
+    return isinstance(found, Manifest) and found.is_good
 
 
 def discard(temporary: Path) -> None:
@@ -108,22 +126,27 @@ def discard(temporary: Path) -> None:
 
 
 def wait_for_parts(temporary: Path, save_id: str, world_size: int, timeout_s: float,
-                   has_ended: Callable[[int], bool]) -> dict[str, FileRecord]:
-    """Wait until each rank has recorded its files, and return the files of all ranks. Raises SaveError."""
+                   has_ended: Callable[[int], bool]) -> tuple[dict[str, FileRecord], bool | None]:
+    """Wait until each rank has recorded its files. Return the files of all ranks, and whether all are finite.
+
+    Raises SaveError.
+    """
     files: dict[str, FileRecord] = {}
+    finite: list[bool | None] = []
     missing, ended = set(range(world_size)), set[int]()
     start = checked = time.monotonic()
     while True:
         for rank in sorted(missing):
             part = _read_part(temporary, rank, save_id)
             if part is not None:
-                duplicates = files.keys() & part.keys()
+                duplicates = files.keys() & part[0].keys()
                 if duplicates:
                     raise SaveError(f"{temporary}: both rank {rank} and another rank wrote {min(duplicates)}")
-                files.update(part)
+                files.update(part[0])
+                finite.append(part[1])
                 missing.discard(rank)
         if not missing:
-            return dict(sorted(files.items()))
+            return dict(sorted(files.items())), False if False in finite else None if None in finite else True
         now = time.monotonic()
         if missing & ended:
             raise SaveError(f"{temporary}: {_rank_list(missing & ended)} ended before writing all files")
@@ -140,8 +163,8 @@ def _rank_list(ranks: set[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{', ...' if len(ranks) > 8 else ''}"
 
 
-def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord] | None:
-    """Return the files that a rank recorded; None if there is no part file of this save.
+def _read_part(temporary: Path, rank: int, save_id: str) -> tuple[dict[str, FileRecord], bool | None] | None:
+    """Return the files that a rank recorded, and whether they are finite; None if there is no part file of this save.
 
     Raises SaveError if the rank recorded an error.
     """
@@ -153,7 +176,7 @@ def _read_part(temporary: Path, rank: int, save_id: str) -> dict[str, FileRecord
         return None
     if part["error"] is not None:
         raise SaveError(f"{temporary}: rank {rank}: {part['error']}")
-    return {name: FileRecord(**record) for name, record in part["files"].items()}
+    return {name: FileRecord(**record) for name, record in part["files"].items()}, part["finite"]
 
 
 def check_files(temporary: Path, files: dict[str, FileRecord], *, world_size: int) -> None:

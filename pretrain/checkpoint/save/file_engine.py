@@ -10,6 +10,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from pretrain.checkpoint.format.pickles import load_pickle, without_enums
+from pretrain.checkpoint.save.finite import FiniteCheck
 
 
 class Writable(Protocol):
@@ -32,18 +33,21 @@ class FileEngine(CheckpointEngine):
     Args:
         open_file: opens the file that receives the bytes for a path: on disk, or in a snapshot in host memory. With
             None, the engine can only load.
+        finite: checks the tensors of each object that `save` pickles.
     """
 
-    def __init__(self, open_file: OpenFile | None = None) -> None:
+    def __init__(self, open_file: OpenFile | None = None, finite: FiniteCheck | None = None) -> None:
         super().__init__()
         self.name = "ds-pretrain"
         self.error: str | None = None
-        self._open_file = open_file
+        self._open_file, self._finite = open_file, finite
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing, because the folder exists already."""
 
     def save(self, state_dict: Any, path: str) -> None:
+        if self._finite is not None:
+            self._finite.add(Path(path).name, state_dict)
         self.write(Path(path), lambda file: save_pickle(state_dict, file))
 
     def write(self, path: Path, fill: Callable[[Writable], object]) -> None:

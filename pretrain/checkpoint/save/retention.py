@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from pretrain.checkpoint.format.files import fsync
-from pretrain.checkpoint.format.manifest import LATEST_FILE, Manifest, complete_checkpoints
+from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, latest_name
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY
 from pretrain.errors import SaveError
@@ -14,10 +14,11 @@ _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged la
 
 def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_best: int,
           verified: set[str]) -> list[Path]:
-    """Remove all checkpoints that no rule keeps, oldest first, and return their folders. Rank 0 only.
+    """Remove all checkpoints that no rule keeps, and return their folders. Rank 0 only.
 
     The checkpoint that `latest` names and imported weights are always kept. Folders that are not complete checkpoints
-    are never removed.
+    are never removed. Checkpoints with NaN or infinity count for no rule, and are removed first. Only the newest of
+    them remains until the next good checkpoint is saved, so that the failure can be studied.
 
     Args:
         keep_checkpoints: keep this number of newest checkpoints, but at least two; 0: keep all.
@@ -30,35 +31,34 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
     if keep_checkpoints == 0:
         return []
     complete, _ = complete_checkpoints(checkpoints)
-    kept = _kept(complete, keep_checkpoints, keep_every, keep_best) | {_latest(checkpoints)}
-    removed = [folder for folder, _ in reversed(complete) if folder.name not in kept]
+    good = [found for found in complete if found[1].is_good]
+    kept = _kept(good, keep_checkpoints, keep_every, keep_best)
+    kept |= {folder.name for folder, _ in good if folder.name == latest_name(checkpoints)}
+    if complete and not complete[0][1].is_good:
+        kept.add(complete[0][0].name)
+    removed = [folder for folder, manifest in sorted(complete, key=lambda found: (found[1].is_good, found[1].step))
+               if folder.name not in kept]
     if removed:
-        _verify([found for found in complete if found[0].name in kept][:_MIN_KEPT], verified)
+        _verify([found for found in good if found[0].name in kept][:_MIN_KEPT], verified)
     for folder in removed:
         remove(folder)
         verified.discard(folder.name)
     return removed
 
 
-def _kept(complete: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_every: int, keep_best: int) -> set[str]:
-    """Return the names that the three rules keep, and imported weights. `complete` is sorted newest first.
+def _kept(good: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_every: int, keep_best: int) -> set[str]:
+    """Return the names that the three rules keep, and imported weights. `good` is sorted newest first.
 
     If two losses are equal, `keep_best` prefers the newer checkpoint.
     """
-    newest = {folder.name for folder, _ in complete[:max(keep_checkpoints, _MIN_KEPT)]}
-    regular = {folder.name for folder, manifest in complete if keep_every > 0 and manifest.step % keep_every == 0}
-    evaluated = [(manifest.eval_loss, folder.name) for folder, manifest in complete if manifest.eval_loss is not None]
+    newest = {folder.name for folder, _ in good[:max(keep_checkpoints, _MIN_KEPT)]}
+    # older programs did not record whether a checkpoint is finite: always keep one that is known to be
+    newest |= {folder.name for folder, _ in [found for found in good if found[1].finite][:1]}
+    regular = {folder.name for folder, manifest in good if keep_every > 0 and manifest.step % keep_every == 0}
+    evaluated = [(manifest.eval_loss, folder.name) for folder, manifest in good if manifest.eval_loss is not None]
     best = {name for _, name in sorted(evaluated, key=lambda pair: pair[0])[:keep_best]}
-    imported = {folder.name for folder, manifest in complete if manifest.weights_only}  # no run can save these again
+    imported = {folder.name for folder, manifest in good if manifest.weights_only}  # no run can save these again
     return newest | regular | best | imported
-
-
-def _latest(checkpoints: Path) -> str:
-    """Return the checkpoint's name in `latest`, or "". After a resume from an older step, it is not the newest one."""
-    try:
-        return (checkpoints / LATEST_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _verify(newest: list[tuple[Path, Manifest]], verified: set[str]) -> None:

@@ -6,17 +6,20 @@ A folder `global_stepN` holds DeepSpeed's own files, `manifest.json`, and for ea
 
 import contextlib
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile
+from pretrain.checkpoint.format.fragments import flat_tensors
 from pretrain.checkpoint.format.manifest import Manifest, manifest_of
 from pretrain.checkpoint.format.rng_state import rng_file, rng_state
 from pretrain.checkpoint.format.shard_index import index_json, index_name
 from pretrain.checkpoint.save.commit import check_space, commit, discard, temporary_folder, write_part
 from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save_pickle
+from pretrain.checkpoint.save.finite import FiniteCheck
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
@@ -44,9 +47,13 @@ def begin_save(plan: Plan, checkpoints: Path, step: int) -> tuple[Path, str]:
 
 
 def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *, step: int,
-                consumed_samples: int) -> str | None:
-    """Write this rank's files through `open_file`; collective. Return the error of this rank, or None."""
-    files = FileEngine(open_file)
+                consumed_samples: int) -> tuple[str | None, bool]:
+    """Write this rank's files through `open_file`; collective.
+
+    Returns the error of this rank, or None, and whether all tensors in its files are finite.
+    """
+    finite = FiniteCheck(flat_tensors(engine))
+    files = FileEngine(open_file, finite)
     engine.checkpoint_engine = files
     copy_recovery_script = type(engine)._copy_recovery_script
     # on a full disk this method of DeepSpeed raises on rank 0 only, while the other ranks wait in a barrier
@@ -60,40 +67,47 @@ def write_files(engine: DeepSpeedEngine, temporary: Path, open_file: OpenFile, *
     files.write(rng_file(temporary, rank), lambda file: save_pickle(rng_state(), file))
     index = index_json(engine).encode()
     files.write(temporary / index_name(rank), lambda file: file.write(index))
-    return files.error
+    return files.error, finite.is_finite()
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A committed checkpoint."""
+
+    folder: Path
+    save_id: str
+    sizes: dict[str, int]  # bytes of each file
+    finite: bool
 
 
 def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, step: int, consumed_samples: int,
-                    versions: dict[str, str], eval_loss: float | None = None) -> tuple[Path, str, dict[str, int]]:
+                    versions: dict[str, str], eval_loss: float | None = None) -> SavedCheckpoint:
     """Write `checkpoints/global_stepSTEP`, then update `latest`; collective. Earlier checkpoints are not changed.
-
-    Returns:
-        The folder, its save_id, and the size of each of its files in bytes.
 
     If any rank cannot write its files, the temporary folder is removed and SaveError is raised on every rank.
     """
     temporary, save_id = begin_save(plan, checkpoints, step)
     written: dict[str, FileRecord] = {}
-    error = write_files(engine, temporary, lambda path: _RecordedFile(path, written), step=step,
-                        consumed_samples=consumed_samples)
+    error, finite = write_files(engine, temporary, lambda path: _RecordedFile(path, written), step=step,
+                                consumed_samples=consumed_samples)
     try:
         if error is None:
-            write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written)
+            write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written, finite=finite)
     except OSError as failure:
         error = str(failure)
     errors = gather(error)
     manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
                                   eval_loss=eval_loss, save_id=save_id)
 
-    def finish() -> dict[str, int]:
+    def finish() -> SavedCheckpoint:
         if any(errors):
             discard(temporary)
             raise SaveError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
         committed = commit(temporary, manifest, timeout_s=_VISIBLE_S)
-        return {name: record.bytes for name, record in committed.files.items()}
+        sizes = {name: record.bytes for name, record in committed.files.items()}
+        return SavedCheckpoint(checkpoints / f"global_step{step}", save_id, sizes, committed.is_good)
 
-    sizes = from_rank_0(finish)
-    return checkpoints / f"global_step{step}", save_id, sizes
+    return from_rank_0(finish)
 
 
 class _RecordedFile(HashedFile):

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from pretrain.checkpoint.format.manifest import NOT_FINITE
 from pretrain.checkpoint.format.verify import files_of_rank
 from pretrain.checkpoint.save.background import BackgroundWriter
 from pretrain.checkpoint.save.save_checkpoint import begin_save, manifest_of_engine, save_checkpoint, write_files
@@ -14,7 +15,7 @@ from pretrain.checkpoint.save.writer import AfterSave, SaveJob, SnapshotFiles
 from pretrain.checkpoint.save.writer_locks import has_ended
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
-from pretrain.errors import SaveError
+from pretrain.errors import GuardError, SaveError
 from pretrain.monitor.write_run_folder import RunFolder, versions
 from pretrain.terminal.screen import Screen
 
@@ -35,6 +36,7 @@ class Saver:
         self._writer = BackgroundWriter(self._checkpoints, dist.get_rank()) if in_background else None
         self.committed_step = 0  # step of the newest checkpoint that was committed; on rank 0
         self._failure = ""  # why the newest save failed; "" if it succeeded
+        self._newest_is_good = True  # whether the newest saved checkpoint is finite
         self._unreported: list[dict[str, Any]] = []  # errors of this rank's writer that rank 0 has to print
         # now all writers hold their locks; a rank to which rank 0's lock seems free does not see locks of other hosts
         dist.barrier()
@@ -63,13 +65,14 @@ class Saver:
 
     def _write(self, engine: DeepSpeedEngine, position: dict[str, Any], start: float) -> None:
         """Write and commit a checkpoint, then send the writer a job to mirror and prune."""
-        saved, save_id, sizes = save_checkpoint(engine, self._plan, self._checkpoints, **position)
-        self._report({"event": "save", "step": position["step"], "path": str(saved), "bytes": sum(sizes.values()),
+        saved = save_checkpoint(engine, self._plan, self._checkpoints, **position)
+        self._report({"event": "save", "step": position["step"], "path": str(saved.folder),
+                      "bytes": sum(saved.sizes.values()), "finite": saved.finite,
                       "seconds": round(time.perf_counter() - start, 3)})
         if self._writer is not None:
             self._writer.restart_if_ended()
-            names = files_of_rank(sizes, dist.get_rank(), dist.get_world_size())
-            self._writer.submit(self._job(position["step"], save_id, names, snapshot=None))
+            names = files_of_rank(saved.sizes, dist.get_rank(), dist.get_world_size())
+            self._writer.submit(self._job(position["step"], saved.save_id, names, snapshot=None))
 
     def _begin(self, engine: DeepSpeedEngine, position: dict[str, Any]) -> None:
         """Copy this rank's files into host memory, then send the writer a job to write and commit them."""
@@ -78,12 +81,12 @@ class Saver:
         temporary, save_id = begin_save(self._plan, self._checkpoints, position["step"])
         memory = self._writer.snapshot
         memory.clear()
-        error = write_files(engine, temporary, lambda path: memory.open_file(path.name), step=position["step"],
-                            consumed_samples=position["consumed_samples"])
+        error, finite = write_files(engine, temporary, lambda path: memory.open_file(path.name), step=position["step"],
+                                    consumed_samples=position["consumed_samples"])
         manifest = manifest_of_engine(engine, self._plan, save_id=save_id, **position)
         names = [region.name for region in memory.files]
         files = SnapshotFiles(str(temporary), list(memory.files), error,
-                              manifest.to_json() if dist.get_rank() == 0 else None)
+                              finite, manifest.to_json() if dist.get_rank() == 0 else None)
         self._writer.submit(self._job(position["step"], save_id, names, snapshot=files))
 
     def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None) -> SaveJob:
@@ -134,15 +137,16 @@ class Saver:
             return
         reply = dict(reply)
         event, step, reason = reply.pop("event"), reply.pop("step", 0), reply.pop("reason", "")
+        if event == "save":
+            self.committed_step, self._newest_is_good = step, reply["finite"]
+            reason = "" if reply["finite"] else NOT_FINITE
+            line = self._saved_line(Path(reply["path"]), reply.get("bytes"), reply.get("seconds"))
+            self._screen.line(line if reply["finite"] else f"warning: {line}, but {NOT_FINITE}: no run resumes from it")
+        elif reason:
+            self._screen.line(f"warning: {event.replace('_', ' ')} at step {step}: {reason}")
         self._folder.event(event, step=step, reason=reason, **reply)
         if event in ("save", "save_failed"):
-            self._failure = reason
-        if event == "save":
-            self.committed_step = step
-        if reason:
-            self._screen.line(f"warning: {event.replace('_', ' ')} at step {step}: {reason}")
-        elif event == "save":
-            self._screen.line(self._saved_line(Path(reply["path"]), reply.get("bytes"), reply.get("seconds")))
+            self._failure = reason if event == "save_failed" else ""
 
     def _saved_line(self, path: Path, num_bytes: int | None, seconds: float | None) -> str:
         """Describe a saved checkpoint in one line. They are None if the writer ended before its reply."""
@@ -161,12 +165,16 @@ class Saver:
         """Wait until the last save is committed and, with `wait_for_copies`, mirrored and pruned.
 
         Without `wait_for_copies` the writers continue to mirror and prune after this call. Raises SaveError on every
-        rank if the last checkpoint was not written.
+        rank if the last checkpoint was not written. Raises GuardError if the last checkpoint of a finished run has NaN
+        or infinity.
         """
         wait_until_all(self._is_idle if wait_for_copies else lambda: not self._is_saving())
         self._report_other_ranks()
         if self._writer is not None:
             self._writer.close()
-        failure = from_rank_0(lambda: self._failure)
+        failure, is_good = from_rank_0(lambda: (self._failure, self._newest_is_good))
         if failure:
             raise SaveError(f"the last checkpoint was not written: {failure}")
+        if not is_good and wait_for_copies:
+            raise GuardError(f"{self._folder.path}: {NOT_FINITE} in the last checkpoint: resume with a lower learning "
+                             "rate, from the newest checkpoint without them")

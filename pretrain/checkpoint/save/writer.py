@@ -51,6 +51,7 @@ class SnapshotFiles:
     temporary: str  # folder in which the files are written
     files: list[Region]  # their locations in the snapshot
     error: str | None  # why the training process could not take the snapshot
+    finite: bool  # whether their tensors have neither NaN nor infinity
     manifest: str | None  # text of manifest.json with empty `files`; None on ranks other than 0
 
 
@@ -110,7 +111,8 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     committed: Manifest | None = None
     try:
         if error is None:
-            write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor))
+            write_part(temporary, rank=job.rank, save_id=job.save_id, files=_write_files(snapshot, descriptor),
+                       finite=snapshot.finite)
     except OSError as failure:
         error = f"{failure.filename or temporary}: {failure.strerror}"
     if error is not None:
@@ -126,6 +128,7 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     # only rank 0 knows the files of all ranks
     num_bytes = sum(record.bytes for record in committed.files.values()) if committed else None
     return {"event": "save", "step": job.step, "path": job.final, "bytes": num_bytes,
+            "finite": committed.is_good if committed else None,
             "seconds": round(time.perf_counter() - start, 3)}
 
 
@@ -157,12 +160,13 @@ def report_failure(job: SaveJob, error: str) -> None:
 
 
 def _after_save(job: SaveJob, verified: set[str]) -> None:
-    """Mirror this rank's files. On rank 0, also write the mirror's manifest and prune."""
+    """Mirror this rank's files, unless they hold NaN. On rank 0, also write the mirror's manifest and prune."""
     final = Path(job.final)
     try:
-        if job.snapshot is not None and not _becomes_committed(job):
+        committed = _wait_for_commit(job)
+        if committed is None:
             return  # rank 0's writer reports the reason
-        if job.after.mirror is not None:
+        if job.after.mirror is not None and committed.is_good:
             _reply_on_error(job, partial(_mirror, job, final, job.after.mirror))
         # prune even if mirroring failed, so that the disk does not fill up
         if job.rank == 0 and job.after.keep_checkpoints > 0:
@@ -195,27 +199,26 @@ def _prune(job: SaveJob, checkpoints: Path, verified: set[str]) -> None:
         _reply({"event": "prune", "step": job.step, "path": str(removed)})
 
 
-def is_committed(job: SaveJob) -> bool:
-    """Return whether this save is committed. Another save of the same step does not count."""
-    try:
-        return Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8")).save_id == job.save_id
-    except (OSError, ValueError):
-        return False
+def committed_manifest(job: SaveJob) -> Manifest | None:
+    """Return the manifest of this save; None if it is not committed. Another save of the same step does not count."""
+    with contextlib.suppress(OSError, ValueError):
+        manifest = Manifest.from_json((Path(job.final) / MANIFEST).read_text(encoding="utf-8"))
+        return manifest if manifest.save_id == job.save_id else None
+    return None
 
 
-def _becomes_committed(job: SaveJob) -> bool:
-    """Wait until rank 0's writer has committed this save or given up. Return whether it is committed."""
-    assert job.snapshot is not None
+def _wait_for_commit(job: SaveJob) -> Manifest | None:
+    """Wait until rank 0's writer has committed this save or given up. Return the manifest if it is committed."""
     start = checked = time.monotonic()
     ended = False
-    while not is_committed(job):
+    while (committed := committed_manifest(job)) is None and job.snapshot is not None:
         now = time.monotonic()
         if ended or now > start + job.timeout_s or not Path(job.snapshot.temporary).is_dir():
-            return is_committed(job)  # rank 0's writer may have renamed the folder since the last check
+            return committed_manifest(job)  # rank 0's writer may have renamed the folder since the last check
         if now > checked + _CHECK_S:
             checked, ended = now, _has_ended(job, 0)
         time.sleep(min(1.0, 0.05 + (now - start) / 10))
-    return True
+    return committed
 
 
 def _has_ended(job: SaveJob, rank: int) -> bool:

@@ -158,6 +158,7 @@ CHANGES = {
     "layers_of_all_ranks": Change(_with(dp2(0), checkpoint={"parallel_write": {"pipeline_stage": True}}),
                                   dp2(3)),
     "before_the_first_step": Change(dp2(1), dp2(3), saved_step=0),
+    "padding": Change(dp2(3), dp2(1), model={"overrides": "n_inner=33"}),
 }
 
 
@@ -212,6 +213,29 @@ def test_a_run_resumes_after_a_change(name: str, outcomes: dict[str, tuple[dict[
     assert diff(Path(before["folder"]), Path(after["folder"])) == []
     assert distance <= CHANGES[name].within
     assert after["after"]["lr"] == before["after"]["lr"]
+
+
+NOT_WRITTEN = {("layers_of_all_ranks", "weights"), ("layers_of_all_ranks", "state"), ("sgd_without_momentum", "state")}
+
+
+def _check_that_nan_is_found(name: str, finite: dict[str, list[bool]]) -> None:
+    """Assert that the last rank found NaN or infinity in its weights and states, and that no rank found any before."""
+    assert all(finite["nothing"]), name
+    for place in ("weights", "state"):
+        if (name, place) not in NOT_WRITTEN:
+            assert finite[place][-1] is False, (name, finite)
+    assert all(finite.get("padding", [True])), name
+
+
+def test_nan_in_weights_and_states_is_found(matrix: dict[str, Any]) -> None:
+    for name, result in matrix["saved"].items():
+        _check_that_nan_is_found(name, result["finite"])
+
+
+def test_nan_is_found_with_every_optimizer(outcomes: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for name in CHANGES:
+        _check_that_nan_is_found(name, outcomes[name][0]["finite"])
+    assert "padding" in outcomes["padding"][0]["finite"]
 
 
 def test_the_resuming_run_sets_clipping_and_scale_window(

@@ -14,6 +14,7 @@ from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import build_engine
 from pretrain.errors import ConfigError
+from tests.distributed.workers.nonfinite import found_by_each_rank
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
 from tests.support.cases_loop import each_case
 from tests.support.layouts import MemoryWatch, anonymous_bytes
@@ -25,10 +26,11 @@ def train_and_save(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     at = case["saved_step"]
     before = steps(engine, plan, 0, at)
-    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=at * plan.layout.global_batch_size, versions={})
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=at * plan.layout.global_batch_size, versions={}).folder
     after = steps(engine, plan, at, plan.train_steps)
-    result = {"folder": str(folder.absolute()), "before": before, "after": after, "optimizer": _class(engine)}
+    result = {"folder": str(folder.absolute()), "before": before, "after": after, "optimizer": _class(engine),
+              "finite": found_by_each_rank(engine)}
     end(engine)
     return result
 
@@ -43,8 +45,8 @@ def resume(case: Case) -> dict[str, Any]:
     load_checkpoint(engine, plan, source, read_manifest(source))
     seconds = time.perf_counter() - start
     seeds = gather(torch.initial_seed())
-    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=at * plan.layout.global_batch_size, versions={})
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=at * plan.layout.global_batch_size, versions={}).folder
     after = steps(engine, plan, at, plan.train_steps if case.get("train", True) else at)
     result = {"folder": str(folder.absolute()), "after": after, "seconds": seconds, "optimizer": _class(engine),
               "seeds": seeds, "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
@@ -62,8 +64,8 @@ def start_from_weights(case: Case) -> dict[str, Any]:
     engine = build_engine(start.plan, initialize=False)
     load_weights(engine, start.weights)
     before = steps(engine, start.plan, 0, at)
-    folder, *_ = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=at * start.plan.layout.global_batch_size, versions={})
+    folder = save_checkpoint(engine, start.plan, Path(start.plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=at * start.plan.layout.global_batch_size, versions={}).folder
     after = steps(engine, start.plan, at, start.plan.train_steps)
     rows = {key: before[key] + after[key] for key in before}
     result = {"folder": str(folder.absolute()), **rows, "counters": [engine.global_steps, engine.skipped_steps]}
@@ -94,8 +96,8 @@ def load_universal(case: Case) -> dict[str, Any]:
     converted, at = Path(case["source"]), case["saved_step"]
     path, client_state = engine.load_checkpoint(str(converted.parent), tag=converted.name)
     assert path is not None
-    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
-                                 consumed_samples=client_state["consumed_samples"], versions={})
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=at,
+                             consumed_samples=client_state["consumed_samples"], versions={}).folder
     after = steps(engine, plan, at, plan.train_steps)
     result = {"folder": str(folder.absolute()), "after": after, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)

@@ -119,8 +119,8 @@ def nvme(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     swapped = [engine.optimizer._swappable_optimizer_subgroup(i) for i in range(len(engine.optimizer.fp16_groups))]
     steps(engine, plan, 0, 2)
-    saved, *_ = save_checkpoint(engine, plan, folder, step=2,
-                                consumed_samples=2 * plan.layout.global_batch_size, versions={})
+    saved = save_checkpoint(engine, plan, folder, step=2,
+                            consumed_samples=2 * plan.layout.global_batch_size, versions={}).folder
     weights = complete_weights(engine)
     result: dict[str, Any] = {"swapped": swapped, "tail": steps(engine, plan, 2, 4)}
     final = complete_weights(engine)

@@ -135,8 +135,8 @@ def resume(case: Case) -> dict[str, Any]:
     half, folder = plan.train_steps // 2, Path(plan.args.save) / "checkpoints"
     engine = engine_of(plan)
     rows = steps(engine, plan, 0, half)
-    folder, *_ = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.layout.global_batch_size,
-                                 versions={})
+    folder = save_checkpoint(engine, plan, folder, step=half, consumed_samples=half * plan.layout.global_batch_size,
+                             versions={}).folder
     at_save = state_hash(engine)
     tail = steps(engine, plan, half, plan.train_steps)
     at_end = state_hash(engine)
@@ -186,8 +186,8 @@ def saved(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     steps(engine, plan, 0, plan.train_steps)
-    folder, *_ = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
-                                 consumed_samples=plan.train_steps * plan.layout.global_batch_size, versions={})
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=plan.train_steps,
+                             consumed_samples=plan.train_steps * plan.layout.global_batch_size, versions={}).folder
     end(engine)
     return {"folder": str(folder.absolute())}
 
