@@ -76,6 +76,7 @@ def test_exit_codes_that_lead_to_a_restart(tmp_path: Path, script: str, code: in
     assert len(read_restart_log(tmp_path)[0]) == starts
 
 
+HUNG = {"event": "hang", "step": 5, "reason": "rank 1 is stopped"}
 STOPPED = {"event": "stop", "step": 5, "reason": "SIGTERM"}
 
 
@@ -92,6 +93,8 @@ STOPPED = {"event": "stop", "step": 5, "reason": "SIGTERM"}
     (255, [], 5, (255, "crash: exit code 255, which ssh uses for a lost connection")),
     (2, [], 5, (2, "rejected")),
     (77, [STOPPED], 5, (77, "hang")),
+    (247, [HUNG], 5, (77, "hang: rank 1 is stopped")),  # DeepSpeed's launcher saw the killed rank first
+    (77, [HUNG], 5, (77, "hang: rank 1 is stopped")),
 ])
 def test_the_files_of_the_run_take_precedence_over_the_exit_code(code: int, events: list[dict[str, Any]], kept: int,
                                                                  expected: tuple[int, str]) -> None:

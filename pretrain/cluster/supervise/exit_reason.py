@@ -28,7 +28,11 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
         return FINISHED, "finished"
     if code == 0 and complete:
         return FINISHED, "finished"
-    if code in (REJECTED, GUARD, HANG):
+    if code in (REJECTED, GUARD):
+        return code, _REASONS[code]
+    if progress.hang is not None and code not in (FINISHED, STOPPED):  # 247 and 137: the stopped rank was killed
+        return HANG, f"hang: {progress.hang['reason']}"
+    if code == HANG:
         return code, _REASONS[code]
     if stop is not None:
         return STOPPED, f"saved on {stop['reason']}"

@@ -31,6 +31,11 @@ class RunProgress:
         return any(event["event"] == "start" for event in self.events)
 
     @property
+    def hang(self) -> dict[str, Any] | None:
+        """The event "hang", which the watchdog writes before it ends the ranks, or None."""
+        return next((event for event in reversed(self.events) if event["event"] == "hang"), None)
+
+    @property
     def stop(self) -> dict[str, Any] | None:
         """The event "stop", which a run writes when it ends without an error, or None."""
         return next((event for event in reversed(self.events) if event["event"] == "stop"), None)
