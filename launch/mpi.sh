@@ -8,8 +8,11 @@
 # pretrain/train.py reads rank numbers from the launcher's variables. On several hosts it gets rank 0's address through
 # mpi4py, unless MASTER_ADDR is set. MASTER_PORT defaults to a port that is free on this host. The variables of NCCL,
 # gloo, torch and others are passed on to all ranks. MPIRUN names another mpirun. By default Open MPI does not start
-# programs as root. This script allows it, because in a container every process is root. mpirun passes SIGUSR1 on: all
-# ranks save and exit with 75.
+# programs as root. This script allows it, because in a container every process is root.
+#
+# Ctrl-C, SIGTERM, SIGHUP, SIGUSR1: all ranks save and exit with 75. A second signal changes nothing, a third one ends the
+# run at once. The script sends SIGUSR1 to mpirun, which passes it on. On Ctrl-C or SIGTERM, mpirun itself would kill the
+# ranks after a second.
 set -euo pipefail
 code=$(cd "$(dirname "$0")/.." && pwd)
 export PATH="${VENV:-$code/.venv}/bin:$PATH"
@@ -48,9 +51,26 @@ case $("$mpirun" --version 2>&1) in
         for name in $names; do flags=(-x "$name" "${flags[@]}"); done ;;
     *) flags=(-genvlist "$(echo $names | tr ' ' ,)" "${flags[@]}") ;;
 esac
+signals=0 last=0 ended=
+handle() { # handle NAME NUMBER: the same rule as in pretrain/resilience/signals.py
+    [ -n "${!:-}" ] || exit $((128 + $2))  # mpirun has not started
+    [ $signals = 0 ] || [ "$1" = INT ] || [ $((SECONDS - last)) -ge 5 ] || return 0
+    signals=$((signals + 1)) last=$SECONDS
+    case $signals in
+        1) kill -USR1 $! || true ;;
+        2) echo "launch/mpi.sh: SIG$1: the run is about to save and stop; the next signal ends it at once" >&2 ;;
+        *) echo "launch/mpi.sh: SIG$1: ended at once, without waiting for the save" >&2
+           ended=$((128 + $2))
+           kill -TERM $! || true ;;
+    esac
+}
+trap 'handle HUP 1' HUP; trap 'handle INT 2' INT; trap 'handle USR1 10' USR1; trap 'handle TERM 15' TERM
 # Divide the cores among the ranks of a host: with threads on all cores, the ranks would slow each other down.
 # shellcheck disable=SC2016
-exec "$mpirun" "${flags[@]}" bash -c '
+setsid "$mpirun" "${flags[@]}" bash -c '
     threads=$(($(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-1}}))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    exec "$@"' bash "$(command -v python)" -u "$code/pretrain/train.py" "$@"
+    exec "$@"' bash "$(command -v python)" -u "$code/pretrain/train.py" "$@" &
+while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done  # a signal ends `wait` while the ranks still run
+wait $! && code=0 || code=$?
+exit "${ended:-$code}"

@@ -3,7 +3,6 @@
 import argparse
 import base64
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,12 +21,13 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, detect_device, nvidia_smi
 from pretrain.distributed.process import ROOT, free_port, port_is_free
 from pretrain.errors import ConfigError
+from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
+from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 LOCAL = "localhost"
 _POLL_S = 0.5
 _SIGTERM_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
-_PR_SET_PDEATHSIG = 1  # option of prctl(2)
 
 
 def launch_locally(flags: argparse.Namespace, train: Sequence[str]) -> int:
@@ -119,26 +119,30 @@ def run_launcher(command: Sequence[str], environ: dict[str, str]) -> int:
     """Run DeepSpeed's launcher and wait until it has ended. Returns the exit code of the run.
 
     On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 all ranks save and stop. If training has not begun, all ranks end at
-    once. A SIGINT after the first signal also ends all ranks at once. The launcher runs in a session of its own:
-    otherwise Ctrl-C would end the launcher before its ranks have saved.
+    once. A second signal changes nothing, a third one ends all ranks at once. The launcher runs in a session of its
+    own: otherwise Ctrl-C would end the launcher before its ranks have saved. The ranks watch this process.
     """
-    asked_to_save = False
+    count = SignalCount()
     with _recorded_signals() as signals:
-        launcher = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=_end_with_parent)
+        launcher = subprocess.Popen(command, env={**environ, **launcher_variable()}, start_new_session=True)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return _shell_exit_code(launcher.wait(_POLL_S))
-            if not signals:
-                continue
-            number = signals.pop(0)
-            if asked_to_save and number != signal.SIGINT:
-                continue
-            if asked_to_save or not ask_to_save(descendants()):
-                say(f"{signal.Signals(number).name}: stopped "
-                    + ("without saving" if asked_to_save else "before training began"))
-                end_descendants(grace_s=_SIGTERM_GRACE_S)
-                return 128 + number
-            asked_to_save = True
+            while signals:
+                number = signals.pop(0)
+                if not _handle_signal(number, count.add(number)):
+                    end_descendants(grace_s=_SIGTERM_GRACE_S)
+                    return 128 + number
+
+
+def _handle_signal(number: int, ordinal: int) -> bool:
+    """Pass the first signal on to the ranks. Returns False if all ranks must end now. `ordinal`: see SignalCount."""
+    if ordinal == 1 and not ask_to_save(descendants(), number):
+        say(f"{signal.Signals(number).name}: stopped before training began")
+        return False
+    if ordinal > 1:  # the ranks report the first signal
+        say(describe(number, ordinal))
+    return ordinal < LAST_SIGNAL
 
 
 def _shell_exit_code(code: int) -> int:
@@ -152,14 +156,6 @@ def _shell_exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_with_parent() -> None:
-    """In the launcher's process: ask the kernel for a SIGTERM when `ds-pretrain` is killed.
-
-    The launcher then ends its ranks. Otherwise they would continue.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 @contextlib.contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
     """Yield a list to which each received signal is appended. Signals that are already ignored (nohup) stay ignored."""
@@ -168,8 +164,7 @@ def _recorded_signals() -> Iterator[list[int]]:
     def record(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-               if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, record) for number in numbers}
     try:
         yield received

@@ -32,6 +32,7 @@ from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from pretrain.distributed.world import DEFAULT_MASTER_PORT
 from pretrain.errors import REJECTED, ConfigError
+from pretrain.resilience.launcher_watch import launcher_variable
 from pretrain.resilience.run_lock import reject_second_start
 
 _DEBIAN_PACKAGES = {"pdsh": "pdsh", "openmpi": "openmpi-bin", "mpich": "mpich", "slurm": "slurm-client"}
@@ -121,7 +122,7 @@ def _run_from_this_host(flags: argparse.Namespace, train: Sequence[str], facts: 
     first = next(iter(job.ranks))
     interface = facts[first].interface
     address = flags.master_addr or (interface[1] if interface else first)
-    variables = rank_variables(facts, job.ranks, user, job.name)
+    variables = {**rank_variables(facts, job.ranks, user, job.name), **launcher_variable()}
     if flags.launcher != "pdsh":
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(flags.master_port)}
     environ = launcher_environment({"DS_ENV_FILE": str(write_environment(run, variables))})
@@ -151,7 +152,8 @@ def _run_without_ssh(flags: argparse.Namespace, train: Sequence[str], ranks: Map
         code = 0
         if not flags.check_only:
             job = MultihostJob(job_name, ranks, [host], local_transport, flags.grace)
-            environ = launcher_environment(rank_variables({host: facts[host]}, ranks, user, job_name))
+            variables = {**rank_variables({host: facts[host]}, ranks, user, job_name), **launcher_variable()}
+            environ = launcher_environment(variables)
             command = deepspeed_command(flags, train, hostfile=Path(flags.hostfile).absolute(),
                                         master_addr=flags.master_addr, interface="")
             code = run_job(command, environ, job, rendezvous.listen)

@@ -25,6 +25,7 @@ from pretrain.distributed.print_error import print_error
 from pretrain.distributed.world import World
 from pretrain.errors import NO_RESTART, REJECTED, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import reject_second_start
 
 RECORD = "slurm.jsonl"
@@ -100,6 +101,8 @@ def after(run: Path, environ: Mapping[str, str], *, exit_code: int) -> int:
             say(f"node {node} does not answer")
     reason = NO_RESTART.get(exit_code)
     without_progress = [start for start in starts[-MAX_STARTS_WITHOUT_PROGRESS:] if start.step == step]
+    if (run / STOP_FILE).exists():
+        reason = f"{run / STOP_FILE} exists"
     if len(without_progress) == MAX_STARTS_WITHOUT_PROGRESS:
         reason = f"{MAX_STARTS_WITHOUT_PROGRESS} starts in a row made no progress beyond step {step}"
     decision = f"the job is not requeued, because {reason}" if reason else "the job goes back to the queue"

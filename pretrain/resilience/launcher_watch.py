@@ -1,4 +1,4 @@
-"""Notice that the launcher of a rank has died, so that the rank does not continue as an orphan."""
+"""Notice that the launcher of a rank has died, so that the rank does not continue as an orphan. Without torch."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import psutil
 
 from pretrain.distributed.world import ALONE, World
 
+LAUNCHER_VARIABLE = "DS_PRETRAIN_LAUNCHER"  # process id, start time, host and namespace of `ds-pretrain`
 _POLL_S = 1.0
 # Programs that start ranks or such launchers. Shells are not among them: a run in the background outlives its shell.
 _PROGRAMS = {"deepspeed", "ds", "ds-pretrain", "torchrun", "mpirun", "mpiexec", "orterun", "orted", "prterun", "prte",
@@ -32,8 +33,9 @@ class LauncherWatch:
     """A thread that checks every second whether the launchers of this rank still run.
 
     Launchers are the nearest ancestor process that is a known launcher, and the launchers that started it: for plain
-    `deepspeed`, its module `deepspeed.launcher.launch` and the `deepspeed` command. If one dies before `enable_save`,
-    the thread ends this process, because there is nothing to save.
+    `deepspeed`, its module `deepspeed.launcher.launch` and the `deepspeed` command. The process that called
+    `launcher_variable` is another one. If one dies before `enable_save`, the thread ends this process, because there is
+    nothing to save.
     """
 
     def __init__(self, world: World) -> None:
@@ -55,6 +57,19 @@ class LauncherWatch:
             os._exit(128 + signal.SIGTERM)
 
 
+def launcher_variable() -> dict[str, str]:
+    """Return the variable by which ranks on this host watch this process. It also works if a launcher in between dies.
+    """
+    state = _state_and_start(os.getpid())
+    return {LAUNCHER_VARIABLE: f"{os.getpid()}:{state[1]}:{_namespace()}"} if state is not None else {}
+
+
+def _namespace() -> str:
+    """Identify the host (since its last boot) and the namespace in which process ids are valid."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def launcher_name(words: Sequence[str]) -> str:
     """Return the name of the launcher that a command line starts, or "" for any other program."""
     if not words:
@@ -72,8 +87,11 @@ def launcher_name(words: Sequence[str]) -> str:
 
 
 def _find_launchers() -> list[_Launcher]:
-    """Return the nearest ancestor that is a launcher, and the launchers directly above it."""
+    """Return the process of LAUNCHER_VARIABLE, the nearest ancestor that is a launcher, and those directly above it."""
     found: list[_Launcher] = []
+    pid, _, rest = os.environ.get(LAUNCHER_VARIABLE, "").partition(":")
+    started, _, namespace = rest.partition(":")
+    named = [_Launcher(int(pid), started, "ds-pretrain")] if pid and namespace == _namespace() else []
     for process in psutil.Process().parents():
         try:
             name = launcher_name(process.cmdline())
@@ -84,7 +102,7 @@ def _find_launchers() -> list[_Launcher]:
             found.append(_Launcher(process.pid, state[1], name))
         elif found:
             break
-    return found
+    return named + found
 
 
 def _runs(launcher: _Launcher) -> bool:

@@ -143,11 +143,15 @@ def test_two_ranks_train_and_print_no_warnings(corpus: str, tmp_path: Path) -> N
 
 _STARTER = "import os, sys\nfrom pretrain.cluster.local_launch import run_launcher\n" \
            "sys.exit(run_launcher([sys.executable, '-u', '-c', *sys.argv[1:]], dict(os.environ)))"
-_SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"
+_SAVES = "import signal, sys\nfor number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n" \
+         "    signal.signal(number, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()"
+_SAVES_SLOWLY = "import signal\nfor number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n" \
+                "    signal.signal(number, lambda *_: print('saving'))\nprint('ready')\nwhile True: signal.pause()"
 _HAS_NO_HANDLER = "import signal\nprint('ready')\nsignal.pause()"
-_MARKS_SIGTERM = "import signal, sys\nfrom pathlib import Path\n" \
-         "signal.signal(signal.SIGTERM, lambda *_: (Path(sys.argv[1]).touch(), sys.exit()))\n" \
-         "print('ready')\nsignal.pause()"
+_WATCHES = "import sys, time\nfrom pathlib import Path\nfrom pretrain.distributed.world import World\n" \
+           "from pretrain.resilience.launcher_watch import LauncherWatch\n" \
+           "watch = LauncherWatch(World(0, 1, 0, 1, 'torch'))\nwatch.enable_save()\nprint('ready')\n" \
+           "while not watch.lost: time.sleep(0.1)\nPath(sys.argv[1]).write_text(watch.lost)"
 
 
 @pytest.fixture
@@ -179,10 +183,25 @@ def test_a_killed_rank_is_reported() -> None:
     assert (done.returncode, done.stderr) == (247, "ds-pretrain: SIGKILL ended a rank\n")
 
 
-def test_killing_ds_pretrain_ends_its_ranks(
+def test_a_second_signal_changes_nothing_and_the_third_ends_at_once(
+        start_program: "Callable[..., subprocess.Popen[str]]") -> None:
+    process = start_program(_SAVES_SLOWLY)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)  # a copy
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert process.stdout.read() == "saving\n"  # SIGTERM of the end; end of file: the program has ended
+
+
+def test_ranks_notice_that_ds_pretrain_was_killed(
         tmp_path: Path, start_program: "Callable[..., subprocess.Popen[str]]") -> None:
-    process = start_program(_MARKS_SIGTERM, str(tmp_path / "ended"))
+    process = start_program(_WATCHES, str(tmp_path / "lost"))
     process.kill()
     assert process.stdout is not None
     assert process.stdout.read() == ""  # end of file: the program has ended
-    assert (tmp_path / "ended").exists()
+    assert (tmp_path / "lost").read_text() == "ds-pretrain"

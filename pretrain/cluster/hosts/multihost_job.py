@@ -15,6 +15,7 @@ from typing import IO, Any
 from pretrain.cli import say
 from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
 from pretrain.errors import FINISHED, GUARD, HANG, REJECTED, STOPPED
+from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 LOST = 255  # ssh's exit code when the connection breaks
 # A rank that exits with one of these codes makes the other ranks crash. Their codes say nothing about the cause.
@@ -56,11 +57,13 @@ class MultihostJob:
             return f"the connection to {host} ({ranks}) was lost"
         return f"{host} ({ranks}) failed with exit code {code}"
 
-    def signal_ranks(self, number: int) -> None:
-        """Send a signal to every rank."""
-        for host, answer in self._call("signal_ranks", number).items():
+    def signal_ranks(self, number: int) -> bool:
+        """Send a signal to all ranks that can save. Returns False if no rank can, because training has not begun."""
+        answers = self._call("signal_ranks", number)
+        for host, answer in answers.items():
             if isinstance(answer, HostError):
                 say(f"{host}: could not send {signal.Signals(number).name} to its ranks: {answer}")
+        return any(answers.values())
 
     def end(self, patience_s: float = 0) -> None:
         """Wait up to `patience_s` until all processes of the job have ended, then kill the remaining ones."""
@@ -110,8 +113,8 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
             listen: Callable[[JobState], None] | None = None) -> int:
     """Run `deepspeed` until the ranks on all hosts have ended. Returns the exit code of the run.
 
-    On SIGUSR1 or a first SIGTERM, all ranks save and exit with 75. On SIGINT or a SIGTERM after another signal, all
-    ranks end at once.
+    On SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, all ranks save and exit with 75. If training has not begun, they end
+    at once. A second signal changes nothing, a third one ends all ranks at once.
 
     Args:
         command: command line of `deepspeed`.
@@ -148,16 +151,19 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], job: MultihostJo
 
 def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState) -> int | None:
     """Wait until the launcher has ended or all ranks must be killed. Returns the signal that demands this, or None."""
-    asked_to_save = False
+    count = SignalCount()
     while process.poll() is None:
         if state.signals:
             number = state.signals.pop(0)
-            if number == signal.SIGINT or (number == signal.SIGTERM and asked_to_save):
+            ordinal = count.add(number)
+            if ordinal == 1 and not job.signal_ranks(number):
+                say(f"{signal.Signals(number).name}: stopped before training began")
                 return number
-            if not asked_to_save:
-                say(f"{signal.Signals(number).name}: all ranks save a checkpoint, then stop")
-                job.signal_ranks(signal.SIGUSR1)
-                asked_to_save = True
+            if ordinal > 1:  # rank 0 reports the first signal
+                say(describe(number, ordinal))
+            if ordinal >= LAST_SIGNAL:
+                return number
+            continue
         if state.grace_is_over(job):
             say(f"{job.describe_first_failure(state.codes)}; other hosts still run {job.grace_s:g} s later and are "
                 "ended now")
@@ -169,7 +175,7 @@ def _wait(process: "subprocess.Popen[str]", job: MultihostJob, state: JobState) 
 @contextlib.contextmanager
 def _record_signals(state: JobState) -> Iterator[None]:
     """Append each received signal to `state.signals`, instead of its default action, while the context is open."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup: not SIGHUP
     before = {number: signal.signal(number, lambda received, _: state.signals.append(received)) for number in numbers}
     try:
         yield

@@ -130,14 +130,24 @@ def end_job(job: str, patience_s: float, kill_after_s: float = 5.0) -> list[int]
 
 
 def signal_ranks(job: str, number: int) -> list[int]:
-    """Send a signal to the ranks of `job` on this host, but not to their children. Returns the ranks' process ids."""
+    """Send a signal to the ranks of `job` on this host that can save, but not to their children. Returns their ids."""
     # Ranks, and their children: these inherit the variables.
     candidates = {process for process, environ in processes_of_job(job).items()
                   if any(name in environ for name in RANK_VARIABLES)}
-    ranks = sorted(process for process in candidates if _parent(process) not in candidates)
+    ranks = sorted(process for process in candidates if _parent(process) not in candidates and can_save(process))
     for process in ranks:
         _send_signal(process, number)
     return ranks
+
+
+def can_save(process: int) -> bool:
+    """Return whether the process handles SIGUSR1: ranks do so from the time when they can save."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _parent(process: int) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import psutil
 
 from pretrain.checkpoint.save.background import WRITER_MODULE
+from pretrain.cluster.hosts.probe import can_save
 from pretrain.distributed.host import RANK_VARIABLES
 
 _PR_SET_CHILD_SUBREAPER = 36  # option of prctl(2)
@@ -66,28 +67,18 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def ask_to_save(processes: Sequence[psutil.Process]) -> list[int]:
-    """Send SIGUSR1 to the processes that handle this signal, and return their ids.
+def ask_to_save(processes: Sequence[psutil.Process], number: int = signal.SIGUSR1) -> list[int]:
+    """Send a signal to the processes that handle SIGUSR1, and return their ids.
 
-    Processes without a handler, such as launchers and shells, would be killed by the signal.
+    Only ranks that can save handle SIGUSR1, and launchers that pass it on to ranks. It would kill other processes.
     """
     asked = []
     for process in processes:
-        if _handles_sigusr1(process.pid):
+        if can_save(process.pid):
             with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(number)
                 asked.append(process.pid)
     return asked
-
-
-def _handles_sigusr1(pid: int) -> bool:
-    """Return whether the process has installed a handler for SIGUSR1."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-            caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
-    except OSError:
-        return False
-    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def end(processes: Sequence[psutil.Process], *, grace_s: float) -> list[psutil.Process]:

@@ -27,7 +27,9 @@ from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, r
 from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
 from pretrain.monitor.read_run_folder import read_starts
+from pretrain.paths import STOP_FILE
 from pretrain.resilience.run_lock import find_owner, reject_second_start
+from pretrain.resilience.signals import LAST_SIGNAL, SIGNALS, SignalCount, describe
 
 _POLL_S = 0.2
 _ASK_TO_SAVE_AGAIN_S = 1.0  # time until the ranks are asked again, if none of them handled SIGUSR1 yet
@@ -54,17 +56,28 @@ class SupervisorSettings:
 
 
 class SignalRecorder:
-    """Records SIGTERM, SIGINT and SIGUSR1. Once an object exists, these signals no longer end this process."""
+    """Records signals. Once an object exists, they no longer end this process."""
 
     def __init__(self) -> None:
         self.name = ""  # name of the first signal; "": no signal yet
-        self.interrupted_twice = False  # whether a SIGINT followed the first signal: do not wait for the save
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._record)
+        self.ended_by = 0  # number of the third signal: do not wait for the save; 0: no third signal yet
+        self._count, self._lines = SignalCount(), list[str]()
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._record)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted_twice = bool(self.name) and number == signal.SIGINT
+        ordinal = self._count.add(number)
         self.name = self.name or signal.Signals(number).name
+        if ordinal:
+            self._lines.append(describe(number, ordinal))
+        if ordinal >= LAST_SIGNAL:
+            self.ended_by = self.ended_by or number
+
+    def unreported(self) -> list[str]:
+        """Return lines about the signals since the last call. A handler must not print: it may interrupt a print."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def supervise(settings: SupervisorSettings, print_line: PrintLine) -> int:
@@ -104,7 +117,10 @@ def _restart_until_done(settings: SupervisorSettings, log: RestartLog, signals: 
         if record.exit_code == FINISHED or record.exit_code in NO_RESTART:
             return record.exit_code or 0, record.reason
         if signals.name:
-            return STOPPED, f"{signals.name}: {record.reason}"
+            return 128 + signals.ended_by if signals.ended_by else STOPPED, f"{signals.name}: {record.reason}"
+        if (settings.run / STOP_FILE).exists():
+            return shell_exit_code(record.exit_code), f"{record.reason}; no restart, because " \
+                                                      f"{settings.run / STOP_FILE} exists"
         without_progress = 0 if record.last_step > farthest_step else without_progress + 1
         farthest_step = max(farthest_step, record.last_step)
         if without_progress > settings.max_restarts:
@@ -149,7 +165,7 @@ def _start_once(settings: SupervisorSettings, number: int, signals: SignalRecord
         step = newest_step(settings.run / "checkpoints")
         print_line(f"start {number} from step {step}" + (f" on {', '.join(hosts)}" if hosts else ""))
         settings.before_start(number)
-        code = _run_command(command, settings, sizes_before, signals)
+        code = _run_command(command, settings, sizes_before, signals, print_line)
     progress = read_progress(settings.run, sizes_before)
     if code is not None:
         code, reason = classify_exit(code, progress, last_step=_planned_steps(settings))
@@ -182,7 +198,7 @@ def _choose_hosts(settings: SupervisorSettings, print_line: PrintLine) -> tuple[
 
 
 def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_before: dict[str, int],
-                 signals: SignalRecorder) -> int:
+                 signals: SignalRecorder, print_line: PrintLine) -> int:
     """Run the command until it has ended or a signal arrives, then end all remaining descendants.
 
     After a signal, the ranks first save. Returns the exit code.
@@ -197,24 +213,26 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
         while not signals.name:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
-        return _wait_for_save(child, settings, sizes_before, signals)
+        return _wait_for_save(child, settings, sizes_before, signals, print_line)
     finally:
         end_descendants(grace_s=_SIGTERM_GRACE_S)
 
 
 def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings, sizes_before: dict[str, int],
-                   signals: SignalRecorder) -> int:
+                   signals: SignalRecorder, print_line: PrintLine) -> int:
     """Ask the ranks on all hosts to save, and wait until they have ended. Returns the exit code.
 
     Returns 75 at once if no rank handles SIGUSR1 because training has not begun: then there is nothing to save.
-    Also returns 75 after a SIGINT or when `grace_s` is over.
+    Also returns 75 after a third signal or when `grace_s` is over.
     """
     deadline = time.monotonic() + settings.grace_s
-    asked: set[int] = set()
-    while time.monotonic() < deadline and not signals.interrupted_twice:
-        if not asked:
-            asked.update(ask_to_save(descendants()))
-            asked.update(pid for pids in _ranks_on_hosts(settings, "save").values() for pid in pids)
+    asked: list[int] = []
+    while time.monotonic() < deadline and not signals.ended_by:
+        for line in signals.unreported():
+            print_line(line)
+        # A rank may get two signals: from this process, and from its launcher. Two change no more than one.
+        asked = asked or ask_to_save(descendants()) or [
+            pid for pids in _ranks_on_hosts(settings, "save").values() for pid in pids]
         if not asked and not read_progress(settings.run, sizes_before).began:
             break
         with contextlib.suppress(subprocess.TimeoutExpired):
