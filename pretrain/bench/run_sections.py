@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.checkpoint import checkpoint_stall
+from pretrain.bench.sections.guards import RANKS, guards
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead
 from pretrain.bench.sections.pipeline import STAGES, pipeline
@@ -17,7 +18,7 @@ from pretrain.bench.sections.step import training_step
 from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
-    "step": training_step, "overhead": overhead, "pipeline": pipeline, "checkpoint": checkpoint_stall,
+    "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_stall,
     "startup": startup, "scaling": scaling, "offload": offload, "profile": profile,
 }
 
@@ -41,6 +42,7 @@ def run_sections(settings: BenchSettings, report: ReportProgress, *, devices: in
 
 def _missing(name: str, settings: BenchSettings, devices: int) -> str:
     """Return why a section cannot be measured on this machine or with these flags; "" if it can."""
-    if (name == "pipeline" and devices < STAGES) or (name == "scaling" and len(settings.rank_counts) < 2):
+    too_few = (name == "pipeline" and devices < STAGES) or (name == "guards" and devices < RANKS)
+    if too_few or (name == "scaling" and len(settings.rank_counts) < 2):
         return "it needs two GPUs, or two cores of a CPU"
     return "it needs --nvme_path" if name == "offload" and settings.nvme_path is None else ""

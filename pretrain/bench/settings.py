@@ -10,7 +10,8 @@ from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_device
 from pretrain.errors import ConfigError
 
-SECTIONS = ("step", "overhead", "pipeline", "checkpoint", "startup", "scaling", "offload")  # choices of --what
+# choices of --what
+SECTIONS = ("step", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "offload")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 

@@ -31,7 +31,7 @@ class AppliedFault:
     kind: str
     time: float  # in seconds since 1970
     start: int  # number of the start that it hit; for damage while the run is down, of the next start
-    step: int  # last logged step of that start
+    step: int  # last step that was logged before
     what: str
     applied: bool = True
     ended: bool = True  # False: the start should have ended, and did not
@@ -202,7 +202,7 @@ class FaultInjector(threading.Thread):
     def _record(self, fault: Fault, what: str, *, start: int | None = None, applied: bool = True, ended: bool = True,
                 paused_s: float = 0.0) -> None:
         record = AppliedFault(fault.kind, time.time(), self._watch.num_starts if start is None else start,
-                              self._watch.current_step(), what, applied, ended, paused_s)
+                              self._watch.newest_step(), what, applied, ended, paused_s)
         self.applied.append(record)
         self._active = time.monotonic()
         self._print_line(f"{'fault' if applied else 'not applied'} {len(self.applied)}: {fault.kind} after step "

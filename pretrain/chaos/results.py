@@ -147,8 +147,8 @@ def _count_lost_steps(kinds: dict[str, KindResult], applied: Sequence[AppliedFau
 def _cause_of_repetition(applied: Sequence[AppliedFault], number: int, starts: Sequence[dict[str, Any]],
                          watch: RunWatch) -> str:
     previous = max((other for other in range(1, number) if watch.steps_of_start(other)), default=number - 1)
-    damage = [fault.kind for fault in applied
-              if previous <= fault.start <= number and fault.kind in CHECKPOINT_DAMAGE]
+    since, until = watch.start_times[previous - 1], watch.start_times[number - 1]
+    damage = [fault.kind for fault in applied if since <= fault.time <= until and fault.kind in CHECKPOINT_DAMAGE]
     return damage[-1] if damage else _cause(applied, previous, starts)
 
 

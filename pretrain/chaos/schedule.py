@@ -10,8 +10,9 @@ from pretrain.chaos.kinds import KINDS
 
 T = TypeVar("T")
 Moment = Literal["running", "down", "starting"]
-_ENDING_FRACTION = 0.3  # of all faults; the others share the restarts, because a restart takes longer than a step
+_ENDING_FRACTION = 0.25  # of all faults; the others share the restarts, because a restart takes longer than a step
 _STARTING_FRACTION = 0.15  # of the faults that end a start: they hit the run before its first step
+_STEPS_WITH_FAULTS = 0.8  # fraction of the run: between a signal and the save that it causes, there may be many steps
 _MAY_HIT_A_START = ("kill_rank", "kill_launcher", "signal")
 _FIRST_BAD_STEP = 3
 
@@ -58,12 +59,12 @@ def make_schedule(kinds: Sequence[str], *, faults: int, seed: int, train_steps: 
     num_ends = faults if not others else min(faults, max(1, math.ceil(faults * _ENDING_FRACTION))) if can_end else 0
     other_kinds = _draw(others, faults - num_ends, random)
     bad_steps = _bad_steps(other_kinds.count("nan"), train_steps, random)
-    interval = train_steps / (num_ends + 1)
-    ends = [max(1, round(interval * (number + 1 + random.uniform(-0.25, 0.25)))) for number in range(num_ends)]
+    interval = _STEPS_WITH_FAULTS * train_steps / max(num_ends, 1)
+    ends = [max(1, round(interval * (number + random.uniform(0.5, 1.0)))) for number in range(num_ends)]
     groups: list[list[Fault]] = [[] for _ in range(max(num_ends, 1))]
     places = _draw(list(range(len(groups))), faults, random)
     for kind, place in zip((kind for kind in other_kinds if kind != "nan"), places, strict=False):
-        last = ends[place] if ends else max(1, train_steps - 2)
+        last = ends[place] if ends else max(1, int(_STEPS_WITH_FAULTS * train_steps))
         first = ends[place - 1] if place else 1
         groups[place].append(_other_fault(kind, first, last, random))
     for number, kind in enumerate(_draw(can_end, num_ends, random)):

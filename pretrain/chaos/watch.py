@@ -86,6 +86,10 @@ class RunWatch:
         """Return the number of the start that wrote this row of metrics.jsonl, from 1."""
         return bisect_right(self._start_offsets, row.offset)
 
+    def newest_step(self) -> int:
+        """Return the last step that any start has logged; 0 if there is none."""
+        return next((int(row.values["step"]) for row in reversed(self.metrics.rows) if "step_time_ms" in row.values), 0)
+
     def current_step(self) -> int:
         """Return the last step that the current start has logged; 0 if it has logged none."""
         rows = self.metrics.rows

@@ -16,6 +16,8 @@ import pytest
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import InterleavedResults, run_interleaved
 from pretrain.bench.report import check_markers, markers, write_between_markers
+from pretrain.bench.sections.guards import LOOP as STEP_LOOP
+from pretrain.bench.sections.guards import guards_section
 from pretrain.bench.sections.overhead import BARE, LOOP, overhead_section
 from pretrain.bench.sections.pipeline import highest_speedup
 from pretrain.bench.sections.step import PEERS, PRODUCTS, PROJECT, step_section
@@ -113,6 +115,17 @@ def test_overhead_is_the_median_of_the_ratios_of_each_repetition() -> None:
     assert section.data["step_time_ms"][LOOP] == pytest.approx([110, 240, 570])
 
 
+def test_overhead_of_the_guards_is_the_median_ratio_and_a_part_of_a_replica_check() -> None:
+    """A repetition has requests of 10 steps with guards on, off, off and on, then one replica check."""
+    seconds = (1.0, 1.0, 1.0, 1.04, 0.5, 2.0, 2.0, 2.0, 2.0, 0.5, 1.1, 1.0, 1.0, 1.1, 0.5)  # ratios 1.02, 1.0, 1.1
+    results = InterleavedResults(answers={STEP_LOOP: [{"seconds": value} for value in seconds]})
+    section = guards_section(results, steps=10, interval=100)
+    assert section.data["ratios"] == pytest.approx([1.02, 1.0, 1.1])
+    assert section.data["step_time_ms"]["off"] == pytest.approx([100, 200, 100])
+    assert section.data["replica_check_ms"] == pytest.approx(500)
+    assert section.data["overhead"] == pytest.approx(0.02 + 500 / 100 / 100)
+
+
 def test_a_baseline_that_fails_is_reported_and_the_others_continue(context: BenchContext) -> None:
     results = run_interleaved([[context.job("fails", "products", product_size=-1)],
                                [context.job("works", "products", product_size=64)]], context, lambda text: None)
@@ -183,11 +196,13 @@ def test_explain_profiles_a_step() -> None:
 def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = bench(*SMALL, "--what", "overhead,pipeline,checkpoint,startup,scaling,offload", "--nvme_path", str(disk),
-                 "--ranks", "1,2", "--json")
+    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload",
+                 "--nvme_path", str(disk), "--ranks", "1,2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["sections"]
     assert {name: len(times) for name, times in found["overhead"]["step_time_ms"].items()} == {LOOP: 2, BARE: 2}
+    assert {name: len(times) for name, times in found["guards"]["step_time_ms"].items()} == {"on": 2, "off": 2}
+    assert found["guards"]["replica_check_ms"] > 0
     assert found["pipeline"]["bound"] == pytest.approx(16 / 9)
     assert sum(found["pipeline"]["stage_flops"]) == pytest.approx(flops_per_token(context.model, 64))
     # 16-bit weights (2 bytes); master weights and two optimizer states in 32 bits (12 bytes)

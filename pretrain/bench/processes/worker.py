@@ -14,6 +14,7 @@ from pretrain.engine.prepare import prepare_deepspeed
 # baseline -> "module.function" of its main function in pretrain/bench/baselines/
 MAIN_FUNCTIONS = {
     "project": "this_project.project", "bare_engine": "this_project.bare_engine", "loop": "this_project.loop",
+    "guarded_loop": "guarded_loop.guarded_loop",
     "checkpoint": "this_project.checkpoint", "profile": "this_project.profile",
     "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop", "torch": "peers.torch_loop",
     "products": "machine_limits.products", "disk": "machine_limits.disk",

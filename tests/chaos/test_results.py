@@ -1,0 +1,142 @@
+"""What counts as lost and as wrong: a chaos run that loses a checkpoint or trains something else must fail."""
+
+import contextlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from pretrain.chaos.checkpoints import CheckpointLedger
+from pretrain.chaos.compare import reference_rows, wrong_rows
+from pretrain.chaos.damage import LinkedData, damage_checkpoint, damage_latest
+from pretrain.chaos.injector import AppliedFault
+from pretrain.chaos.kinds import CHECKPOINT_DAMAGE
+from pretrain.chaos.results import NO_FAULT, ChaosResult, Goodput, count_by_kind, measure_goodput
+from pretrain.chaos.watch import RunWatch
+from pretrain.checkpoint.format.manifest import checkpoint_folders, read_manifest
+from pretrain.checkpoint.format.verify import find_damage
+from pretrain.checkpoint.save.retention import remove
+from pretrain.errors import ConfigError
+from tests.support.launch import ROOT
+
+STEPS = 3
+
+
+def row(step: int, loss: float | None = 1.0) -> str:
+    return json.dumps({"step": step, "loss": loss, "grad_norm": 0.5, "step_time_ms": 1000.0}) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run folder with complete checkpoints of the steps 1 to 3: copies of a recorded one."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.unpack_archive(ROOT / "tests" / "golden" / "checkpoint.tar.xz", checkpoints)
+    recorded = checkpoints / f"global_step{STEPS}"
+    for step in range(1, STEPS):
+        copied = shutil.copytree(recorded, checkpoints / f"global_step{step}")
+        (copied / "manifest.json").write_text(replace(read_manifest(recorded), step=step).to_json())
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_that_disappears_is_lost_unless_retention_may_remove_it(run: Path) -> None:
+    folders = checkpoint_folders(run / "checkpoints")
+    ledgers = {keep: CheckpointLedger(run, keep_checkpoints=keep) for keep in (0, 2, 3)}
+    for ledger in ledgers.values():
+        assert len(ledger.observe()) == STEPS
+    size = sum(record.bytes for record in read_manifest(folders[2]).files.values())
+    remove(folders[2])  # step 1, with two newer ones
+    lost = {keep: [(each.step, each.bytes) for each in ledger.lost()] for keep, ledger in ledgers.items()}
+    assert lost == {0: [(1, size)], 2: [], 3: [(1, size)]}
+    (run / "events.jsonl").write_text(json.dumps({"event": "prune", "path": str(folders[2])}) + "\n")
+    assert [ledger.lost() for ledger in ledgers.values()] == [[], [], []]
+    remove(folders[0])
+    assert [each.step for each in ledgers[2].lost()] == [3]
+
+
+def test_a_damaged_checkpoint_is_lost_unless_a_fault_damaged_it(run: Path) -> None:
+    ledger = CheckpointLedger(run, keep_checkpoints=0)
+    (newest, manifest), (second, _), _ = ledger.observe()
+    ledger.mark_damaged(manifest)
+    damage_checkpoint("bit_flip", newest, manifest, Random(0))
+    assert next(folder for folder, _ in ledger.observe()) == second
+    assert ledger.lost() == []
+    damage_checkpoint("bit_flip", second, read_manifest(second), Random(1))
+    assert [each.step for each in ledger.lost()] == [2]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_DAMAGE)
+def test_every_damage_is_noticed(run: Path, kind: str) -> None:
+    for seed, folder in enumerate(checkpoint_folders(run / "checkpoints")):
+        manifest = read_manifest(folder)
+        what = damage_checkpoint(kind, folder, manifest, Random(seed))
+        with contextlib.suppress(ConfigError):
+            assert read_manifest(folder) != manifest or find_damage(folder, manifest), what
+    damage_latest(run / "checkpoints", Random(0))
+    assert (run / "checkpoints" / "latest").read_bytes() != f"global_step{STEPS}".encode()
+
+
+def test_training_data_is_truncated_through_a_link_only(corpus: str, tmp_path: Path) -> None:
+    before = Path(f"{corpus}.bin").read_bytes()
+    data = LinkedData(corpus, tmp_path)
+    linked = Path(f"{data.prefix}.bin")
+    assert linked.read_bytes() == before
+    data.truncate()
+    assert 0 < linked.stat().st_size < len(before) == Path(f"{corpus}.bin").stat().st_size
+    assert data.restore()
+    assert linked.read_bytes() == before == Path(f"{corpus}.bin").read_bytes()
+    assert not data.restore()
+
+
+def watched(run: Path, starts: list[str]) -> RunWatch:
+    """Return a watch of a run whose starts have written these rows."""
+    run.mkdir(parents=True, exist_ok=True)
+    watch = RunWatch(run)
+    for text in starts:
+        watch.mark_start()
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(text)
+        watch.poll()
+    return watch
+
+
+def test_restarts_and_repeated_steps_are_attributed_to_the_faults(tmp_path: Path) -> None:
+    watch = watched(tmp_path, [row(1) + row(2) + row(3), row(3) + row(4), row(4) + row(5, loss=2.0)])
+    first, second, third = (watch.steps_of_start(start)[-1].time for start in (1, 2, 3))
+    faults = [AppliedFault("kill_rank", first, 1, 3, ""), AppliedFault("bit_flip", second, 2, 4, ""),
+              AppliedFault("signal", second, 2, 4, ""), AppliedFault("pause", third, 3, 4, "", applied=False)]
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "metrics.jsonl").write_text("".join(row(step) for step in range(1, 6)))
+    wrong = wrong_rows(watch.steps(), reference_rows(tmp_path / "reference"))
+    assert [each.values["step"] for each in wrong] == [5]
+    starts: list[dict[str, Any]] = [{"exit_code": 1}, {"exit_code": 75}, {"exit_code": 0}]
+    kinds = count_by_kind(faults, starts, watch, wrong, [], complete=True)
+    assert (kinds["kill_rank"].restarts, kinds["signal"].restarts, kinds[NO_FAULT].restarts) == (1, 1, 0)
+    assert (kinds["kill_rank"].steps_lost, kinds["bit_flip"].steps_lost, kinds["signal"].steps_lost) == (1, 1, 0)
+    assert sum(each.wrong_results for each in kinds.values()) == 1
+    assert sum(each.faults for each in kinds.values()) == 3
+
+
+def test_goodput_leaves_out_the_time_from_one_start_to_the_next_step(tmp_path: Path) -> None:
+    """Each step takes 1 s. The rows are read now, so the times of the starts are given relative to them."""
+    watch = watched(tmp_path, [row(1) + row(2), row(2)])
+    now = watch.steps()[0].time
+    starts = [{"time": now - 4.0, "wall_seconds": 4.5}, {"time": now + 1.0, "wall_seconds": 3.0}]
+    goodput = measure_goodput(starts, [], watch)
+    assert goodput.wall_s == pytest.approx(8.0)
+    # 3 s before the first step; the first step of the second start begins 1.5 s before the end of the first start
+    assert goodput.relaunch_s == pytest.approx(3.0 - 1.5, abs=0.5)
+    assert goodput.kept_s == pytest.approx(2.0)
+
+
+def test_a_result_with_a_loss_is_a_failure() -> None:
+    good = ChaosResult(seed=0, exit_code=0, kinds={}, faults=[], planned=0, goodput=Goodput(2.0, 1.0, 0.9), steps=5,
+                       missing_steps=0, lost=[], hashes=("a", "a"))
+    assert good.problems() == []
+    assert good.goodput.fraction == pytest.approx(0.9)
+    for change in ({"exit_code": 76}, {"planned": 1}, {"missing_steps": 1}, {"hashes": ("a", "b")},
+                   {"failure": "no step for 900 s"}):
+        assert len(replace(good, **change).problems()) == 1, change  # type: ignore[arg-type]
