@@ -111,8 +111,11 @@ def read_lease(path: Path) -> Lease | None:
 def _parse_owner(line: str) -> Owner | None:
     """Return the owner that the first line of a lease describes; None if it is no such line."""
     try:
-        owner = Owner(**json.loads(line))
+        values = json.loads(line)
+        owner = Owner(**values)
     except (ValueError, TypeError):
+        return None
+    if values.keys() != asdict(owner).keys():
         return None
     texts, numbers = (owner.host, owner.boot_id, owner.token), (owner.pid, owner.time, owner.process_start)
     valid = all(isinstance(text, str) for text in texts) and all(isinstance(number, int | float) for number in numbers)

@@ -2,11 +2,12 @@
 
     python -m tests.support.lock_process RUN SECONDS [here|elsewhere] [STALE_S]
 
-It prints a line when it holds the lock, or why it does not. It then appends a line to RUN/rows every millisecond.
+It prints a line when it holds the lock, or why it does not. It then appends a line to RUN/metrics.jsonl every 0.2 s.
 "elsewhere": it pretends to run on another host, so that only its heartbeat shows whether it lives. With STALE_S, all
 time-outs are scaled down, so that the lease is stale after this time.
 """
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -25,14 +26,14 @@ def scale_time(stale_s: float) -> None:
 def main(run: Path, seconds: float, where: str = "here", stale_s: float = 60) -> int:
     scale_time(stale_s)
     if where == "elsewhere":
-        lease_file._boot_id = lambda: "another host"
+        lease_file.Owner = functools.partial(lease_file.Owner, boot_id="another boot")  # type: ignore[misc,assignment]
     try:
         with run_lock.RunLock(run) as lock:
             print("held", flush=True)
             folder, end = RunFolder(run, active=True, before_write=lock.confirm), time.monotonic() + seconds
             while time.monotonic() < end:
                 folder.metrics({"owner": lock._file.owner.token})
-                time.sleep(0.001)
+                time.sleep(0.2)
     except ConfigError as error:
         print(error, flush=True)
         return 2

@@ -11,16 +11,18 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError
-from pretrain.resilience.lease_file import Owner
+from pretrain.resilience.lease_file import LeaseFile, Owner
 from pretrain.resilience.run_lock import LOCK, RunLock
 from tests.support.lock_process import scale_time
 
 DEAD_PID = 2**22 + 1  # above the largest pid_max of Linux
+_LIMIT_S = 60  # a race that goes wrong fails
 _CONTEXT = multiprocessing.get_context("fork")
 ANOTHER_HOST = replace(Owner(), host="node7", boot_id="another boot", pid=4711)
 
@@ -50,14 +52,28 @@ def _prepare(run: Path, kind: str) -> None:
 
 
 def _contend(run: Path, start: Any, finish: Any) -> None:
-    start.wait()
+    for name in ("create", "take_over"):
+        setattr(LeaseFile, name, _after_all(getattr(LeaseFile, name), start))
     code = 0
     try:
         RunLock(run, report=lambda line: None)
     except ConfigError:
         code = 2
-    finish.wait()
+    finish.wait(_LIMIT_S)
     os._exit(code)  # without a release
+
+
+def _after_all(method: Callable[..., bool], start: Any) -> Callable[..., bool]:
+    """Return the method, whose first call waits until all processes have seen the same lock and want to take it."""
+    waited: list[bool] = []
+
+    def wait_then_call(*args: Any) -> bool:
+        if not waited:
+            waited.append(True)
+            start.wait(_LIMIT_S)
+        return method(*args)
+
+    return wait_then_call
 
 
 def race(run: Path, kind: str, processes: int) -> int:
