@@ -27,6 +27,7 @@ from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.run_lock import RunLock
 from pretrain.resilience.watchdog import TimeOuts, Watchdog
 from pretrain.terminal.status import clear_status, status
+from pretrain.terminal.streams import ignore_lost_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     progress (the watchdog ends the process). 130: Ctrl-C before the first step, or a second Ctrl-C.
     """
     world = ALONE
+    ignore_lost_output()
     try:
         world = running_environment()
         return run(parse_arguments(argv), world)

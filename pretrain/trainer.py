@@ -180,7 +180,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         first_step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()
     with Screen(active=world.rank == 0) as screen:
-        folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm)
+        folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm,
+                           warn=screen.line)
         meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
         saver = Saver(plan, folder, screen)
         requests = Requests(engine.device, folder, launcher, exit_after_minutes=plan.args.exit_after_minutes,

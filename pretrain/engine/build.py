@@ -26,6 +26,7 @@ from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks
 from pretrain.patches.apply import apply_patches
+from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
 
 
 @contextlib.contextmanager
@@ -75,9 +76,11 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
+    survive_failing_monitors()
     engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
                                       config=plan.ds_config, lr_scheduler=_scheduler(plan))
     apply_patches(engine)
+    survive_failing_profile(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
     if plan.args.compile_blocks:

@@ -28,6 +28,8 @@ Defects that raise an error or only waste resources:
        each other forever                                                 pipeline.reduce_norm_once
     on CPUs each run leaves 66 MiB a rank in /dev/shm                     process_group.remove_shared_memory_names
     process groups ignore DEEPSPEED_TIMEOUT                               process_group.use_one_timeout_for_all_groups
+    a failing monitor or profiler ends the run                            monitors.survive_failing_monitors,
+                                                                          monitors.survive_failing_profile
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
 """
 

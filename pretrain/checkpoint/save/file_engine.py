@@ -27,8 +27,8 @@ OpenFile = Callable[[Path], AbstractContextManager[Writable]]
 class FileEngine(CheckpointEngine):
     """Replacement for `engine.checkpoint_engine`, the object through which DeepSpeed saves and loads files.
 
-    `save` does not raise OSError or RuntimeError, because the other ranks wait in DeepSpeed's barriers. The first such
-    error is recorded in `error`; after this, `save` and `write` do nothing.
+    `save` does not raise OSError, RuntimeError or MemoryError, because the other ranks wait in DeepSpeed's barriers.
+    The first such error is recorded in `error`; after this, `save` and `write` do nothing.
 
     Args:
         open_file: opens the file that receives the bytes for a path: on disk, or in a snapshot in host memory. With
@@ -46,12 +46,15 @@ class FileEngine(CheckpointEngine):
         """Do nothing, because the folder exists already."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        if self._finite is not None:
-            self._finite.add(Path(path).name, state_dict)
-        self.write(Path(path), lambda file: save_pickle(state_dict, file))
+        def fill(file: Writable) -> None:
+            if self._finite is not None:
+                self._finite.add(Path(path).name, state_dict)
+            save_pickle(state_dict, file)
+
+        self.write(Path(path), fill)
 
     def write(self, path: Path, fill: Callable[[Writable], object]) -> None:
-        """Open the file for `path` and call `fill` with it. An OSError or RuntimeError is recorded in `error`."""
+        """Open the file for `path` and call `fill` with it. A lack of disk or memory is recorded in `error`."""
         if self.error is not None:
             return
         assert self._open_file is not None, "FileEngine() without open_file can only load"
@@ -60,7 +63,7 @@ class FileEngine(CheckpointEngine):
         try:
             with self._open_file(path) as file:
                 fill(file)
-        except (OSError, RuntimeError) as error:  # torch's zip writer replaces the OSError by a RuntimeError
+        except (OSError, RuntimeError, MemoryError) as error:  # torch's zip writer raises RuntimeError for an OSError
             self.error = f"{path.name}: {_first_error(error)}"
         finally:
             torch.serialization.set_crc32_options(crc32)
