@@ -4,8 +4,8 @@ Each work-around is one function. `tests/distributed/test_upstream*.py` test eac
 the wrong result, and with the work-around the result is right. The first test fails once DeepSpeed has fixed the
 defect; then the function can be deleted. All defects were found in DeepSpeed 0.19.8, the only supported version.
 
-    A  fp16 + ZeRO-0: the loss is never scaled; a stray optimizer step at construction;
-       halved gradients in each step after which the loss scale grows     fp16.scale_loss_at_stage_0
+    A  fp16 + ZeRO-0: the loss is never scaled; a stray optimizer step
+       at construction                                                    fp16.scale_loss_at_stage_0
     B  pipeline + tied weights + another accumulation dtype:
        the gradients of tied weights are not summed                       pipeline.reduce_tied_gradients
     C  optimizer on NVMe: a resume restores nothing, or only a part       nvme.save_complete_nvme_checkpoints
@@ -21,6 +21,11 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
        first pipeline stage                                               pipeline.clip_fp32_by_global_norm
     L  Adam on the CPU: the bias correction differs after a resume        adam.make_bias_correction_stateless
     M  fp32 + ZeRO-0: updates with non-finite gradients are applied       skip.skip_non_finite_fp32_updates
+    N  ZeRO-1/2 + offload + fp32 accumulation: after one skipped update
+       all updates are skipped                                            skip.clear_gradients_of_skipped_updates
+    O  Muon + ZeRO-3: a skipped update changes the momentum               skip.keep_muon_momentum
+    P  fp16: halved gradients in each step after which the loss scale
+       grows                                                              fp16.grow_scale_after_the_update
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
@@ -37,10 +42,11 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.patches.adam import make_bias_correction_stateless
-from pretrain.patches.fp16 import scale_loss_at_stage_0
+from pretrain.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
 from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.patches.pipeline import (
     clip_fp32_by_global_norm,
@@ -48,13 +54,19 @@ from pretrain.patches.pipeline import (
     reduce_norm_once,
     reduce_tied_gradients,
 )
-from pretrain.patches.skip import skip_non_finite_fp32_updates
+from pretrain.patches.skip import (
+    clear_gradients_of_skipped_updates,
+    keep_muon_momentum,
+    skip_non_finite_fp32_updates,
+)
 
 
 def apply_patches(engine: DeepSpeedEngine) -> None:
     """Patch a newly initialized engine in place, against each defect that affects it."""
     if isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         scale_loss_at_stage_0(engine)
+    if engine.fp16_enabled():
+        grow_scale_after_the_update(engine)
     if isinstance(engine, PipelineEngine):
         reduce_tied_gradients(engine)
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and has_different_groups(engine):
@@ -64,4 +76,8 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
     if engine.zero_optimization_stage() == 0 and not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         clip_fp32_by_global_norm(engine)
         skip_non_finite_fp32_updates(engine)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and engine.optimizer.cpu_offload:
+        clear_gradients_of_skipped_updates(engine)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) and engine.optimizer.use_muon:
+        keep_muon_momentum(engine)
     make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))

@@ -1,4 +1,6 @@
-"""Defect A: fp16 without ZeRO trains with a wrong loss scale. Guarded by tests/distributed/test_upstream.py, test_a_*.
+"""Defects A and P: fp16 trains with a wrong loss scale.
+
+Guarded by tests/distributed/test_upstream.py, test_a_* and test_p_*.
 """
 
 from collections.abc import Callable
@@ -6,7 +8,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 
@@ -34,30 +35,46 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
         return loss
 
     engine.module.loss_fn = scaled_loss_fn
-    _unscale_before_the_scale_grows(optimizer)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        _report_unscaled_norm(optimizer)
 
 
-def _unscale_before_the_scale_grows(optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
-    """Divide the gradients by the scale that the loss was multiplied by, not by the scale of the next step.
+def _report_unscaled_norm(optimizer: FP16_UnfusedOptimizer) -> None:
+    """Report the norm of the unscaled gradients, which counts tied gradients once.
 
-    DeepSpeed 0.19.8: `step` (runtime/fp16/fused_optimizer.py, unfused_optimizer.py) increases the loss scale before it
-    divides gradients and norm by the scale. Each such step uses half of its gradient.
-
-    FP16_UnfusedOptimizer also reports the norm of the scaled gradients. And it counts tied gradients once per pipeline
-    stage: it looks for `ds_pipe_replicated` on the gradient, but only the parameter has this attribute.
+    DeepSpeed 0.19.8 (runtime/fp16/unfused_optimizer.py, step) reports the norm of the scaled gradients. It counts tied
+    gradients once per pipeline stage, because it looks for `ds_pipe_replicated` on the gradient, but only the parameter
+    has this attribute.
     """
-    update_scale, step = optimizer._update_scale, optimizer.step
-    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+    step = optimizer.step
 
-    def step_then_grow(closure: None = None) -> bool:
-        for parameter in (p for group in optimizer.fp16_groups for p in group if unfused and p.grad is not None):
+    def step_with_unscaled_norm(closure: None = None) -> bool:
+        for parameter in (p for group in optimizer.fp16_groups for p in group if p.grad is not None):
             parameter.grad.ds_pipe_replicated = getattr(parameter, "ds_pipe_replicated", False)
         overflow: bool = step(closure)
         if not overflow:
-            if unfused:
-                optimizer._global_grad_norm /= optimizer.loss_scale_config.cur_scale
-            update_scale(False)
+            optimizer._global_grad_norm /= optimizer.loss_scale_config.cur_scale
         return overflow
+
+    optimizer.step = step_with_unscaled_norm
+
+
+def grow_scale_after_the_update(engine: DeepSpeedEngine) -> None:
+    """Defect P: divide the gradients by the scale that the loss was multiplied by, not by the scale of the next step.
+
+    DeepSpeed 0.19.8: `step` increases the loss scale before it divides the gradients by the scale
+    (runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/fp16/fused_optimizer.py,
+    runtime/fp16/unfused_optimizer.py). Each such step uses half of its gradient, unless it is clipped. ZeRO-3 and
+    stage 0 also report half of the norm. Here the scale grows after the step. An overflow still changes it at once.
+    """
+    optimizer = engine.optimizer
+    update_scale, step = optimizer._update_scale, optimizer.step
+
+    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if not optimizer.overflow:
+            update_scale(False)
+        return result
 
     optimizer._update_scale = lambda skip: update_scale(skip) if skip else None
     optimizer.step = step_then_grow

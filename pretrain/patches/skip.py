@@ -1,6 +1,7 @@
-"""Defect M, and hooks into DeepSpeed's decision to skip an update.
+"""Defects M, N and O of skipped updates, and hooks into DeepSpeed's decision to skip an update.
 
-Guarded by tests/distributed/test_upstream.py, test_m_*, and by tests/distributed/test_skipped_updates.py.
+Guarded by tests/distributed/test_upstream_skip.py; all precisions and layouts by
+tests/distributed/test_skipped_updates.py.
 """
 
 import contextlib
@@ -35,6 +36,57 @@ def skip_non_finite_fp32_updates(engine: DeepSpeedEngine) -> None:
             update(*args, **kwargs)
 
     optimizer.step = step
+
+
+def clear_gradients_of_skipped_updates(engine: DeepSpeedEngine) -> None:
+    """Defect N: clear the gradients of a skipped update under ZeRO-1/2 with an offloaded optimizer.
+
+    DeepSpeed 0.19.8: `step` (runtime/zero/stage_1_and_2.py) keeps `averaged_gradients` if it skips an offloaded update.
+    With fp32 accumulation of 16-bit gradients, this is the buffer to which the next step adds: after one NaN, DeepSpeed
+    skips all updates.
+    """
+    optimizer, reset = engine.optimizer, engine.optimizer.reset_cpu_buffers
+
+    def reset_cpu_buffers() -> None:
+        reset()
+        optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+
+    optimizer.reset_cpu_buffers = reset_cpu_buffers
+
+
+def keep_muon_momentum(engine: DeepSpeedEngine) -> None:
+    """Defect O: restore Muon's momentum after a skipped update under ZeRO-3.
+
+    DeepSpeed 0.19.8: `step` (runtime/zero/stage3.py) updates the momentum before it checks the norm. A skipped update
+    changes the momentum of all matrices whose own gradient is finite. The copy made here exists while the norm is
+    computed; ZeRO-1 and ZeRO-2 keep such a copy all the time.
+    """
+    optimizer = engine.optimizer
+    apply_muon, decide = optimizer._apply_muon_to_accumulated_grads, optimizer._loss_scale_update_and_overflow_cleanup
+    before: dict[int, torch.Tensor | None] = {}  # sub-group -> its momentum before this update, None in the first one
+
+    def momentum_of(sub_group: int) -> torch.Tensor | None:
+        state = optimizer.optimizer.state.get(optimizer.fp32_partitioned_groups_flat[sub_group], {})
+        momentum: torch.Tensor | None = state.get("momentum_buffer")
+        return momentum
+
+    def copy_and_apply() -> None:
+        for sub_group in range(len(optimizer.fp16_groups)):
+            momentum = momentum_of(sub_group)
+            before[sub_group] = None if momentum is None else momentum.clone()
+        apply_muon()
+
+    def decide_and_restore() -> bool:
+        skipped: bool = decide()
+        for sub_group, saved in before.items() if skipped else ():
+            momentum = momentum_of(sub_group)
+            if momentum is not None:
+                momentum.copy_(torch.zeros_like(momentum) if saved is None else saved)
+        before.clear()
+        return skipped
+
+    optimizer._apply_muon_to_accumulated_grads = copy_and_apply
+    optimizer._loss_scale_update_and_overflow_cleanup = decide_and_restore
 
 
 @contextlib.contextmanager

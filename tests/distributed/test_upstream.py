@@ -61,15 +61,18 @@ def one(name: str, config: dict[str, Any], given: dict[str, Any], job: str = "tr
 
 
 def pipeline_cases(corpus: str) -> list[dict[str, Any]]:
-    """Return cases for A, B, K and bf16 checkpoints at ZeRO stage 0: two pipeline stages that share the embedding."""
+    """Return cases for A, B, K, P and bf16 checkpoints of ZeRO stage 0: two pipeline stages with a tied embedding."""
     fp16, tied = flags(corpus, **EMULATE), flags(corpus)
     half = {"fp16": FP16, **TWO_STAGES}
     torch_adam = {**ADAM, "params": {**ADAM["params"], "torch_adam": True}}
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.5, **TWO_STAGES}
+    unclipped = {**sgd, "gradient_clipping": 0, "zero_allow_untested_optimizer": True}
     return [
         *both("fp16_stage_0", "train", ds_config(0, **half), fp16),
         *both("fp16_torch_adam", "train", ds_config(0, **{**half, "optimizer": torch_adam}), fp16),
         one("fp16_stage_1", ds_config(1, **half), fp16),
+        *both("fp16_growing", "train", ds_config(1, **unclipped, fp16={**FP16, "loss_scale_window": 1}), fp16),
+        one("fp16_static", ds_config(1, **unclipped, fp16={"enabled": True, "loss_scale": SCALE}), fp16),
         *both("fp16_construction", "construction", ds_config(0, **half), fp16),
         *both("tied_bf16", "train", ds_config(1, CPU_OPTIMIZER, **BF16, **FP32_SUM, **TWO_STAGES), tied),
         one("tied_bf16_optimizer", ds_config(1, **BF16, **FP32_SUM, **TWO_STAGES), tied),
@@ -148,7 +151,7 @@ def test_a_fp16_stage_0_divides_by_the_scale_that_was_used(results: Results) -> 
         assert rows["loss_scale"][grows] == 2 * rows["loss_scale"][grows - 1] == 2 * SCALE
     assert ours["grad_norm"][grows] == pytest.approx(stage_1["grad_norm"][grows], rel=5e-3)
     assert plain["grad_norm"][grows] * SCALE == pytest.approx(stage_1["grad_norm"][grows] / 2, rel=5e-2), (
-        "DeepSpeed fixed a part of defect A: remove update_scale from fp16._unscale_before_the_scale_grows")
+        "DeepSpeed fixed a part of defect P: see test_p_*")
 
 
 def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) -> None:
@@ -158,7 +161,7 @@ def test_a_fp16_stage_0_with_another_adam_has_the_same_norm(results: Results) ->
     assert ours["grad_norm"] == close(stage_1["grad_norm"], 5e-3)
     # plain DeepSpeed neither scales this loss nor divides this norm; the tied weight, counted twice, changes the norm
     assert 1.05 < plain["grad_norm"][0] / stage_1["grad_norm"][0] < 2, (
-        "DeepSpeed fixed a part of defect A: remove `unfused` from fp16._unscale_before_the_scale_grows")
+        "DeepSpeed fixed a part of defect A: remove fp16._report_unscaled_norm")
 
 
 def test_a_fp16_stage_0_takes_no_step_at_construction(results: Results) -> None:
@@ -167,6 +170,16 @@ def test_a_fp16_stage_0_takes_no_step_at_construction(results: Results) -> None:
     assert plain["adam_steps"] > 0, "DeepSpeed fixed a part of defect A: remove the reset in scale_loss_at_stage_0"
     assert plain["difference"] > 1e-6, (
         "DeepSpeed fixed a part of defect A: remove refresh_fp32_params() in scale_loss_at_stage_0")
+
+
+# --- P
+
+def test_p_fp16_divides_by_the_scale_that_was_used(results: Results) -> None:
+    ours, plain, static = (results[name] for name in ("fp16_growing_ours", "fp16_growing_plain", "fp16_static"))
+    assert ours["loss_scale"][-1] > 4 * SCALE
+    assert ours["loss"] == close(static["loss"], 5e-4)
+    assert max(abs(a - b) for a, b in zip(plain["loss"], static["loss"], strict=True)) > 1e-2, (
+        "DeepSpeed fixed defect P: remove fp16.grow_scale_after_the_update")
 
 
 # --- B

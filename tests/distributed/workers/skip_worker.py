@@ -1,6 +1,7 @@
 """One rank of tests/distributed/test_skipped_updates.py: inject faults, and compare the run with a clean one.
 
-The cases have the format of `worker.py`. A case also has "faults": a list of names of `FAULTS`.
+The cases have the format of `worker.py`. A case also has "faults": nan_loss, inf_loss (with finite gradients),
+nan_gradient (on the last rank), inf_gradient (on the first rank), or veto (of one rank).
 """
 
 import hashlib
@@ -14,18 +15,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
+from tests.distributed.workers.upstream_worker import plain_deepspeed
 from tests.distributed.workers.worker import Case, end, engine_of, loader_of, plan_of, state_hash, weights_hash
 from tests.support.cases_loop import each_case
 
-FAULTS = ("nan_loss", "inf_loss", "nan_gradient", "inf_gradient", "veto")
-BAD_RANK, BAD_MICRO_BATCH = 1, 1  # of 2 ranks and 2 micro-batches; in a pipeline, rank 1 is the last stage
+BAD_RANK, BAD_MICRO_BATCH = 1, 0  # of 2 ranks and 2 micro-batches; in a pipeline, rank 1 is the last stage
 
 
 class Faults:
     """Injects one fault into one micro-batch of one rank."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        self.fault, self.asked = "", []
+        self.fault = ""
+        self.asked: list[tuple[float, float]] = []  # arguments of `veto`
         self._micro_batch = self._gradient = 0
         module = engine.module
         if isinstance(engine, PipelineEngine):
@@ -33,7 +35,6 @@ class Faults:
             module.loss_fn = lambda outputs, labels: self._change_loss(loss_fn(outputs, labels))
         else:
             module.register_forward_hook(lambda module, inputs, loss: self._change_loss(loss))
-        # the first block's: in a pipeline, that of the first stage receives its gradient from the second one
         parameter = next(p for name, p in module.named_parameters() if "mlp" in name)
         parameter.register_hook(self._change_gradient)
 
@@ -55,13 +56,13 @@ class Faults:
         return loss
 
     def _change_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
-        here = self._gradient == BAD_MICRO_BATCH and dist.get_rank() == BAD_RANK
+        bad = {("nan_gradient", BAD_RANK): math.nan, ("inf_gradient", 0): -math.inf}.get((self.fault, dist.get_rank()))
         self._gradient += 1
-        if here and self.fault in ("nan_gradient", "inf_gradient"):
-            grad = grad.clone()
-            grad.view(-1)[0] = math.nan if self.fault == "nan_gradient" else -math.inf
-            return grad
-        return None
+        if bad is None or self._gradient != BAD_MICRO_BATCH + 1:
+            return None
+        grad = grad.clone()
+        grad.view(-1)[0] = bad
+        return grad
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -78,42 +79,83 @@ def snapshot(engine: deepspeed.DeepSpeedEngine, *, fp16_overflow: bool = False) 
 
 
 def skip(case: Case) -> dict[str, Any]:
-    """Train good steps; then train them again in a new engine, with a fault before each of them."""
+    """Train good steps; then train them again in a new engine, with a fault before each of them.
+
+    Returns a row for each good step with the fault before it, the arguments of `veto` on each rank, and loss and norm
+    of the updates that could be vetoed. The last step has zero gradients.
+    """
     plan = plan_of(case)
     engine = engine_of(plan)
     guard_updates(engine)
     loader = loader_of(engine, plan)
     samples, clean = plan.layout.global_batch_size, []
     for step in range(len(case["faults"]) + 1):
-        loss = float(train_batch(engine, loader.step(step * samples)))
-        clean.append([loss, grad_norm(engine), snapshot(engine)])
+        clean.append([float(train_batch(engine, loader.step(step * samples))), grad_norm(engine), snapshot(engine)])
     end(engine)
 
     engine = engine_of(plan)
     faults = Faults(engine)
     guard_updates(engine, faults.veto if "veto" in case["faults"] else None)
-    rows = []
+    rows, judged = [], []
     for step, fault in enumerate(["", *case["faults"]]):
         row: dict[str, Any] = {"fault": fault}
         if fault:
-            overflow = plan.layout.precision == "fp16" and "gradient" in fault
-            before, skipped, scale = snapshot(engine, fp16_overflow=overflow), engine.skipped_steps, loss_scale(engine)
-            faults.inject(fault)
-            row["bad_loss"] = float(train_batch(engine, loader.step((step + 50) * samples)))
-            row["bad_norm"] = grad_norm(engine)
-            faults.inject("")
-            reason = skipped_update(engine)
-            row |= {"unchanged": snapshot(engine, fp16_overflow=overflow) == before,
-                    "counted": everywhere(engine.skipped_steps - skipped),
-                    "reason": everywhere([reason.reason, reason.is_bad] if reason else None),
-                    "scale": [scale, loss_scale(engine)]}
-        loss = float(train_batch(engine, loader.step(step * samples)))
-        row |= {"next": [loss, grad_norm(engine), snapshot(engine)] == clean[step],
-                "applied": everywhere(skipped_update(engine)), "loss": loss}
+            row |= faulty_step(engine, faults, fault, loader.step((step + 50) * samples))
+            if fault == "veto":
+                judged.append(row["reported"])
+        good = [float(train_batch(engine, loader.step(step * samples))), grad_norm(engine), snapshot(engine)]
+        judged.append(good[:2])
+        row |= {"applied": everywhere(skipped_update(engine) is None), "next_is_equal": good == clean[step]}
         rows.append(row)
-    result = {"rows": rows, "optimizer": type(engine.optimizer).__name__, "asked": everywhere(faults.asked)}
+    micro_batches = loader.step(0)
+    for _, (_, weights_BT) in micro_batches:
+        weights_BT.zero_()
+    train_batch(engine, micro_batches)
+    result = {"rows": rows, "optimizer": type(engine.optimizer).__name__, "asked": everywhere(faults.asked[:-1]),
+              "judged": judged,
+              "zero": [grad_norm(engine), everywhere(skipped_update(engine) is None)]}
     loader.close()
     end(engine)
+    return result
+
+
+def faulty_step(engine: deepspeed.DeepSpeedEngine, faults: Faults, fault: str, batches: Any) -> dict[str, Any]:
+    """Train a step with a fault, and return what it changed and what was reported."""
+    overflow = engine.fp16_enabled() and "gradient" in fault
+    before, skipped, scale = snapshot(engine, fp16_overflow=overflow), engine.skipped_steps, loss_scale(engine)
+    faults.inject(fault)
+    loss = float(train_batch(engine, batches))
+    faults.inject("")
+    update = skipped_update(engine)
+    return {"reported": [loss, grad_norm(engine)], "scale": [scale, loss_scale(engine)],
+            "unchanged": snapshot(engine, fp16_overflow=overflow) == before,
+            "counted": everywhere(engine.skipped_steps - skipped),
+            "skipped": everywhere([update.reason, update.is_bad] if update else None)}
+
+
+def unpatched(case: Case) -> dict[str, Any]:
+    """Train in plain DeepSpeed: a good step, a step with a NaN gradient, a good step.
+
+    Returns, for each step, the number of skipped steps until then, and whether weights or optimizer states changed; and
+    the error that ended the steps, if there was one.
+    """
+    with plain_deepspeed():
+        plan = plan_of(case)
+        engine = engine_of(plan)
+        faults, loader = Faults(engine), loader_of(engine, plan)
+        result: dict[str, Any] = {"skipped": [], "changed": [], "error": ""}
+        for step, fault in enumerate(("", "nan_gradient", "")):
+            before = snapshot(engine)
+            faults.inject(fault)
+            try:
+                train_batch(engine, loader.step(step * plan.layout.global_batch_size))
+            except Exception as error:  # the same on every rank; the test checks the message
+                result["error"] = str(error)
+                break
+            result["skipped"].append(engine.skipped_steps)
+            result["changed"].append(snapshot(engine) != before)
+        loader.close()
+        end(engine)
     return result
 
 
