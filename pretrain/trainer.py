@@ -21,7 +21,7 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.dataset import SampleDataset
 from pretrain.data.loader import Loader, evaluation_batches
-from pretrain.distributed.collectives import from_rank_0, gather
+from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
@@ -163,6 +163,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world, watchdog.time_outs.longest_s)
         watchdog.enter("checkpoint", 0)
+        call_after_polls(watchdog.beat)
         watchdog.set_ranks(gather((socket.gethostname(), os.getpid())))
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
         if resume is None and weights is not None:

@@ -18,6 +18,17 @@ _BROADCAST_INTERVAL_S = 10.0  # far below every process group's time-out
 _POLL_S = 0.05
 
 
+class _OnPoll:
+    """Holds the function that is called after each poll, in which all ranks took part."""
+
+    call: Callable[[], None] = staticmethod(lambda: None)
+
+
+def call_after_polls(function: Callable[[], None]) -> None:
+    """Call `function` after each poll of `from_rank_0` and `wait_until_all`: all ranks are alive while they wait."""
+    _OnPoll.call = staticmethod(function)
+
+
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -41,6 +52,7 @@ def from_rank_0(action: Callable[[], T]) -> T:
                 except (ConfigError, SaveError, OSError) as error:
                     outcome = [True, None, error]
             dist.broadcast_object_list(outcome, src=0)
+            _OnPoll.call()
     _, value, failure = outcome
     if failure is not None:
         raise failure
@@ -50,4 +62,5 @@ def from_rank_0(action: Callable[[], T]) -> T:
 def wait_until_all(done: Callable[[], bool]) -> None:
     """Return on every rank once `done` is true on every rank."""
     while not all(gather(done())):
+        _OnPoll.call()
         time.sleep(_POLL_S)

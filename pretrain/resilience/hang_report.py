@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-# phases of a rank, in the order in which a rank passes through them
 PHASES = ("connect", "checkpoint", "build", "load", "data", "step", "rollback", "eval", "save", "end")
 FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
 _WAIT_S = 4.0  # for the files of other ranks
@@ -33,26 +33,20 @@ class RankRecord:
     pid: int
     phase: str
     step: int
-    seconds: float  # without progress
+    entered: int  # number of phases that the rank has entered; a rank with fewer is behind
+    seconds: float  # without progress, while not stopped
     limit_s: float
     flag: str  # the flag that sets the limit
     state: str  # a value of _STATES
 
     @classmethod
-    def of_process(cls, pid: int, *, rank: int, phase: str, step: int, seconds: float, limit_s: float,
-                   flag: str) -> "RankRecord":
-        """Return the record of a process on this host."""
-        return cls(rank=rank, host=socket.gethostname(), pid=pid, phase=phase, step=step, seconds=round(seconds, 1),
-                   limit_s=limit_s, flag=flag, state=_STATES.get(process_state(pid), "waiting"))
+    def of_process(cls, pid: int, **values: Any) -> "RankRecord":
+        """Return the record of a process on this host. `values`: the fields that this function does not set."""
+        return cls(host=socket.gethostname(), pid=pid, state=_STATES.get(process_state(pid), "waiting"), **values)
 
     @property
     def position(self) -> str:
         return f"phase {self.phase} of step {self.step}" if self.step else f"phase {self.phase}"
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Order of ranks: a rank with a smaller value is behind."""
-        return self.step, PHASES.index(self.phase)
 
     def to_text(self) -> str:
         return "".join(f"{item.name}: {getattr(self, item.name)}\n" for item in fields(self))
@@ -62,8 +56,8 @@ class RankRecord:
         """Read the lines before the first empty line. Raises ValueError or KeyError."""
         values = dict(line.split(": ", 1) for line in text.split("\n\n")[0].splitlines())
         return cls(rank=int(values["rank"]), host=values["host"], pid=int(values["pid"]), phase=values["phase"],
-                   step=int(values["step"]), seconds=float(values["seconds"]), limit_s=float(values["limit_s"]),
-                   flag=values["flag"], state=values["state"])
+                   step=int(values["step"]), entered=int(values["entered"]), seconds=float(values["seconds"]),
+                   limit_s=float(values["limit_s"]), flag=values["flag"], state=values["state"])
 
 
 def hang_folder(run: Path) -> Path:
@@ -167,13 +161,13 @@ def describe_hang(records: Mapping[int, RankRecord], world_size: int,
         ranks: host and process id of each rank; [] if the ranks have not connected.
     """
     waiting = max(records.values(), key=lambda record: (record.state != "stopped", record.seconds >= record.limit_s,
-                                                        record.progress))
+                                                        record.entered))
     found = {rank: _without_file(rank, ranks) for rank in range(world_size) if rank not in records}
     found |= {rank: f"{_name(record)} is stopped (SIGSTOP) in {record.position}"
               for rank, record in records.items() if record.state == "stopped"}
     running = [record for record in records.values() if record.state != "stopped"]
     found |= {record.rank: f"{_name(record)} is behind, in {record.position}" for record in running
-              if record.progress < waiting.progress}
+              if record.entered < waiting.entered}
     others = world_size - len(found)
     text = f"no progress for {waiting.seconds:.0f} s ({waiting.flag} {waiting.limit_s:g})"
     if found:

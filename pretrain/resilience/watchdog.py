@@ -39,7 +39,7 @@ from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import World
 from pretrain.errors import HANG
 from pretrain.resilience.hang_report import FLAGS, PHASES
-from pretrain.resilience.watcher import STACKS_SIGNAL, STATE
+from pretrain.resilience.watcher import BEATS, STACKS_SIGNAL, STATE
 
 _SIGEV_THREAD = 2  # <bits/sigevent-consts.h>
 
@@ -89,7 +89,7 @@ class Watchdog:
         self.time_outs = time_outs
         self._first, self._later = _rows(time_outs.first), _rows(time_outs.later)
         self._state: mmap.mmap | bytearray = bytearray(STATE.size)  # shared with the watcher, if there is one
-        self._beats = 0
+        self._entered = self._beats = 0
         self._watcher: subprocess.Popen[str] | None = None
         if time_outs.longest_s:
             try:
@@ -118,10 +118,18 @@ class Watchdog:
         threading.Thread(target=_write_collectives, args=[ask[0]], name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, step: int) -> None:
-        """Record that the main thread begins a phase of a step, or makes progress in it. `phase`: one of PHASES."""
-        self._beats += 1
-        STATE.pack_into(self._state, 0, self._beats, step, *self._first[phase])
+        """Record that the main thread begins a phase of a step, or the next batch in it. `phase`: one of PHASES.
+
+        All ranks enter the same phases in the same order: the number of entries shows which rank is behind.
+        """
+        self._entered += 1
+        STATE.pack_into(self._state, 0, self._entered, self._beats, step, *self._first[phase])
         self._first[phase] = self._later[phase]
+
+    def beat(self) -> None:
+        """Record that all ranks make progress in the current phase, for example while files are verified."""
+        self._beats += 1
+        BEATS.pack_into(self._state, BEATS.size, self._beats)
 
     def set_ranks(self, ranks: Sequence[tuple[str, int]]) -> None:
         """Give the watcher the host and process id of each rank, for a rank whose host is lost later."""

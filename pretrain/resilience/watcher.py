@@ -34,7 +34,8 @@ from pretrain.resilience.hang_report import (
     write_record,
 )
 
-STATE = struct.Struct("5q")  # the shared memory: the fields of `State`
+STATE = struct.Struct("6q")  # the shared memory: the fields of `State`
+BEATS = struct.Struct("q")  # the second field
 STACKS_SIGNAL = signal.SIGRTMAX - 2  # real-time signals are free for programs; SIGUSR1 and SIGTERM ask for a save
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _FILE_PHASES = ("checkpoint", "load", "rollback", "save", "end")
@@ -49,7 +50,8 @@ _KILL_STOPPED_AFTER_S = 4.0  # the launcher must see the other ranks' exit code 
 class State(NamedTuple):
     """What a rank has recorded last."""
 
-    beats: int  # number of records so far
+    entered: int  # number of phases that the rank has entered so far
+    beats: int
     step: int
     phase: int  # index in PHASES
     limit_ms: int
@@ -134,7 +136,7 @@ class Watcher:
         """Return values that change when the rank makes progress: its beats; in some phases also the MiB it moved."""
         state = self.state
         moved = _moved_bytes(self.pid) >> 20 if PHASES[state.phase] in _FILE_PHASES else 0
-        return state.beats, moved
+        return state.entered, state.beats, moved
 
     def _wait(self, seconds: float) -> bool:
         """Wait. Returns False as soon as the rank has ended or is not watched any more."""
@@ -162,7 +164,8 @@ class Watcher:
         """Write this rank's file, wait for those of the other ranks, then report the hang if no other rank does."""
         state = self.state
         record = RankRecord.of_process(self.pid, rank=self.rank, phase=PHASES[state.phase], step=state.step,
-                                       seconds=seconds, limit_s=state.limit_ms / 1000, flag=FLAGS[state.flag])
+                                       entered=state.entered, seconds=round(seconds, 1), limit_s=state.limit_ms / 1000,
+                                       flag=FLAGS[state.flag])
         stacks = "" if stopped else self._read_stacks()
         collectives = self.folder / f"rank_{self.rank}_collectives.json"
         try:

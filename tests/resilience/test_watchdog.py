@@ -53,6 +53,7 @@ with Watchdog(run, World(rank, size, rank, size, "torch"), TimeOuts(limits, limi
         watchdog.enter("data", 6)
         time.sleep(600)
     elif how == "wait":
+        watchdog.enter("data", 6)
         watchdog.enter("step", 6)
         time.sleep(600)
     elif how == "slow":  # longer than the time-out in total, but with progress
@@ -199,19 +200,21 @@ def test_jumps_of_the_clock_and_stopped_time_do_not_count() -> None:
     assert idle.update("b", 1205.0, stopped=False) == 0
 
 
-def record(rank: int, phase: str = "step", step: int = 7, seconds: float = 600, state: str = "waiting") -> RankRecord:
-    return RankRecord(rank=rank, host=f"h{rank}", pid=1, phase=phase, step=step, seconds=seconds, limit_s=600.0,
-                      flag="--step_timeout", state=state)
+def record(rank: int, phase: str = "step", step: int = 7, entered: int = 14, seconds: float = 600,
+           state: str = "waiting") -> RankRecord:
+    return RankRecord(rank=rank, host=f"h{rank}", pid=1, phase=phase, step=step, entered=entered, seconds=seconds,
+                      limit_s=600.0, flag="--step_timeout", state=state)
 
 
 @pytest.mark.parametrize(("records", "ranks", "named", "words"), [
     ([record(0), record(1)], [], [], "all 2 ranks are in phase step of step 7"),
-    ([record(0), record(1, "data")], [], [1], "(host h1, process 1) is behind, in phase data of step 7; 1 rank waits"),
-    ([record(0, step=8), record(1, seconds=300)], [], [1], "is behind, in phase step of step 7"),
+    ([record(0), record(1, "data", entered=13)], [], [1], "is behind, in phase data of step 7; 1 rank waits in"),
+    ([record(0, step=8, entered=16), record(1, seconds=300)], [], [1], "is behind, in phase step of step 7"),
     ([record(0), record(1, state="stopped", step=6, seconds=0)], [], [1], "rank 1 (host h1, process 1) is stopped"),
     ([record(1)], [("elsewhere", 5), ("h1", 6)], [0], "(host elsewhere, process 5) does not answer: it has ended,"),
     ([record(1)], [(os.uname().nodename, 2**22 + 1), ("h1", 6)], [0], "process 4194305) has ended"),
     ([record(0)], [], [1], "rank 1 has not connected"),
+    ([record(0, "data", step=3, entered=30), record(1, "rollback", step=8, entered=29)], [], [1], "in phase rollback"),
     ([record(0, "save"), record(1, "save")], [], [], "no progress for 600 s (--step_timeout 600)"),
 ])
 def test_the_ranks_that_did_not_arrive_are_named(records: list[RankRecord], ranks: list[tuple[str, int]],

@@ -1,4 +1,4 @@
-"""Run the cases of test_kill.py and test_saver.py. A case is a run of `train.py`; some runs are killed during saves.
+"""Run the cases of test_kill.py, test_saver.py and test_hangs.py. A case is a run of `train.py`; some are killed.
 
 This program runs in a fork of `fork_server.py`. Each rank of each run is a fork of this program and starts in 1 s.
 """
@@ -22,6 +22,7 @@ from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.train import main
+from tests.distributed.workers.hanging import hang
 from tests.distributed.workers.killed_writer import SUB_STEPS, die_after
 from tests.support.launch import free_port, rank_environment
 from tests.support.poison import poison
@@ -70,7 +71,7 @@ def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0
     flags, log = case["flags"], log_of(case)
     port = free_port()
     ranks = []
-    for rank in range(RANKS):
+    for rank in range(case.get("started_ranks", RANKS)):
         pid = os.fork()
         if pid == 0:
             output = os.open(log.with_suffix(f".{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -85,6 +86,8 @@ def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0
                 background.WRITER_MODULE = "tests.distributed.workers.killed_writer"
             elif sub_step is not None:
                 die_after(sub_step)
+            if rank == case.get("hanging_rank"):
+                hang(case["how"], log.with_suffix(".hung"))
             os._exit(main(flags))
         ranks.append(pid)
     return ranks
@@ -98,6 +101,32 @@ def released(case: dict[str, Any]) -> Path:
 def statuses(pids: list[int]) -> dict[str, Any]:
     """Wait until the ranks exit, and return their exit codes."""
     return {"status": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]}
+
+
+def hung(case: dict[str, Any]) -> dict[str, Any]:
+    """Start several runs at once, and wait until their ranks have exited.
+
+    Returns name -> exit codes of the run's ranks, seconds from the hang until each rank has exited, and the output.
+    """
+    running = {run["name"]: dict(enumerate(start(run))) for run in case["runs"]}
+    results: dict[str, Any] = {name: {"status": [None] * len(ranks), "seconds": [0.0] * len(ranks)}
+                               for name, ranks in running.items()}
+    began, deadline = time.time(), time.monotonic() + LIMIT_S
+    while any(running.values()):
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
+        for run in case["runs"]:
+            ranks, result, mark = running[run["name"]], results[run["name"]], log_of(run).with_suffix(".hung")
+            for rank, pid in [*ranks.items()]:
+                if not is_alive(pid):
+                    since = float(mark.read_text()) if mark.exists() else began
+                    result["seconds"][rank] = round(time.time() - since, 1)
+                    result["status"][rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    del ranks[rank]
+    for run in case["runs"]:
+        results[run["name"]]["output"] = [log_of(run).with_suffix(f".{rank}.log").read_text()
+                                          for rank in range(len(results[run["name"]]["status"]))]
+    return results
 
 
 def is_alive(pid: int) -> bool:
@@ -231,7 +260,7 @@ if __name__ == "__main__":
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
         actions = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
-                   "signalled": signalled, "killed": killed, "poisoned": poisoned}
+                   "signalled": signalled, "killed": killed, "poisoned": poisoned, "hung": hung}
         results[case["name"]] = actions[case["kind"]](case)
         Path(sys.argv[2]).write_text(json.dumps(results))
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
