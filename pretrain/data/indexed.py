@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
+from pretrain.data.token_file import TokenFile
 from pretrain.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -72,7 +74,8 @@ _META_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class IndexedDataset:
     """A `.bin/.idx` pair as one flat stream of tokens, divided into documents. Tokens are read on demand.
 
-    Attributes: num_tokens, num_documents, dtype of the file, document_offsets (int64 [num_documents + 1], in tokens).
+    Attributes: num_tokens, num_documents, dtype of the file, document_offsets (int64 [num_documents + 1], in tokens),
+    hashes (of every byte; None until they are known).
     Raises ConfigError that names the file if the pair is missing, truncated or inconsistent.
     """
 
@@ -89,24 +92,38 @@ class IndexedDataset:
         self._check_documents(document_index, num_sequences)
         self.document_offsets: npt.NDArray[np.int64] = sequence_offsets[document_index]
         self.num_tokens, self.num_documents = int(sequence_offsets[-1]), index_length - 1
-        self._check_bin()
-        self._tokens: npt.NDArray[Any] = np.zeros(0, self.dtype)
-        if self.num_tokens:
-            self._tokens = np.memmap(self.bin_path, self.dtype.newbyteorder("<"), mode="r")
+        self.file = self._open_bin()
+        self.hashes: DataHashes | None = None
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of the flat stream as int64 [stop - start]."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of {self.num_tokens}")
-        return self._tokens[start:stop].astype(np.int64)
+        content = self.file.read(start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize)
+        return np.frombuffer(content, self.dtype.newbyteorder("<")).astype(np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the index and of 64 samples spread over the tokens; hashing all tokens would take minutes."""
+        return self._fingerprints[0]
+
+    @property
+    def idx_sha256(self) -> str:
+        """SHA-256 of the .idx file."""
+        return self._fingerprints[1]
 
     @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the index and of 64 blocks spread over the tokens; hashing all tokens would take minutes."""
+    def _fingerprints(self) -> tuple[str, str]:
         digest = hashlib.sha256(self.idx_path.read_bytes())
-        for start in np.linspace(0, max(self.num_tokens - 1024, 0), 64).astype(np.int64).tolist():
-            digest.update(self._tokens[start : start + 1024].tobytes())
-        return digest.hexdigest()
+        idx_sha256 = digest.hexdigest()
+        digest.update(self.sampled_bytes())
+        return digest.hexdigest(), idx_sha256
+
+    def sampled_bytes(self) -> bytes:
+        """Read 64 samples of 1024 tokens each, at fixed positions that are spread over the .bin."""
+        width, length = self.dtype.itemsize, min(self.num_tokens, 1024)
+        starts = np.linspace(0, self.num_tokens - length, 64).astype(np.int64).tolist()
+        return b"".join(self.file.read(start * width, length * width) for start in starts)
 
     def _check_sequences(self, lengths: npt.NDArray[Any], pointers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Check that lengths and byte offsets agree, and return the token offsets [sequences + 1]."""
@@ -131,10 +148,11 @@ class IndexedDataset:
             raise ConfigError(str(self.idx_path), found=f"a document index {shown}",
                               expected=f"values that rise from 0 to {num_sequences}", remedy=_REWRITE)
 
-    def _check_bin(self) -> None:
-        """Check that the .bin has the size that the .idx describes."""
+    def _open_bin(self) -> TokenFile:
+        """Open the .bin, and check that it has the size that the .idx describes."""
         try:
-            found = self.bin_path.stat().st_size
+            file = TokenFile(self.bin_path)
+            found = file.status().st_size
         except OSError as error:
             raise ConfigError(str(self.bin_path), problem=_reason(error), remedy=_REWRITE) from None
         expected = self.num_tokens * self.dtype.itemsize
@@ -143,6 +161,7 @@ class IndexedDataset:
             raise ConfigError(str(self.bin_path), found=f"{found} bytes ({size}, or of another .idx)",
                               expected=f"{expected} bytes ({self.num_tokens} tokens of {self.dtype.name})",
                               remedy=_REWRITE)
+        return file
 
 
 def _reason(error: OSError) -> str:
@@ -190,7 +209,7 @@ class IndexedWriter:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         assert self.dtype in _CODES, f"{self.dtype} has no code in the .idx format"
         self.num_tokens = 0
-        self._lengths, self._open_tokens = array("i"), 0
+        self._lengths, self._open_tokens, self._hasher = array("i"), 0, BlockHasher()
         self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
         folder = self.prefix.absolute().parent
         self._created = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -216,7 +235,9 @@ class IndexedWriter:
         if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
             raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
                               expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
-        self._bin.write(values.astype(self.dtype.newbyteorder("<")).tobytes())
+        content = values.astype(self.dtype.newbyteorder("<")).tobytes()
+        self._bin.write(content)
+        self._hasher.update(content)
         start = -self._open_tokens
         for end in ends:
             self._end_document(end - start)
@@ -235,7 +256,7 @@ class IndexedWriter:
         self._lengths.append(num_tokens)
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Complete the pair and PREFIX.meta.json, and rename them to their final names.
+        """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names.
 
         The .idx is renamed last: without it, no reader accepts the other files.
         """
@@ -243,12 +264,16 @@ class IndexedWriter:
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
-        _write_synced(self._temporary["idx"], self._index_bytes())
+        index = self._index_bytes()
+        _write_synced(self._temporary["idx"], index)
         final = {ending: Path(f"{self.prefix}.{ending}") for ending in ("bin", "idx")}
         final["meta"] = Path(f"{self.prefix}.meta.json")
         final["idx"].unlink(missing_ok=True)
         final["meta"].unlink(missing_ok=True)
         os.replace(self._temporary["bin"], final["bin"])
+        status = final["bin"].stat()
+        write_hashes(hashes_path(self.prefix), DataHashes(status.st_size, status.st_mtime_ns,
+                                                          hashlib.sha256(index).hexdigest(), self._hasher.finish()))
         if meta is not None:
             _write_synced(self._temporary["meta"], json.dumps(meta, indent=1).encode() + b"\n")
             os.replace(self._temporary["meta"], final["meta"])

@@ -48,7 +48,7 @@ def test_writes_the_bytes_of_the_format(tmp_path: Path, dtype: str, code: int, l
     write_documents(tmp_path / "a", dtype)
     assert (tmp_path / "a.bin").read_bytes() == struct.pack(f"<8{letter}", *TOKENS)
     assert (tmp_path / "a.idx").read_bytes() == idx_bytes(code=code, width=struct.calcsize(letter))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.sha256.json"]
 
 
 @pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])

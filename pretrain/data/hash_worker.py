@@ -1,0 +1,48 @@
+"""Hash the blocks of a .bin file in a process of low priority, next to a training run.
+
+    python -m pretrain.data.hash_worker DESCRIPTOR FIRST_BLOCK NUM_BLOCKS
+
+It prints one line per block: its number and its SHA-256. It ends when its stdin is closed, also if the training process
+was killed. A thread of the training process would compete for the GIL; a preempted thread that holds the GIL would stop
+the training.
+"""
+
+import contextlib
+import os
+import select
+import sys
+import time
+
+from pretrain.data.hashes import hash_block
+
+
+def main() -> None:
+    descriptor, first, num_blocks = map(int, sys.argv[1:])
+    _lower_priority()
+    for number in range(first, num_blocks):
+        print(number, hash_block(descriptor, number, after_chunk=_Pause()), flush=True)
+
+
+def _lower_priority() -> None:
+    """Let the kernel run this process only when a core is idle."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+class _Pause:
+    """Waits after each chunk for as long as the chunk took, so that at most half of a core and disk is used."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self) -> None:
+        if select.select([sys.stdin], [], [], time.monotonic() - self._start)[0]:
+            sys.exit()
+        self._start = time.monotonic()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        main()

@@ -1,0 +1,159 @@
+"""Hashes of every byte of a .bin file, block by block, and PREFIX.sha256.json, which holds them.
+
+The process that hashes in the background imports this module: it needs neither numpy nor torch.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+BLOCK_BYTES = 2**24
+_CHUNK_BYTES = 2**20  # of a block, read at once: it stays in the CPU cache while it is hashed
+_LARGEST_FILE_BYTES = 2**28  # of PREFIX.sha256.json; 10 TB of tokens need 40 MB
+
+
+@dataclass(frozen=True)
+class DataHashes:
+    """SHA-256 of the blocks of a .bin file that had this size and modification time, and of its .idx file.
+
+    While a file is being hashed, `blocks` holds the first blocks only.
+    """
+
+    bin_bytes: int
+    bin_mtime_ns: int
+    idx_sha256: str
+    blocks: tuple[str, ...]  # hexadecimal
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the .bin file."""
+        return -(-self.bin_bytes // BLOCK_BYTES)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.blocks) == self.num_blocks
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of both files, wherever they are and whenever they were written. Of complete hashes only."""
+        return _digest(self)
+
+    def describes(self, status: os.stat_result, idx_sha256: str) -> bool:
+        """Return whether these are the hashes of a .bin with this status and an .idx with this hash."""
+        return (self.bin_bytes, self.bin_mtime_ns, self.idx_sha256) == (status.st_size, status.st_mtime_ns, idx_sha256)
+
+    def to_json(self) -> str:
+        """Return the text of PREFIX.sha256.json. `sha256` is also a checksum of this text."""
+        return json.dumps({"sha256": _digest(self), "bin_bytes": self.bin_bytes, "bin_mtime_ns": self.bin_mtime_ns,
+                           "idx_sha256": self.idx_sha256, "block_bytes": BLOCK_BYTES,
+                           "block_sha256": self.blocks}, indent=0) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "DataHashes":
+        """Parse the text of PREFIX.sha256.json. Raises ValueError if it is damaged."""
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        numbers = [values.get(key) for key in ("bin_bytes", "bin_mtime_ns")]
+        blocks, idx = values.get("block_sha256"), values.get("idx_sha256")
+        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers) or not _is_digest(idx) or \
+                not isinstance(blocks, list) or not all(map(_is_digest, blocks)):
+            raise ValueError("a key is missing or malformed")
+        hashes = cls(values["bin_bytes"], values["bin_mtime_ns"], values["idx_sha256"], tuple(blocks))
+        if values.get("block_bytes") != BLOCK_BYTES or len(blocks) > hashes.num_blocks:
+            raise ValueError("it has other blocks")
+        if values.get("sha256") != _digest(hashes):
+            raise ValueError("its content does not match the SHA-256 in it")
+        return hashes
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+
+
+def _digest(hashes: DataHashes) -> str:
+    content = [str(hashes.bin_bytes), hashes.idx_sha256, *hashes.blocks]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def hashes_path(prefix: str | Path) -> Path:
+    """Return the path of the hashes next to the data."""
+    return Path(f"{prefix}.sha256.json")
+
+
+def read_hashes(path: Path) -> DataHashes | None:
+    """Read PREFIX.sha256.json. Returns None if there is no such file. Raises ValueError if it cannot be used."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE_BYTES:
+            raise ValueError("it is too large")
+        return DataHashes.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def write_hashes(path: Path, hashes: DataHashes) -> None:
+    """Replace the file atomically. Several processes may write the same file. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(hashes.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def hash_block(descriptor: int, number: int, after_chunk: Callable[[], None] | None = None) -> str:
+    """Read a block of an open file and return its SHA-256; at the end of the file it is shorter. Raises OSError.
+
+    Reading and hashing release the GIL. `after_chunk` is called after each MiB.
+    """
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    for start in range(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES, _CHUNK_BYTES):
+        count = os.preadv(descriptor, [buffer], start)
+        digest.update(buffer[:count])
+        if after_chunk is not None:
+            after_chunk()
+        if count < _CHUNK_BYTES:
+            break
+    return digest.hexdigest()
+
+
+class BlockHasher:
+    """Hashes the blocks of a file while the file is being written."""
+
+    def __init__(self) -> None:
+        self._blocks: list[str] = []
+        self._digest, self._bytes = hashlib.sha256(), 0  # of the current block
+
+    def update(self, data: bytes) -> None:
+        """Add the next bytes of the file."""
+        view = memoryview(data)
+        while view:
+            part = view[:BLOCK_BYTES - self._bytes]
+            self._digest.update(part)
+            self._bytes += len(part)
+            view = view[len(part):]
+            if self._bytes == BLOCK_BYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._digest.hexdigest())
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+    def finish(self) -> tuple[str, ...]:
+        """Return the hashes of all blocks."""
+        if self._bytes:
+            self._end_block()
+        return tuple(self._blocks)

@@ -1,0 +1,84 @@
+"""Identity of a data set: find the hashes of all its bytes, and check blocks of its .bin against them."""
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes
+from pretrain.data.indexed import IndexedDataset
+from pretrain.errors import ConfigError
+
+_CHECK_S = 0.2  # time in which a start checks blocks
+
+
+@dataclass(frozen=True)
+class FoundHashes:
+    """Hashes that earlier programs have stored for a data set."""
+
+    current: DataHashes | None  # of the files as they are: sizes, modification time of the .bin and .idx are the same
+    earlier: DataHashes | None  # complete hashes of an earlier version of the files
+    path: Path | None  # of `current`
+    notes: tuple[str, ...]  # about files that cannot be used
+
+
+def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
+    """Read PREFIX.sha256.json and `fallback`, which is used if the folder of the data is read-only."""
+    status, notes = indexed.file.status(), []
+    current: tuple[DataHashes, Path] | None = None
+    earlier: DataHashes | None = None
+    for path in (hashes_path(indexed.prefix), fallback):
+        try:
+            hashes = read_hashes(path)
+        except ValueError as error:
+            notes.append(f"{path} is ignored and will be written again: {error}")
+            continue
+        if hashes is None:
+            continue
+        if hashes.describes(status, indexed.idx_sha256):
+            if current is None or len(hashes.blocks) > len(current[0].blocks):
+                current = hashes, path
+        elif hashes.is_complete:
+            earlier = earlier or hashes
+    return FoundHashes(current[0] if current else None, earlier, current[1] if current else None, tuple(notes))
+
+
+def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float = _CHECK_S) -> None:
+    """Compare randomly chosen blocks of the .bin with their hashes: at least one, and more within the given time.
+
+    Raises ConfigError that names the first block that differs.
+    """
+    if found.current is None:
+        return
+    end = time.monotonic() + seconds
+    blocks = found.current.blocks
+    for number in random.SystemRandom().sample(range(len(blocks)), len(blocks)):
+        if hash_block(indexed.file.descriptor, number) != blocks[number]:
+            raise damaged_block(indexed, number, found.path)
+        if time.monotonic() >= end:
+            return
+
+
+def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> ConfigError:
+    """Return the error for a block of the .bin whose bytes have changed."""
+    start = number * BLOCK_BYTES
+    end = min(start + BLOCK_BYTES, indexed.file.status().st_size)
+    recorded = f"the SHA-256 that {path} records" if path else "the SHA-256 that it had"
+    return ConfigError(str(indexed.bin_path), problem=f"bytes {start} to {end} do not have {recorded}: the file is "
+                       "damaged, or was changed without a new modification time",
+                       remedy=f"restore the file; or, if you changed it, python tools/data.py hash {indexed.prefix}")
+
+
+def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:
+    """Hash the .bin if this takes less than `seconds` at the speed of the first blocks; set `indexed.hashes`."""
+    status = indexed.file.status()
+    blocks: list[str] = []
+    start = time.monotonic()
+    hashes = DataHashes(status.st_size, status.st_mtime_ns, indexed.idx_sha256, ())
+    for number in range(hashes.num_blocks):
+        blocks.append(hash_block(indexed.file.descriptor, number))
+        if (time.monotonic() - start) / len(blocks) * hashes.num_blocks > seconds and len(blocks) < hashes.num_blocks:
+            return
+    after = indexed.file.status()
+    if (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns):
+        indexed.hashes = DataHashes(status.st_size, status.st_mtime_ns, indexed.idx_sha256, tuple(blocks))
