@@ -5,16 +5,17 @@ import subprocess
 import sys
 
 from pretrain.data.token_file import TokenFile
+from pretrain.distributed.process import package_environment
 
 
 class BackgroundHash:
     """A process that hashes the blocks [first, num_blocks) of a file. No method waits for it."""
 
-    def __init__(self, file: TokenFile, *, first: int, num_blocks: int, environment: dict[str, str]) -> None:
+    def __init__(self, file: TokenFile, *, first: int, num_blocks: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pretrain.data.hash_worker", str(file.descriptor), str(first), str(num_blocks)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.descriptor], env=environment,
-            start_new_session=True)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.descriptor],
+            env=package_environment(), start_new_session=True)
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         os.set_blocking(self._output, False)

@@ -8,6 +8,7 @@ permutation that is computed on demand.
 import hashlib
 import itertools
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,16 @@ class SampleDataset:
         """SHA-256 of data, token range and seq_length. These and the seed determine the samples."""
         content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts about the data that a checkpoint records besides the fingerprint.
+
+        `sha256` covers every byte of the data; None: not known yet. In that case, size and modification time of the
+        .bin identify it.
+        """
+        status, hashes = self.indexed.file.status(), self.indexed.hashes
+        return {"sha256": hashes.sha256 if hashes else None, "bin_bytes": status.st_size,
+                "bin_mtime_ns": status.st_mtime_ns, "first_token": self.first_token, "last_token": self.last_token}
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

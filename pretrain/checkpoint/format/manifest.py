@@ -63,6 +63,7 @@ class Manifest:
     finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
     origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
+    data: dict[str, Any] | None = None  # of data.dataset.SampleDataset.record; None: an older manifest
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
@@ -86,7 +87,8 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         values = asdict(self)
-        empty = {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None, "finite": None}
+        empty = {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None, "finite": None,
+                 "data": None}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -134,7 +136,8 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
         loss_scale=loss_scale, initialization=asdict(initialization_of(plan.args)),
         dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
-        save_id=save_id, origin=asdict(plan.origin) if plan.origin else None)
+        save_id=save_id, origin=asdict(plan.origin) if plan.origin else None,
+        data=plan.datasets["train"].record())
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:

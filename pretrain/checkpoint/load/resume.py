@@ -12,9 +12,9 @@ from pretrain.checkpoint.format.manifest import (
     checkpoint_folders,
     newest_good,
     scheduler_source,
-    tokenizer_fingerprint,
 )
 from pretrain.checkpoint.load.init_from import check_origin
+from pretrain.checkpoint.load.same_data import check_same_data, check_same_tokenizer, evaluation_data_notes
 from pretrain.config.initialization import initialization_of, reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import check_same_parameters
@@ -32,6 +32,7 @@ class Resume:
     folder: Path
     manifest: Manifest
     warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from those of the checkpoint
+    other_data: str = ""  # how the training data differs from the checkpoint's, if --allow_other_data accepts it
 
 
 def checkpoints_folder(plan: Plan) -> Path:
@@ -79,11 +80,10 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
     _check_can_resume(manifest, plan, folder)
     if manifest.step >= plan.last_step:
         _reject_other_evaluation_data(plan, manifest.step)
-    changes = _changed_inputs(manifest, plan)
-    if changes:
-        differ = "differs" if len(changes) == 1 else "differ"
-        warnings = [*warnings, f"{', '.join(changes)} {differ} from the run that saved {folder.name}"]
-    return Resume(folder, manifest, warnings)
+    other_data = check_same_data(manifest, plan, folder)
+    notes = [other_data, check_same_tokenizer(manifest, plan, folder), *evaluation_data_notes(plan),
+             _batch_note(manifest, plan, folder)]
+    return Resume(folder, manifest, [*warnings, *filter(None, notes)], other_data)
 
 
 def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[str]:
@@ -158,9 +158,7 @@ def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -
                               remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
 
 
-def _changed_inputs(manifest: Manifest, plan: Plan) -> list[str]:
-    """Return the names of inputs that differ from the checkpoint's. These are allowed to differ, with a warning."""
-    pairs = {"data_fingerprint": (manifest.data_fingerprint, plan.datasets["train"].fingerprint),
-             "tokenizer_fingerprint": (manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)),
-             "global_batch_size": (manifest.global_batch_size, plan.layout.global_batch_size)}
-    return [name for name, (saved, current) in pairs.items() if saved != current]
+def _batch_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
+    """Return a note if the global batch size is not that of the checkpoint."""
+    saved, current = manifest.global_batch_size, plan.layout.global_batch_size
+    return f"the global batch size was {saved} in {folder.name}, and is {current} now" if saved != current else ""

@@ -9,6 +9,7 @@ from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
 from pretrain.checkpoint.load.resume import Resume, choose_resume
+from pretrain.checkpoint.load.same_data import check_sampled_blocks
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.saved_model import SavedModel, check_same_parameters
@@ -41,6 +42,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     weights = find_initial_weights(args.init_from) if args.init_from is not None and found is None else None
     saved_model = weights.model if weights else _model_of(*found) if found and not args.model else None
     plan = check_run(args, world_size=world_size, device=device, saved_model=saved_model)
+    plan = replace(plan, notes=(*plan.notes, *check_sampled_blocks(plan)))
     resume = choose_resume(plan)
     if weights is None or resume is not None:
         return Start(plan, resume, None)

@@ -141,7 +141,8 @@ class ResilienceArguments:
     first_step_timeout: float = _flag(1800, "the same for the first step of a process, which compiles")
     replica_check_interval: int = _flag(100, "steps between two comparisons of the copies of the parameters on "
                                              "different ranks; 0: never")
-    allow_other_data: bool = _flag(False, "resume although --train_data is not the data of the checkpoint")
+    allow_other_data: bool = _flag(False, "resume although --train_data or --tokenizer is not that of the "
+                                          "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,209 @@
+"""Watch the training data while a run trains: hash every byte of it once, and notice when its files change."""
+
+import os
+import time
+from collections.abc import Callable
+
+from pretrain.checkpoint.load.resume import Resume
+from pretrain.checkpoint.load.same_data import HASHED_EVENT, expected_sha256, fallback_path, stored_hashes
+from pretrain.config.validate import Plan
+from pretrain.data.background_hash import BackgroundHash
+from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
+from pretrain.data.identity import hash_if_fast
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal.screen import Screen
+
+_FAST_S = 0.5  # data that is hashed within this time is hashed before the first step
+_POLL_S = 1.0  # between two looks at the hashing process
+_STATUS_S = 5.0  # between two looks at the files
+_STORE_S = 60.0  # between two writes of unfinished hashes
+
+
+class DataWatch:
+    """Watch of the training data; only rank 0 watches. `poll` costs a microsecond most of the time.
+
+    `reject` is called with one line if the run must not continue. It makes all ranks stop, without a save.
+    """
+
+    def __init__(self, plan: Plan, resume: Resume | None, *, reject: Callable[[str], None], folder: RunFolder,
+                 screen: Screen, active: bool) -> None:
+        self._plan, self._reject, self._folder, self._screen, self._active = plan, reject, folder, screen, active
+        self._process: BackgroundHash | None = None
+        if not active:
+            return
+        self._indexed = plan.datasets["train"].indexed
+        self._status, self._sampled = self._indexed.file.status(), self._indexed.sampled_bytes()
+        self._expected, self._origin = None, ""  # hash that the data must have, and the source of this hash
+        if resume is not None and not resume.manifest.weights_only and not resume.other_data:
+            self._expected, self._origin = expected_sha256(resume.manifest, plan), f"{resume.folder} was trained on"
+        if resume is not None and resume.other_data:
+            folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
+        self._next_poll = self._next_status = self._next_store = 0.0
+        self._is_replaced = self._is_rejected = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the stored hashes, or hash the data: at once if this is fast, else in the background."""
+        found = stored_hashes(self._plan, self._indexed)
+        self._blocks: list[str] = list(found.current.blocks) if found.current is not None else []
+        earlier = found.earlier
+        self._reference = earlier.blocks if earlier is not None and earlier.sha256 == self._expected else ()
+        if self._indexed.hashes is not None:
+            if found.current is None or not found.current.is_complete:  # hashed by `check_same_data`
+                self._finish(self._indexed.hashes)
+            return
+        hash_if_fast(self._indexed, _FAST_S)
+        if self._indexed.hashes is not None:
+            self._finish(self._indexed.hashes)
+        else:
+            self._start_process()
+
+    def _start_process(self) -> None:
+        hashes = self._hashes()
+        self._process = BackgroundHash(self._indexed.file, first=len(self._blocks), num_blocks=hashes.num_blocks)
+        self._next_store = time.monotonic() + _STORE_S
+
+    def _hashes(self) -> DataHashes:
+        """Return the hashes of the blocks that have been hashed."""
+        return DataHashes(self._status.st_size, self._status.st_mtime_ns, self._indexed.idx_sha256,
+                          tuple(self._blocks))
+
+    def poll(self, step: int) -> None:
+        """Read new hashes and look at the files, if it is time."""
+        now = time.monotonic()
+        if not self._active or self._is_rejected or now < self._next_poll:
+            return
+        self._next_poll = now + _POLL_S
+        if now >= self._next_status:
+            self._next_status = now + _STATUS_S
+            self._check_files(step)
+        if self._process is not None and not self._is_rejected:
+            self._read_hashes(step)
+
+    def _read_hashes(self, step: int) -> None:
+        """Take the new hashes of the process, and compare them with those of an earlier version of the data."""
+        assert self._process is not None
+        has_ended = self._process.has_ended  # before reading, so that nothing is left unread
+        for digest in self._process.read():
+            number = len(self._blocks)
+            if number < len(self._reference) and digest != self._reference[number]:
+                start = number * BLOCK_BYTES
+                self._stop(f"bytes {start} to {min(start + BLOCK_BYTES, self._status.st_size)} are not those that "
+                           f"{self._origin}")
+                return
+            self._blocks.append(digest)
+        hashes = self._hashes()
+        if hashes.is_complete:
+            self._process.close()
+            self._process = None
+            self._finish(hashes, step)
+        elif has_ended:
+            self._process = None
+            self._screen.line(f"warning: {self._indexed.bin_path}: the process that hashes it has failed; it will be "
+                              "hashed at the next start")
+        elif time.monotonic() >= self._next_store:
+            self._next_store = time.monotonic() + _STORE_S
+            self._store_unfinished()
+
+    def _finish(self, hashes: DataHashes, step: int = 0) -> None:
+        """Compare the hash of all data with the expected one, and store it."""
+        if self._expected is not None and hashes.sha256 != self._expected:
+            problem = f"the data has SHA-256 {hashes.sha256[:12]}, and that which {self._origin} has " \
+                      f"{self._expected[:12]}"
+            if not self._plan.args.allow_other_data:
+                self._record(hashes, step)
+                self._stop(problem)
+                return
+            self._screen.line(f"warning: {self._indexed.bin_path}: {problem}; --allow_other_data: training continues")
+            self._folder.event("other_data", step=step, reason=problem)
+        self._indexed.hashes = hashes
+        self._record(hashes, step)
+        self._store(hashes)
+
+    def _record(self, hashes: DataHashes, step: int) -> None:
+        """Record the hash for checkpoints of this run that were saved before it was known."""
+        self._folder.event(HASHED_EVENT, step=step, sha256=hashes.sha256, bin_bytes=hashes.bin_bytes,
+                           bin_mtime_ns=hashes.bin_mtime_ns)
+
+    def _stop(self, problem: str) -> None:
+        """Make all ranks stop, without a save."""
+        self._is_rejected = True
+        self.close()
+        self._reject(f"{self._indexed.bin_path}: {problem}. Nothing was saved at this step. Restore the file and start "
+                     "again, or continue with the changed data by --allow_other_data.")
+
+    def _store_unfinished(self) -> None:
+        """Store the hashes so far, or take those of another run that has finished."""
+        found = stored_hashes(self._plan, self._indexed).current
+        if found is not None and found.is_complete and self._process is not None:
+            self._process.close()
+            self._process, self._blocks = None, list(found.blocks)
+            self._finish(found)
+        elif not self._reference and (found is None or len(found.blocks) < len(self._blocks)):
+            self._store(self._hashes())
+
+    def _store(self, hashes: DataHashes) -> None:
+        """Write the hashes next to the data, or into the run folder if the folder of the data is read-only."""
+        reason = ""
+        for path in (hashes_path(self._indexed.prefix), fallback_path(self._plan, self._indexed)):
+            try:
+                if _is_same_file(os.stat(self._indexed.bin_path), self._status):  # else they are those of a new file
+                    write_hashes(path, hashes)
+                return
+            except OSError as error:
+                reason = f"{path}: {error.strerror or error}"
+        self._screen.line(f"warning: the hashes of the data cannot be stored ({reason})")
+
+    def _check_files(self, step: int) -> None:
+        """Look for changes of the .bin file that this run reads, and for another file that has its name."""
+        path, status = self._indexed.bin_path, self._indexed.file.status()
+        if status.st_size != self._status.st_size:
+            self._stop(f"the file had {self._status.st_size:,} bytes when the run started, and has "
+                       f"{status.st_size:,} now")
+        elif status.st_mtime_ns != self._status.st_mtime_ns:
+            self._check_changed(status, step)
+        elif not self._is_replaced and not _has_name(path, status):
+            self._is_replaced = True
+            line = f"{path} was replaced or removed. This run continues to read the old file. A resume will compare " \
+                   "the new one with it"
+            self._screen.line(f"warning: {line}")
+            self._folder.event("data_replaced", step=step, reason=line)
+
+    def _check_changed(self, status: os.stat_result, step: int) -> None:
+        """Reject a file whose samples have changed. Hash one that was only written again, and compare all blocks."""
+        self._origin = "it had when the run started"
+        if self._indexed.sampled_bytes() != self._sampled:
+            self._stop("the file was changed while the run was training")
+            return
+        known, self._indexed.hashes = self._indexed.hashes, None
+        line = f"{self._indexed.bin_path} was written to while the run was training: its bytes are compared with the " \
+               "earlier ones"
+        self._screen.line(f"warning: {line}")
+        self._folder.event("data_changed", step=step, reason=line)
+        self._reference = known.blocks if known is not None else max(tuple(self._blocks), self._reference, key=len)
+        self._expected = known.sha256 if known is not None else self._expected
+        self.close()
+        self._status, self._blocks = status, []
+        self._start_process()
+
+    def close(self) -> None:
+        """Stop hashing, and keep the hashes so far for the next start."""
+        if self._process is None:
+            return
+        if not self._is_rejected:
+            self._store_unfinished()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def _has_name(path: os.PathLike[str], status: os.stat_result) -> bool:
+    """Return whether `path` still names the file with this status."""
+    try:
+        return _is_same_file(os.stat(path), status)
+    except OSError:
+        return False
