@@ -38,6 +38,7 @@ from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_end, announce_start
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.replica_check import ReplicaCheck
@@ -70,6 +71,7 @@ class StepLoop:
     meter: Meter
     saver: Saver
     requests: Requests
+    data_watch: DataWatch
     guard: Guard
     replicas: ReplicaCheck
     watchdog: Watchdog
@@ -101,6 +103,7 @@ class StepLoop:
             self.replicas.check(step)
             eval_loss = self._evaluate_if_due(step, consumed_samples)
             self.saver.poll()
+            self.data_watch.poll(step)
             request = self.requests.poll(step)
             if self._is_due(step, self.plan.args.save_interval) or request.save or request.stop:
                 self._save(step, consumed_samples, eval_loss, wait=step == self.plan.last_step or request != Request())
@@ -193,14 +196,17 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
                        warnings=resume.warnings if resume else ())
         guard = Guard(plan, engine, folder, screen)
         guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
-        loop = StepLoop(plan, engine, loaders, meter, saver, requests, guard, ReplicaCheck(plan, engine), watchdog,
-                        lock, callbacks)
+        data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen,
+                               active=world.rank == 0)
+        loop = StepLoop(plan, engine, loaders, meter, saver, requests, data_watch, guard, ReplicaCheck(plan, engine),
+                        watchdog, lock, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
         watchdog.enter("end", step)
         for loader in loaders.values():
             loader.close()
         saver.close(wait_for_copies=not stopped_by)
         requests.close()
+        data_watch.close()
         announce_end(plan, step, stopped_by, meter.losses, screen, folder)
     dist.barrier()
     if world.local_rank == 0:

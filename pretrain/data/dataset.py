@@ -95,7 +95,8 @@ class SampleDataset:
         .bin identify it.
         """
         status, hashes = self.indexed.file.status(), self.indexed.hashes
-        return {"sha256": hashes.sha256 if hashes else None, "bin_bytes": status.st_size,
+        is_known = hashes is not None and hashes.describes(status, self.indexed.idx_sha256)
+        return {"sha256": hashes.sha256 if hashes is not None and is_known else None, "bin_bytes": status.st_size,
                 "bin_mtime_ns": status.st_mtime_ns, "first_token": self.first_token, "last_token": self.last_token}
 
 

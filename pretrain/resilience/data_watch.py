@@ -5,7 +5,13 @@ import time
 from collections.abc import Callable
 
 from pretrain.checkpoint.load.resume import Resume
-from pretrain.checkpoint.load.same_data import HASHED_EVENT, expected_sha256, fallback_path, stored_hashes
+from pretrain.checkpoint.load.same_data import (
+    HASHED_EVENT,
+    OTHER_BYTES,
+    expected_sha256,
+    fallback_path,
+    stored_hashes,
+)
 from pretrain.config.validate import Plan
 from pretrain.data.background_hash import BackgroundHash
 from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
@@ -46,8 +52,10 @@ class DataWatch:
         """Take the stored hashes, or hash the data: at once if this is fast, else in the background."""
         found = stored_hashes(self._plan, self._indexed)
         self._blocks: list[str] = list(found.current.blocks) if found.current is not None else []
-        earlier = found.earlier
-        self._reference = earlier.blocks if earlier is not None and earlier.sha256 == self._expected else ()
+        self._reference: tuple[str, ...] = ()  # blocks of an earlier version of the data, which must be the same
+        if found.earlier is not None and found.earlier.sha256 == self._expected and \
+                not self._plan.args.allow_other_data:
+            self._reference = found.earlier.blocks
         if self._indexed.hashes is not None:
             if found.current is None or not found.current.is_complete:  # hashed by `check_same_data`
                 self._finish(self._indexed.hashes)
@@ -92,11 +100,11 @@ class DataWatch:
                            f"{self._origin}")
                 return
             self._blocks.append(digest)
-        hashes = self._hashes()
-        if hashes.is_complete:
-            self._process.close()
-            self._process = None
-            self._finish(hashes, step)
+        if self._hashes().is_complete:
+            self._end_process()
+            self._check_files(step)  # was it changed while it was hashed?
+            if self._process is None and not self._is_rejected:
+                self._finish(self._hashes(), step)
         elif has_ended:
             self._process = None
             self._screen.line(f"warning: {self._indexed.bin_path}: the process that hashes it has failed; it will be "
@@ -111,33 +119,34 @@ class DataWatch:
             problem = f"the data has SHA-256 {hashes.sha256[:12]}, and that which {self._origin} has " \
                       f"{self._expected[:12]}"
             if not self._plan.args.allow_other_data:
-                self._record(hashes, step)
-                self._stop(problem)
+                self._stop(problem, hashes.sha256)
                 return
             self._screen.line(f"warning: {self._indexed.bin_path}: {problem}; --allow_other_data: training continues")
             self._folder.event("other_data", step=step, reason=problem)
         self._indexed.hashes = hashes
-        self._record(hashes, step)
+        self._record(hashes.sha256, step)
         self._store(hashes)
 
-    def _record(self, hashes: DataHashes, step: int) -> None:
-        """Record the hash for checkpoints of this run that were saved before it was known."""
-        self._folder.event(HASHED_EVENT, step=step, sha256=hashes.sha256, bin_bytes=hashes.bin_bytes,
-                           bin_mtime_ns=hashes.bin_mtime_ns)
+    def _record(self, sha256: str, step: int = 0) -> None:
+        """Record the hash of the file as it is, for checkpoints that are saved before their data is hashed."""
+        status = self._indexed.file.status()
+        self._folder.event(HASHED_EVENT, step=step, sha256=sha256, bin_bytes=status.st_size,
+                           bin_mtime_ns=status.st_mtime_ns)
 
-    def _stop(self, problem: str) -> None:
-        """Make all ranks stop, without a save."""
+    def _stop(self, problem: str, sha256: str = OTHER_BYTES) -> None:
+        """Make all ranks stop, without a save. `sha256`: of the changed data."""
         self._is_rejected = True
-        self.close()
-        self._reject(f"{self._indexed.bin_path}: {problem}. Nothing was saved at this step. Restore the file and start "
+        self._end_process()
+        self._record(sha256)  # checkpoints that were trained on it do not resume with the restored file
+        self._reject(f"{self._indexed.bin_path}: {problem}. No checkpoint was changed. Restore the file and start "
                      "again, or continue with the changed data by --allow_other_data.")
 
     def _store_unfinished(self) -> None:
         """Store the hashes so far, or take those of another run that has finished."""
         found = stored_hashes(self._plan, self._indexed).current
         if found is not None and found.is_complete and self._process is not None:
-            self._process.close()
-            self._process, self._blocks = None, list(found.blocks)
+            self._end_process()
+            self._blocks = list(found.blocks)
             self._finish(found)
         elif not self._reference and (found is None or len(found.blocks) < len(self._blocks)):
             self._store(self._hashes())
@@ -182,7 +191,7 @@ class DataWatch:
         self._folder.event("data_changed", step=step, reason=line)
         self._reference = known.blocks if known is not None else max(tuple(self._blocks), self._reference, key=len)
         self._expected = known.sha256 if known is not None else self._expected
-        self.close()
+        self._end_process()
         self._status, self._blocks = status, []
         self._start_process()
 
@@ -190,8 +199,10 @@ class DataWatch:
         """Stop hashing, and keep the hashes so far for the next start."""
         if self._process is None:
             return
-        if not self._is_rejected:
-            self._store_unfinished()
+        self._store_unfinished()
+        self._end_process()
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -75,7 +75,8 @@ def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> N
         "num_tokens": sum(len(tokenizer.encode(text)) + 1 for text in TEXTS), "num_documents": len(TEXTS),
         "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum()))}
     assert read_meta(tmp_path / "out") == vars(done) == expected
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.meta.json"]
+    endings = ["bin", "idx", "meta.json", "sha256.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", *(f"out.{ending}" for ending in endings)]
 
 
 def test_entropy() -> None:

@@ -12,6 +12,7 @@ from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 
 HASHED_EVENT = "data_hashed"  # row of events.jsonl with the fields of `SampleDataset.record`
+OTHER_BYTES = "unknown"  # its `sha256` if the data was changed before all of it was hashed
 _FAST_S = 2.0  # data that is hashed within this time is hashed at the start
 _SHOWN = 12  # digits of a hash in a message
 
