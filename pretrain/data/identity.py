@@ -63,10 +63,11 @@ def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> Co
     """Return the error for a block of the .bin whose bytes have changed."""
     start = number * BLOCK_BYTES
     end = min(start + BLOCK_BYTES, indexed.file.status().st_size)
-    recorded = f"the SHA-256 that {path} records" if path else "the SHA-256 that it had"
+    recorded = f"the SHA-256 that {path.name} records" if path else "the SHA-256 that it had"
     return ConfigError(str(indexed.bin_path), problem=f"bytes {start} to {end} do not have {recorded}: the file is "
                        "damaged, or was changed without a new modification time",
-                       remedy=f"restore the file; or, if you changed it, python tools/data.py hash {indexed.prefix}")
+                       remedy="restore the file; or, if you changed it, hash it again: python tools/data.py hash "
+                              f"{indexed.prefix}")
 
 
 def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:

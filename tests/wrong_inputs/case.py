@@ -117,6 +117,8 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/summarize.py": ["{world}/done"],
     "tools/make_corpus.py": ["{world}/out"],
     "tools/prepare_data.py": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
+    "tools/data.py hash": ["{world}/foreign"],
+    "tools/data.py verify": ["{world}/corpus"],
     "tools/train_tokenizer.py": ["{world}/text.txt", "--out", "{world}/out"],
     "launch/supervise.py": ["--save", "{world}/run", "--", "true"],
     "tools/chaos.py": ["--faults", "5", "--", "ds-pretrain",

@@ -106,6 +106,12 @@ def path_cases() -> Iterator[Case]:
             yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
         yield Case(f"generate --prompt_file {what}", "tools/generate.py", ("{world}/done", "--prompt_file", path),
                    _name_of(path))
+    for program, what in itertools.product(("tools/data.py hash", "tools/data.py verify"),
+                                           ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")):
+        yield Case(f"{program} {what}", program, (f"{{world}}/{what}",), what.removesuffix("/"))
+    for what, content in (("damaged", b"{"), ("list", b"[]"), ("not UTF-8", b"\xff"), ("deep", b"[" * 100_000)):
+        yield Case(f"data verify: {what} hashes", "tools/data.py verify", ("{world}/corpus",), "corpus.sha256.json",
+                   (("corpus.sha256.json", content),))
     yield from _weights_cases()
     yield from _generate_cases()
     yield from _output_cases()

@@ -1,0 +1,71 @@
+"""Hash and verify whole data sets, on all CPU cores."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes, write_hashes
+from pretrain.data.indexed import IndexedDataset
+from pretrain.errors import ConfigError
+
+Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note
+
+
+def store_hashes(prefix: str, advance: Advance) -> DataHashes:
+    """Hash every byte of a data set, and write PREFIX.sha256.json. Raises ConfigError."""
+    data, path = IndexedDataset(prefix), hashes_path(prefix)
+    hashes = _hash(data, advance)
+    try:
+        write_hashes(path, hashes)
+    except OSError as error:
+        raise ConfigError(str(path), problem=f"it cannot be written: {error.strerror}",
+                          remedy="hash the data as a user who may write there") from None
+    return hashes
+
+
+def verify_data(prefix: str, advance: Advance) -> list[str]:
+    """Compare every byte of a data set with PREFIX.sha256.json. Return a line for each difference.
+
+    Raises ConfigError for a damaged pair, and if there are no hashes to compare with.
+    """
+    data, path = IndexedDataset(prefix), hashes_path(prefix)
+    try:
+        stored = read_hashes(path)
+        problem = "there is no such file" if stored is None else "it has the hashes of a part of the .bin only"
+    except ValueError as error:
+        stored, problem = None, f"it is damaged: {error}"
+    if stored is None or not stored.is_complete:
+        raise ConfigError(str(path), problem=problem, remedy=f"python tools/data.py hash {prefix} writes it")
+    lines = [] if data.idx_sha256 == stored.idx_sha256 else [f"{data.idx_path}: it does not have the SHA-256 of {path}"]
+    found_bytes = data.file.status().st_size
+    if found_bytes != stored.bin_bytes:
+        return [*lines, f"{data.bin_path}: {found_bytes} bytes, and {stored.bin_bytes} in {path}"]
+    found = _hash(data, advance)
+    for number, (expected, digest) in enumerate(zip(stored.blocks, found.blocks, strict=True)):
+        if digest != expected:
+            start = number * BLOCK_BYTES
+            lines.append(f"{data.bin_path}: bytes {start} to {min(start + BLOCK_BYTES, found_bytes)} do not have the "
+                         f"SHA-256 of {path}")
+    return lines
+
+
+def _hash(data: IndexedDataset, advance: Advance) -> DataHashes:
+    """Hash a data set. Raises ConfigError if it is changed at the same time."""
+    status = data.file.status()
+    hashes = DataHashes(status.st_size, status.st_mtime_ns, data.idx_sha256, ())
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            blocks = tuple(_with_progress(pool.map(lambda number: hash_block(data.file.descriptor, number),
+                                                   range(hashes.num_blocks)), advance))
+    except OSError as error:
+        raise ConfigError(str(data.bin_path), problem=f"it cannot be read: {error.strerror}") from None
+    after = data.file.status()
+    if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+        raise ConfigError(str(data.bin_path), problem="it was changed while it was read", remedy="try again")
+    return DataHashes(status.st_size, status.st_mtime_ns, data.idx_sha256, blocks)
+
+
+def _with_progress(digests: Iterator[str], advance: Advance) -> Iterator[str]:
+    for digest in digests:
+        advance(BLOCK_BYTES, "")
+        yield digest
