@@ -108,7 +108,7 @@ def path_cases() -> Iterator[Case]:
                    _name_of(path))
     for program, what in itertools.product(("tools/data.py hash", "tools/data.py verify"),
                                            ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")):
-        yield Case(f"{program} {what}", program, (f"{{world}}/{what}",), what.removesuffix("/"))
+        yield Case(f"{program} {what}", program, (f"{{world}}/{what}",), what.rstrip("/").removesuffix(".bin"))
     for what, content in (("damaged", b"{"), ("list", b"[]"), ("not UTF-8", b"\xff"), ("deep", b"[" * 100_000)):
         yield Case(f"data verify: {what} hashes", "tools/data.py verify", ("{world}/corpus",), "corpus.sha256.json",
                    (("corpus.sha256.json", content),))
