@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pretrain.analysis.summary import summarize
 from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import read_metrics
+from pretrain.monitor.read_run_folder import newest_path, read_metrics
 
 
 def save_loss_plot(run: Path, target: Path) -> None:
@@ -24,7 +24,8 @@ def save_loss_plot(run: Path, target: Path) -> None:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     for key, label, style in (("loss", "training loss", "-"), ("eval_loss", "validation loss", "o")):
-        points = [(row["step"], row[key]) for row in rows if key in row and row.get("split") in (None, "valid")]
+        found = newest_path([row for row in rows if key in row and row.get("split") in (None, "valid")])
+        points = [(row["step"], row[key]) for row in found if row[key] is not None]  # null: NaN or infinity
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     if entropy is not None:

@@ -31,6 +31,15 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return read_rows(run / "metrics.jsonl")
 
 
+def newest_path(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without those of steps that were trained again later, after a resume or a rollback."""
+    kept: list[dict[str, Any]] = []
+    for row in reversed(rows):
+        if not kept or row["step"] < kept[-1]["step"]:
+            kept.append(row)
+    return kept[::-1]
+
+
 def read_starts(run: Path) -> list[dict[str, Any]]:
     """Return the records of run.json, one per start, the newest last. Raises ConfigError if there are none."""
     path = run / "run.json"

@@ -95,6 +95,7 @@ STOPPED = {"event": "stop", "step": 5, "reason": "SIGTERM"}
     (77, [STOPPED], 5, (77, "hang")),
     (247, [HUNG], 5, (77, "hang: rank 1 is stopped")),  # DeepSpeed's launcher saw the killed rank first
     (77, [HUNG], 5, (77, "hang: rank 1 is stopped")),
+    (1, [{**STOPPED, "reason": "step 5: ...", "exit_code": 76}], 4, (76, "stopped by the bad-step guard")),
 ])
 def test_the_files_of_the_run_take_precedence_over_the_exit_code(code: int, events: list[dict[str, Any]], kept: int,
                                                                  expected: tuple[int, str]) -> None:

@@ -7,6 +7,7 @@ from pretrain.checkpoint.format.files import fsync
 from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, latest_name
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY
+from pretrain.checkpoint.save.rollbacks import remove_abandoned
 from pretrain.errors import SaveError
 
 _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged later
@@ -18,7 +19,8 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
 
     The checkpoint that `latest` names and imported weights are always kept. Folders that are not complete checkpoints
     are never removed. Checkpoints with NaN or infinity count for no rule, and are removed first. Only the newest of
-    them remains until the next good checkpoint is saved, so that the failure can be studied.
+    them remains until the next good checkpoint is saved, so that the failure can be studied. After a rollback, a
+    checkpoint of the abandoned path is removed once the run has saved a good one of the same or a later step.
 
     Args:
         keep_checkpoints: keep this number of newest checkpoints, but at least two; 0: keep all.
@@ -43,7 +45,7 @@ def prune(checkpoints: Path, *, keep_checkpoints: int, keep_every: int, keep_bes
     for folder in removed:
         remove(folder)
         verified.discard(folder.name)
-    return removed
+    return removed + remove_abandoned(checkpoints, up_to_step=good[0][1].step if good else -1)
 
 
 def _kept(good: list[tuple[Path, Manifest]], keep_checkpoints: int, keep_every: int, keep_best: int) -> set[str]:

@@ -162,6 +162,7 @@ def report_failure(job: SaveJob, error: str) -> None:
 def _after_save(job: SaveJob, verified: set[str]) -> None:
     """Mirror this rank's files, unless they hold NaN. On rank 0, also write the mirror's manifest and prune."""
     final = Path(job.final)
+    verified.discard(final.name)  # after a rollback the run saves this step again
     try:
         committed = _wait_for_commit(job)
         if committed is None:

@@ -28,6 +28,8 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
         return FINISHED, "finished"
     if code == 0 and complete:
         return FINISHED, "finished"
+    if stop is not None and stop.get("exit_code") == GUARD:
+        return GUARD, _REASONS[GUARD]
     if code in (REJECTED, GUARD):
         return code, _REASONS[code]
     if progress.hang is not None and code not in (FINISHED, STOPPED):  # 247 and 137: the stopped rank was killed

@@ -1,0 +1,155 @@
+"""Runs of train.py with bad data or a useless learning rate: rollbacks, exit code 76, and restarts after a rollback."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.analysis.loss_plot import save_loss_plot
+from pretrain.analysis.summary import summarize
+from pretrain.checkpoint.format.manifest import complete_checkpoints, newest_good
+from pretrain.checkpoint.load.reader import FP32, CheckpointReader
+from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
+from tests.support.cases import config, flags
+from tests.support.launch import WORKERS, run_ranks
+
+BATCH, STEPS, INTERVAL = 8, 20, 4
+
+
+def train(folder: Path, corpus: str, values: dict[str, Any], factors: dict[int, str] | None = None,
+          rank: int | None = None, **others: Any) -> list[Any]:
+    """Train on two ranks; `factors` multiplies the loss of the batches that begin with these samples."""
+    folder.mkdir(exist_ok=True)
+    (folder / "ds.json").write_text(json.dumps(values))
+    (folder / "faults.json").write_text(json.dumps({"factors": factors or {}, "rank": rank}))
+    words = {**flags(corpus, layers=2, steps=STEPS), "deepspeed_config": "ds.json", "save": "run", "log_interval": 1,
+             "save_interval": INTERVAL, **others}
+    return run_ranks([str(WORKERS / "bad_data.py"), "faults.json", *(f"--{key}={value}" for key, value in
+                                                                     words.items())], 2, cwd=folder)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run / "events.jsonl") if row["event"] == kind]
+
+
+def is_finite(run: Path) -> bool:
+    """Return whether the newest good checkpoint has finite weights, all read from its files."""
+    found = newest_good(run / "checkpoints")
+    assert found is not None
+    reader = CheckpointReader(found[0])
+    for name, shape in reader.shapes.items():
+        weight = torch.empty(shape.numel() if isinstance(shape, torch.Size) else int(torch.Size(shape).numel()))
+        reader.copy(name, FP32, 0, weight)
+        if not weight.isfinite().all():
+            return False
+    return True
+
+
+DATA2 = {"micro": 2, "accumulation": 2}
+ROLLBACKS = {  # name -> DeepSpeed JSON, bad samples, rank with the bad samples, flags, step of the checkpoint
+    "nan": (config(1, precision="bf16", **DATA2), dict.fromkeys(range(10 * BATCH, 15 * BATCH, BATCH), "nan"), 1, {}, 8),
+    "spike": (config(3, **DATA2), {14 * BATCH: "100"}, None, {"spike_policy": "rollback", "spike_window": 16}, 12),
+}
+
+
+@pytest.fixture(scope="module", params=ROLLBACKS)
+def rolled_back(request: pytest.FixtureRequest, corpus: str,
+                tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Train with five NaN in a row on one rank, or with a spike. The run must return to a checkpoint and finish."""
+    values, factors, rank, others, _ = ROLLBACKS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    done = train(folder, corpus, values, factors, rank, **others)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout[-3000:]
+    assert "rollback 1 of at most 3" in done[0].stdout
+    return request.param, folder
+
+
+def test_the_run_returns_to_the_checkpoint_and_skips_the_samples(rolled_back: tuple[str, Path]) -> None:
+    name, run = rolled_back[0], rolled_back[1] / "run"
+    saved_step = ROLLBACKS[name][4]
+    (rollback,) = events(run, "rollback")
+    assert rollback["to_step"] == saved_step
+    assert rollback["skipped_samples"] == [saved_step * BATCH, 15 * BATCH]
+    path = newest_path([row for row in read_metrics(run) if "loss" in row])
+    assert [row["step"] for row in path] == list(range(1, STEPS + 1))
+    assert [row["consumed_samples"] for row in path] == [
+        step * BATCH for step in range(1, saved_step + 1)] + [
+        (step + 15 - saved_step) * BATCH for step in range(saved_step + 1, STEPS + 1)]
+    assert all(row["loss"] < 6 for row in path)
+    bad = events(run, "skip" if name == "nan" else "spike")
+    assert bad[-1]["samples"] == [14 * BATCH, 15 * BATCH]
+    assert len(bad) == (5 if name == "nan" else 2)
+    newest = newest_good(run / "checkpoints")
+    assert newest is not None
+    assert newest[1].consumed_samples == (STEPS + 15 - saved_step) * BATCH
+    assert summarize(run).step == STEPS
+    save_loss_plot(run, run / "loss.svg")
+
+
+def test_later_checkpoints_are_no_candidates(rolled_back: tuple[str, Path]) -> None:
+    checkpoints = rolled_back[1] / "run" / "checkpoints"
+    assert [manifest.step for _, manifest in complete_checkpoints(checkpoints)[0]] == [20, 16, 12, 8, 4]
+    abandoned = [path.name for path in checkpoints.glob("abandoned-1/*")]
+    assert abandoned == (["global_step12"] if rolled_back[0] == "nan" else [])
+
+
+def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tuple[str, Path], corpus: str,
+                                                               tmp_path: Path) -> None:
+    name, folder = rolled_back
+    values, factors, rank, others, saved_step = ROLLBACKS[name]
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    for checkpoint in (run / "checkpoints").glob("global_step*"):
+        if int(checkpoint.name.removeprefix("global_step")) > saved_step:
+            shutil.rmtree(checkpoint)
+    (run / "metrics.jsonl").unlink()
+    done = train(tmp_path, corpus, values, factors, rank, **others)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout[-3000:]
+    assert len(events(run, "rollback")) == 1, "no further rollback"
+    keys = ("step", "consumed_samples", "loss", "grad_norm", "lr")
+    again, first = ([[row[key] for key in keys] for row in read_metrics(path) if "loss" in row]
+                    for path in (run, folder / "run"))
+    assert again == first[-len(again):]
+    assert len(again) == STEPS - saved_step
+
+
+DIVERGING = {  # name -> DeepSpeed JSON and flags
+    "fp32_zero0": (config(0, lr=1e4, **DATA2), {"keep_checkpoints": 2}),
+    "pipeline2_bf16": (config(1, precision="bf16", stages=2, micro=2, accumulation=4, lr=1e4),
+                       {"keep_checkpoints": 2, "keep_best": 1, "eval_interval": INTERVAL}),
+    "zero3_bf16": (config(3, precision="bf16", lr=1e4, **DATA2), {"keep_checkpoints": 2, "max_rollbacks": 1}),
+    "fp32_zero0_keep_best": (config(0, lr=1e4, **DATA2),
+                             {"keep_checkpoints": 2, "keep_best": 1, "eval_interval": INTERVAL}),
+}
+
+
+@pytest.mark.parametrize("name", ["fp32_zero0", "pipeline2_bf16", "zero3_bf16",
+                                  pytest.param("fp32_zero0_keep_best", marks=pytest.mark.slow)])
+def test_a_diverging_run_ends_with_76_and_keeps_a_finite_checkpoint(name: str, corpus: str, tmp_path: Path) -> None:
+    values, others = DIVERGING[name]
+    done = train(tmp_path, corpus, values, None, None, train_steps=400, **others)
+    run = tmp_path / "run"
+    assert [process.returncode for process in done] == [76, 76], done[0].stdout[-3000:]
+    assert "Traceback" not in "".join(process.stdout for process in done)
+    lines = [line for line in done[0].stdout.splitlines() if line.startswith("ds-pretrain: error: ")]
+    assert len(lines) == 1
+    number = others.get("max_rollbacks", 3)
+    assert f"The run has had {number} of at most {number} rollbacks (--max_rollbacks; see run/roll" in lines[0]
+    (stop,) = events(run, "stop")
+    assert stop["exit_code"] == 76
+    assert lines[0].endswith(stop["reason"])
+    assert len(events(run, "rollback")) == number
+    assert is_finite(run)
+    print(f"\n{name}: 76 after {stop['step']} steps and {number} rollbacks; "
+          f"checkpoints {[manifest.step for _, manifest in complete_checkpoints(run / 'checkpoints')[0]]}")
+
+
+def test_without_a_checkpoint_the_run_ends_with_76(corpus: str, tmp_path: Path) -> None:
+    factors = dict.fromkeys(range(0, STEPS * BATCH, BATCH), "inf")
+    done = train(tmp_path, corpus, config(1, **DATA2), factors, 0, max_bad_steps=3)
+    assert [process.returncode for process in done] == [76, 76], done[0].stdout[-3000:]
+    assert "ds-pretrain: error: step 3: 3 bad steps in a row (the last one: the loss is " in done[0].stdout
+    assert "There is no good checkpoint to return to. " in done[0].stdout
