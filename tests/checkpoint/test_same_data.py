@@ -1,0 +1,231 @@
+"""Which data and tokenizer a run may resume with, as it is decided before the ranks start."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
+from pretrain.checkpoint.load import same_data
+from pretrain.checkpoint.load.start import Start, check_start
+from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.validate import Plan
+from pretrain.data.hashes import hashes_path
+from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.distributed.device import cpu_device
+from pretrain.errors import ConfigError
+from pretrain.resilience.data_watch import DataWatch
+from tests.support.big_data import change_token, write_big_data
+from tests.support.launch import ROOT
+
+Starter = Callable[..., Start]
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a data set of 7 blocks without hashes."""
+    return write_big_data(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture
+def data(big: Path, tmp_path: Path) -> Path:
+    """Prefix of a copy."""
+    for ending in ("bin", "idx", "meta.json"):
+        subprocess.run(["cp", "-p", "--sparse=always", f"{big}.{ending}", tmp_path], check=True)
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Starter:
+    """Validate the start of a run in tmp_path/run, as check_config.py, the launchers and the ranks do."""
+
+    def start(data: Path, *flags: str) -> Start:
+        args = parse_arguments(["--deepspeed_config", str(ROOT / "ds_configs" / "zero1_bf16.json"), "--model", "tiny",
+                                "--model_overrides", "vocab_size=256", "--train_data", str(data), "--seq_length", "64",
+                                "--split", "1,0,0", "--train_steps", "50", "--save", str(tmp_path / "run"), *flags])
+        return check_start(args, world_size=1, device=cpu_device())
+
+    return start
+
+
+def _write_checkpoint(plan: Plan, **changes: object) -> Manifest:
+    """Write a checkpoint that has only a manifest."""
+    folder = Path(plan.args.save) / "checkpoints" / "global_step10"
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = replace(manifest_of(plan, step=10, consumed_samples=80, versions={}), **changes)
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return manifest
+
+
+def _hash(plan: Plan) -> None:
+    same_data.hash_if_fast(plan.datasets["train"].indexed, seconds=600)
+
+
+@pytest.fixture
+def saved(start: Starter, data: Path) -> Manifest:
+    """Write a checkpoint whose manifest has the hash of all data. No hashes are stored."""
+    plan = start(data).plan
+    _hash(plan)
+    return _write_checkpoint(plan)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, the data of these tests could take longer than 2 s."""
+    monkeypatch.setattr(same_data, "_FAST_S", 600.0)
+
+
+def test_moved_copied_and_rewritten_data_is_the_same(start: Starter, data: Path, saved: Manifest,
+                                                     tmp_path: Path) -> None:
+    assert saved.data is not None
+    assert len(saved.data["sha256"]) == 64
+    os.utime(f"{data}.bin", (1, 1))
+    resume = start(data).resume
+    assert resume is not None
+    assert (resume.warnings, resume.other_data) == ([], "")
+    other = write_big_data(tmp_path / "elsewhere" / "name")
+    resume = start(other).resume
+    assert resume is not None
+    assert resume.warnings == []
+
+
+def test_a_changed_token_is_rejected_unless_the_flag_is_given(start: Starter, data: Path, saved: Manifest) -> None:
+    assert saved.data is not None
+    change_token(data, keep_mtime=False)
+    with pytest.raises(ConfigError) as error:
+        start(data)
+    line = str(error.value)
+    assert line.startswith(f"--train_data {data}: this is not the data that ")
+    assert f"global_step10 was trained on (SHA-256 {saved.data['sha256'][:12]} there, " in line
+    assert line.endswith("Give the data of the checkpoint, or continue with this data by --allow_other_data.")
+    resume = start(data, "--allow_other_data").resume
+    assert resume is not None
+    assert "training continues at sample 80 of this data" in resume.other_data
+    assert resume.warnings == [resume.other_data]
+
+
+def test_a_changed_token_with_the_old_time_is_rejected_if_its_block_is_read(
+        start: Starter, data: Path, saved: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["python", "tools/data.py", "hash", str(data)], cwd=ROOT, check=True, capture_output=True)
+    change_token(data, keep_mtime=True)
+    monkeypatch.setattr(same_data, "check_blocks",
+                        lambda indexed, found: original(indexed, found, seconds=600))
+    with pytest.raises(ConfigError, match=r"corpus\.bin: bytes 83886080 to 100663296 do not have the SHA-256"):
+        start(data, "--allow_other_data")
+
+
+original = same_data.check_blocks
+
+
+def test_other_data_is_rejected_by_its_samples_without_hashes(start: Starter, data: Path, corpus: str) -> None:
+    """Manifests of older versions have no `data`."""
+    manifest = _write_checkpoint(start(data).plan, data=None)
+    assert '"data"' not in manifest.to_json()
+    resume = start(data).resume
+    assert resume is not None
+    assert resume.warnings == []
+    with pytest.raises(ConfigError, match=r"\(fingerprint \w{12} there, fingerprint \w{12} here\)"):
+        start(Path(corpus))
+    _write_checkpoint(start(data).plan)
+    with pytest.raises(ConfigError, match=r"\([\d,]+ bytes there, [\d,]+ bytes here\)"):
+        start(Path(corpus))
+
+
+def test_another_split_is_named(start: Starter, corpus: str) -> None:
+    plan = start(Path(corpus)).plan
+    _write_checkpoint(plan)
+    with pytest.raises(ConfigError, match=r"was trained on tokens 0 to .* of this data, and this run would train on "
+                                          r"tokens 0 to .*: --split or the validation data is another one"):
+        start(Path(corpus), "--split", "80,20,0")
+
+
+def test_the_hash_of_a_checkpoint_that_was_saved_before_it_was_known(start: Starter, data: Path,
+                                                                     tmp_path: Path) -> None:
+    plan = start(data).plan
+    manifest = _write_checkpoint(plan)
+    assert manifest.data is not None
+    assert manifest.data["sha256"] is None
+    _hash(plan)
+    row = {**plan.datasets["train"].record(), "event": same_data.HASHED_EVENT, "step": 12}
+    (tmp_path / "run" / "events.jsonl").write_text(json.dumps(row) + "\n")
+    resume = start(data).resume
+    assert resume is not None
+    change_token(data, keep_mtime=False)
+    with pytest.raises(ConfigError, match=f"SHA-256 {row['sha256'][:12]} there"):
+        start(data)
+
+
+def test_another_tokenizer_is_rejected(start: Starter, corpus: str, tmp_path: Path) -> None:
+    plan = start(Path(corpus)).plan
+    _write_checkpoint(plan, tokenizer_fingerprint="ab" * 32)
+    resume = start(Path(corpus)).resume
+    assert resume is not None
+    assert resume.warnings == ["global_step10 was saved with --tokenizer"]
+    other = replace(plan, tokenizer=_Tokenizer(), args=replace(plan.args, tokenizer="tok"))  # type: ignore[arg-type]
+    manifest = _write_checkpoint(plan, tokenizer_fingerprint="ab" * 32)
+    with pytest.raises(ConfigError, match=r"--tokenizer tok: this is not the tokenizer of .* abab.* there, cdcd"):
+        same_data.check_same_tokenizer(manifest, other, tmp_path)
+    allowed = replace(other, args=replace(other.args, allow_other_data=True))
+    assert "this is not the tokenizer" in same_data.check_same_tokenizer(manifest, allowed, tmp_path)
+
+
+class _Tokenizer(Tokenizer):
+    fingerprint = "cd" * 32
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_damaged_hashes_are_reported_and_ignored(start: Starter, data: Path) -> None:
+    hashes_path(data).write_text("{")
+    notes = start(data).plan.notes
+    assert [note for note in notes if "corpus.sha256.json is ignored and will be written again" in note]
+
+
+class _Lines:
+    """Stands for the screen and the run folder of a run, and collects what is written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def event(self, kind: str, **_: object) -> None:
+        self.lines.append(kind)
+
+
+def _watch(start: Start) -> tuple[DataWatch, _Lines, list[str]]:
+    output, rejections = _Lines(), []
+    watch = DataWatch(start.plan, start.resume, reject=rejections.append, active=True,
+                      folder=output, screen=output)  # type: ignore[arg-type]
+    return watch, output, rejections
+
+
+@pytest.mark.root
+def test_hashes_of_read_only_data_are_kept_in_the_run_folder(start: Starter, data: Path, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", 600.0)
+    folder, run = tmp_path / "read_only", tmp_path / "run"
+    folder.mkdir()
+    run.mkdir()
+    for path in data.parent.glob("corpus.*"):
+        shutil.move(path, folder)
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+        _, output, _ = _watch(start(folder / "corpus"))
+        assert output.lines == [same_data.HASHED_EVENT]
+        assert not hashes_path(folder / "corpus").exists()
+        again = start(folder / "corpus").plan.datasets["train"].indexed
+        assert again.hashes is not None, "the hashes in the run folder were not found"
+        _, output, _ = _watch(start(folder / "corpus"))
+        assert output.lines == []
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+    assert (run / "train_data.sha256.json").is_file()
