@@ -198,8 +198,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
         data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen,
                                active=world.rank == 0)
-        loop = StepLoop(plan, engine, loaders, meter, saver, requests, data_watch, guard, ReplicaCheck(plan, engine),
-                        watchdog, lock, callbacks)
+        loop = StepLoop(plan, engine, loaders, meter, saver, requests, data_watch, guard,
+                        ReplicaCheck(plan, engine, folder), watchdog, lock, callbacks)
         step, stopped_by = loop.run(first_step, consumed_samples)
         watchdog.enter("end", step)
         for loader in loaders.values():

@@ -111,6 +111,15 @@ def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]
     _assert_parity(results, names, "zero0@1", FP32_TOLERANCE, subtests)
 
 
+def test_copies_of_parameters_never_differ(results: dict[str, dict[str, Any]]) -> None:
+    assert {name: row["differing_copies"] for name, row in results.items() if row["differing_copies"]} == {}
+    compared = {name: row["copies"] for name, row in results.items()}
+    assert compared["zero0@1"] == []
+    assert compared["zero3@2"][0] > 0, "parameters that are not partitioned"
+    assert compared["zero2@2"][0] > compared["zero3@2"][0]
+    assert compared["pipeline2_data2_zero1@4"][1] == 1, "the tied embedding"
+
+
 @pytest.mark.parametrize("kind", ["untied", "masked", "llama"])
 def test_fp32_losses_of_model_variants_are_equal_in_every_layout(kind: str, results: dict[str, dict[str, Any]],
                                                                  subtests: pytest.Subtests) -> None:

@@ -19,6 +19,7 @@ from pretrain.engine.steps import train_batch
 from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.resilience.guard import Verdict
 from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.replica_check import compare_copies
 from pretrain.resilience.requests import Request
 from pretrain.resilience.run_lock import RunLock
 from pretrain.resilience.watchdog import TimeOuts, Watchdog
@@ -55,9 +56,8 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     A request with the key "replica_check" times one comparison of the parameters' copies instead of steps.
     """
     world, plan, switch = running_environment(), job.plan(), _Switch()
-    replicas: list[_Switchable] = []
     losses: list[torch.Tensor] = []
-    _make_switchable(switch, replicas)
+    _make_switchable(switch)
 
     def train_batch_on_request(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
         if losses:
@@ -65,7 +65,7 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         else:
             requests.report_build(parameters=sum(weight.numel() for weight in engine.module.parameters()))
         while requests.request.get("replica_check"):
-            replicas[0].guard.check(plan.last_step, force=True)
+            compare_copies(engine)
             requests.end_repetition()
         switch.set(requests.request.get("guards", True))
         losses.append(train_batch(engine, micro_batches))
@@ -81,20 +81,19 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     requests.end()
 
 
-def _make_switchable(switch: _Switch, replicas: list[_Switchable]) -> None:
-    """Let `train` create guards that obey the switch. Its replica check is appended to `replicas`."""
-    def make(name: str, idle: dict[str, Any], made: list[_Switchable]) -> None:
+def _make_switchable(switch: _Switch) -> None:
+    """Let `train` create guards that obey the switch."""
+    def make(name: str, idle: dict[str, Any]) -> None:
         create = getattr(trainer, name)
 
         def create_switchable(*args: Any, **settings: Any) -> _Switchable:
-            made.append(_Switchable(create(*args, **settings), switch, idle))
-            return made[-1]
+            return _Switchable(create(*args, **settings), switch, idle)
 
         setattr(trainer, name, create_switchable)
 
-    make("Requests", {"poll": Request()}, [])
-    make("Guard", {"observe": Verdict()}, [])
-    make("ReplicaCheck", {"check": None}, replicas)
+    make("Requests", {"poll": Request()})
+    make("Guard", {"observe": Verdict()})
+    make("ReplicaCheck", {"check": None})
     guard_updates = trainer.guard_updates
 
     def guard_updates_if_on(engine: DeepSpeedEngine, *args: Any, **settings: Any) -> Any:

@@ -6,6 +6,7 @@ A case: {"name", "job" (a function of this file), "config" (DeepSpeed JSON), "fl
 import gc
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader
+from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import build_engine
+from pretrain.engine.replicas import replicated_tensors
 from pretrain.engine.steps import (
     data_parallel_rank,
     data_parallel_size,
@@ -34,7 +37,11 @@ from pretrain.engine.steps import (
     sum_over_data_parallel,
     train_batch,
 )
+from pretrain.errors import CorruptionError
 from pretrain.model.layer_specs import as_module
+from pretrain.monitor.read_run_folder import read_rows
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience.replica_check import ReplicaCheck, compare_copies
 from tests.support.cases_loop import each_case
 
 Case = dict[str, Any]
@@ -124,6 +131,8 @@ def losses(case: Case) -> dict[str, Any]:
     rows["optimizer"] = type(engine.optimizer).__name__
     rows["muon"] = [name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)]
     rows["pipeline"] = isinstance(engine, PipelineEngine)
+    rows["differing_copies"] = compare_copies(engine)
+    rows["copies"] = [len(copies.tensors) for copies in replicated_tensors(engine)]
     loader.close()
     end(engine)
     return rows
@@ -170,6 +179,46 @@ def overflow(case: Case) -> dict[str, Any]:
     loader.close()
     end(engine)
     return rows
+
+
+def flipped_bit(case: Case) -> dict[str, Any]:
+    """Train with a replica check every two steps, and flip one bit on the last rank after an even step.
+
+    Returns the result of each check, the events, the name of the tensor, and the step time and check time in ms.
+    """
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    folder = RunFolder(Path(plan.args.save), active=dist.get_rank() == 0)
+    check, found = ReplicaCheck(plan, engine, folder), []
+    for step in range(1, 5):
+        steps(engine, plan, step - 1, step)
+        if step == 4:
+            name = flip_bit(engine, case["tensor"], bit=case["bit"])
+        try:
+            check.check(step)
+            found.append("")
+        except CorruptionError as error:
+            found.append(str(error))
+    began = time.perf_counter()
+    compare_copies(engine)
+    check_ms = 1000 * (time.perf_counter() - began)
+    began = time.perf_counter()
+    steps(engine, plan, 4, 5)
+    result = {"checks": gather(found), "events": [row["reason"] for row in read_rows(folder.path / "events.jsonl")],
+              "name": name,
+              "step_ms": 1000 * (time.perf_counter() - began), "check_ms": check_ms}
+    end(engine)
+    return result
+
+
+def flip_bit(engine: deepspeed.DeepSpeedEngine, end_of_name: str, *, bit: int) -> str:
+    """Flip one bit of the middle element of a tensor on the last rank. Returns the tensor's name."""
+    name, tensor = next((name, tensor) for copies in reversed(replicated_tensors(engine))
+                        for name, tensor in copies.tensors.items() if name.endswith(end_of_name))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        words = tensor.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        words[len(words) // 2] ^= -1 << bit if bit == 8 * words.element_size() - 1 else 1 << bit
+    return name
 
 
 def weights_hash(engine: deepspeed.DeepSpeedEngine) -> str:

@@ -1,0 +1,82 @@
+"""List the tensors of which several ranks hold equal copies, and compute checksums of their bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.module import PipelineModule
+
+_WORD_BYTES = 8  # of int64
+_CHUNK_WORDS = 2**20  # a tensor whose first byte is not aligned is copied in pieces of this size: 8 MiB
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tensors that must be equal, bit by bit, on all ranks of a group. All ranks have the same order."""
+
+    group: dist.ProcessGroup
+    tensors: dict[str, torch.Tensor]  # by name
+
+
+def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
+    """Return the copies that this rank holds: of its data-parallel group, then of its group of tied pipeline stages.
+
+    - ZeRO-0 to 2: the parameters. ZeRO-3: the small parameters that are not partitioned (DeepSpeed 0.19.8,
+      runtime/zero/partition_parameters.py: ds_persist). Secondary partitions (zero_hpz_partition_size) do not exist
+      between two steps: runtime/zero/stage3.py, invalidate_secondary_tensor.
+    - ZeRO-0: also the optimizer states and, if there are any, the fp32 master weights.
+    - Pipelines: tied parameters, on the stages that use them.
+    """
+    parameters = {name: parameter.data for name, parameter in engine.module.named_parameters() if _is_whole(parameter)}
+    found = [Copies(engine.data_parallel_group, parameters | _optimizer_states(engine))]
+    if isinstance(engine.module, PipelineModule):
+        for key, tied in engine.module.tied_comms.items():
+            weights = {name: tied["module"].get_parameter(name).data for name in tied["weight_attr"]}
+            found.append(Copies(tied["group"], {f"{key}.{name} (tied)": weight for name, weight in weights.items()}))
+    return [copies for copies in found if copies.tensors and dist.get_world_size(copies.group) > 1]
+
+
+def _is_whole(parameter: Any) -> bool:
+    """Return whether each rank holds the whole parameter between two steps."""
+    if not hasattr(parameter, "ds_tensor"):
+        return True
+    return bool(parameter.ds_persist and parameter.numel() == parameter.ds_numel)
+
+
+def _optimizer_states(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Return the optimizer states and master weights by name, if each data-parallel rank has all of them."""
+    if engine.zero_optimization_stage() > 0 or isinstance(engine.optimizer, BF16_Optimizer):
+        return {}
+    optimizer = engine.basic_optimizer
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for number, weight in enumerate(weight for group in optimizer.param_groups for weight in group["params"]):
+        name = names.get(id(weight))
+        if name is None:
+            name = f"master weights {number}"
+            found[name] = weight.data
+        found |= {f"{name} ({key})": value for key, value in optimizer.state.get(weight, {}).items()
+                  if torch.is_tensor(value) and value.dim() > 0}
+    return found
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum, modulo 2^64, of the tensor's bytes as 8-byte integers: a scalar on its device.
+
+    A flipped bit changes the sum by a power of two below 2^64, so that it always shows. The tensor is read once,
+    without a copy: a sum of smaller integers would first convert the whole tensor to int64.
+    """
+    flat = tensor.detach().reshape(-1)
+    per_word = _WORD_BYTES // flat.element_size()
+    whole = flat.numel() // per_word * per_word
+    is_aligned = flat.storage_offset() % per_word == 0
+    pieces = [flat[:whole]] if is_aligned else [piece.clone() for piece in flat[:whole].split(_CHUNK_WORDS * per_word)]
+    rest = flat[whole:].view(_INTEGERS[flat.element_size()])
+    total = rest.sum(dtype=torch.int64)
+    for piece in pieces:
+        total += piece.view(torch.int64).sum()
+    return total
