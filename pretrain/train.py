@@ -17,6 +17,7 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import RunArguments, parse_arguments
 from pretrain.config.validate import Plan
 from pretrain.distributed.device import Device, detect_device
+from pretrain.distributed.lost_rank import is_lost_connection, report_lost_connection
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
 from pretrain.distributed.world import ALONE, World, running_environment
@@ -50,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         return GUARD
     except (SaveError, CorruptionError) as error:
         print_error(world, error)
+        return CRASHED
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        report_lost_connection(world, error)
         return CRASHED
     except KeyboardInterrupt:
         if world.rank == 0:

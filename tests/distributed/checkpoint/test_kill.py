@@ -45,9 +45,9 @@ class Case:
     def kills(self) -> list[str]:
         """Return when to kill the run: at a random time, after a sub-step of the commit, or after a snapshot."""
         if self.thorough:
-            return ["random"] * 7 + list(SUB_STEPS) + ["snapshot"] * self.is_async
+            return ["random"] * 6 + ["one rank"] + list(SUB_STEPS) + ["snapshot"] * self.is_async
         number = 3 * LAYOUTS.index(self.layout) + 1 + self.is_async
-        return ["snapshot" if self.is_async else "random", SUB_STEPS[number % len(SUB_STEPS)], "random"]
+        return ["snapshot" if self.is_async else "one rank", SUB_STEPS[number % len(SUB_STEPS)], "random"]
 
 
 CASES = [pytest.param(Case(layout, is_async, thorough), marks=[pytest.mark.slow] * thorough)
@@ -121,6 +121,15 @@ def test_every_start_resumes_from_the_newest_complete_checkpoint(outcome: dict[s
     assert all(expected == found for expected, found in resumed)
     assert resumed[-1][1] > 0, "nothing was resumed"
     assert outcome[case.name]["status"] == [0, 0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_after_the_death_of_one_rank_the_other_rank_ends(outcome: dict[str, Any], case: Case) -> None:
+    """Without a launcher, which would end it. 30 s is the limit on an idle machine."""
+    seconds = outcome[case.name]["peers_s"]
+    print(f"{case.name}: the other rank has ended after {seconds} s")
+    assert len(seconds) == case.kills().count("one rank")
+    assert all(value < 120 for value in seconds)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

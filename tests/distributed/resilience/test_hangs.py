@@ -34,6 +34,7 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
              run("save_stopped", "pipeline.json", hanging_rank=1, how="save_stopped"),
              run("data_blocked", "zero2.json", hanging_rank=1, how="data_blocked"),
              run("alone", "zero2.json", started_ranks=1, flags={"first_step_timeout": 3 * TIME_OUT_S}),
+             run("raises", "pipeline.json", hanging_rank=1, how="raises"),
              run("slow", "zero2.json", hanging_rank=1, how=f"slow:{1.2 * TIME_OUT_S}",
                  flags={"save_timeout": 600})]
     return {"folder": folder, **run_forked([{"name": "all", "kind": "hung", "runs": cases}], folder)["all"]}
@@ -83,6 +84,17 @@ def test_the_stacks_show_where_each_rank_was(runs: dict[str, Any]) -> None:
     assert "in init_process_group" in stacks("alone", 0)
     collectives = json.loads((runs["folder"] / "step_stopped/hangs/1/rank_1_collectives.json").read_text())
     assert collectives["entries"]
+
+
+def test_the_other_ranks_end_soon_after_an_exception_and_only_the_first_cause_has_a_traceback(
+        runs: dict[str, Any]) -> None:
+    result = runs["raises"]
+    print(f"raises: exit codes {result['status']}, {result['seconds']} s after the exception")
+    assert result["status"] == [1, 1]
+    assert "ValueError: the first cause" in result["output"][1]
+    assert "Traceback" not in result["output"][0]
+    assert "lost the connection to another rank (Connection" in result["output"][0]
+    assert not (runs["folder"] / "raises" / "hangs").exists()
 
 
 def test_slow_steps_evaluations_and_saves_are_no_hang(runs: dict[str, Any]) -> None:

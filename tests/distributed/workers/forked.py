@@ -153,6 +153,16 @@ def kill(pids: list[int], checkpoints: Path, *, writers_too: bool) -> None:
         os.waitpid(pid, 0)
 
 
+def seconds_until_peer_ends(pids: list[int], victim: int) -> float:
+    """Kill one rank. Return the seconds until the other rank has ended by itself."""
+    os.kill(pids[victim], signal.SIGKILL)
+    began = time.monotonic()
+    os.waitpid(pids[1 - victim], 0)
+    seconds = time.monotonic() - began
+    os.waitpid(pids[victim], 0)
+    return round(seconds, 1)
+
+
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -228,20 +238,21 @@ def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
 def killed(case: dict[str, Any]) -> dict[str, Any]:
     """Kill one run for each item of case["kills"], then train to the end.
 
-    Return (newest complete checkpoint, first step) of each run, and the exit codes of the last run.
+    Return (newest complete checkpoint, first step) of each run, the seconds of `seconds_until_peer_ends`, and the exit
+    codes of the last run.
     """
     numbers, folder = random.Random(case["name"]), Path(case["run"])
-    checkpoints, resumed = folder / "checkpoints", []
+    checkpoints, resumed, peers_s = folder / "checkpoints", [], []
     hold_at = case["steps"] // (len(case["kills"]) + 1)  # steps of one run, so that some remain for the next
     for when in [*case["kills"], "end"]:
         expected, starts, snapshots = newest_verified(checkpoints), *(len(events(folder, kind)) for kind in
                                                                       ("start", "snapshot"))
         pids = start(case, when if when in SUB_STEPS else None,
-                     hold_at=hold_at if when in ("random", "snapshot") else 0)
+                     hold_at=hold_at if when in ("random", "one rank", "snapshot") else 0)
         resumed.append([expected, wait_for_event(folder, "start", more_than=starts)["step"]])
         if when == "end":
-            return {"resumed": resumed, **statuses(pids)}
-        if when == "random":
+            return {"resumed": resumed, "peers_s": peers_s, **statuses(pids)}
+        if when in ("random", "one rank"):
             if len(resumed) == 1:  # the next run needs a checkpoint
                 wait_for_event(folder, "save", more_than=0)
             time.sleep(numbers.uniform(0, case["window_s"]))
@@ -249,6 +260,9 @@ def killed(case: dict[str, Any]) -> dict[str, Any]:
             taken = wait_for_event(folder, "snapshot", more_than=snapshots)["step"]
         else:  # rank 0 or its writer kills itself
             wait_until(partial(has_killed_itself, case, pids[0]), f"{when} was not reached", poll_s=0.05)
+        if when == "one rank":
+            peers_s.append(seconds_until_peer_ends(pids, numbers.randrange(RANKS)))
+            pids = []
         kill(pids, checkpoints, writers_too=when != "snapshot" and numbers.random() < 0.5)
         wait_for_writers(checkpoints, timeout_s=LIMIT_S)
         assert when != "snapshot" or newest_verified(checkpoints) >= taken, "a snapshot was lost"

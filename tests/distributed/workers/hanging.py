@@ -17,8 +17,8 @@ AT_CALL = 3
 def hang(how: str, mark: Path) -> None:
     """Make this rank hang or sleep. Before it hangs, it writes the time to `mark`.
 
-    `how`: step_stopped, save_stopped: SIGSTOP. data_blocked: waits in C code and holds Python's lock. slow:SECONDS:
-    sleeps in the first step, in each batch of an evaluation, and in each save.
+    `how`: step_stopped, save_stopped: SIGSTOP. data_blocked: waits in C code and holds Python's lock. raises: raises an
+    exception. slow:SECONDS: sleeps in the first step, in each batch of an evaluation, and in each save.
     """
     if how == "step_stopped":
         _before("train_batch", lambda: _stop(mark), at_call=AT_CALL)
@@ -26,6 +26,8 @@ def hang(how: str, mark: Path) -> None:
         _before_method(loop.Saver, "save", lambda: _stop(mark), at_call=1)
     elif how == "data_blocked":
         _before_method(loop.Loader, "step", lambda: _block(mark), at_call=AT_CALL)
+    elif how == "raises":
+        _before("train_batch", lambda: _raise(mark), at_call=AT_CALL)
     elif how.startswith("slow:"):
         seconds = float(how.partition(":")[2])
         _before("train_batch", lambda: time.sleep(seconds), at_call=1)
@@ -36,6 +38,11 @@ def hang(how: str, mark: Path) -> None:
 def _stop(mark: Path) -> None:
     mark.write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise(mark: Path) -> None:
+    mark.write_text(str(time.time()))
+    raise ValueError("the first cause")
 
 
 def _block(mark: Path) -> None:
