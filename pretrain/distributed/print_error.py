@@ -1,6 +1,7 @@
 """Print why a run is rejected: one line per host, after all other output."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def print_error(world: World, error: Exception) -> None:
     launcher = _deepspeed_launcher()
     host = f"{socket.gethostname()}: " if world.rank != 0 else ""
     if world.local_rank != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's signal ends the wait; nothing is saved any more
         time.sleep(_ENDED_BY_DEEPSPEED_WITHIN_S if launcher else _ENDED_WITHIN_S)
         if not (launcher or _ends_all(world)):  # for example srun: each rank would print the same error
             return

@@ -127,13 +127,14 @@ class ResilienceArguments:
 
     exit_after_minutes: float | None = _flag(None, "save and stop with exit code 75 after this time since the start of "
                                                    "the process; the save comes after this time", unset="no limit")
-    spike_policy: str = _flag("warn", "after a spike of loss or gradient norm: warn; skip: leave out this update; "
-                                      "rollback: return to the newest good checkpoint and skip the samples since then",
-                              metavar="warn|skip|rollback")
+    spike_policy: str = _flag("warn", "after a spike of the loss or the gradient norm: warn; skip this update; or "
+                                      "rollback: return to the newest good checkpoint from before it and skip the "
+                                      "samples since then", metavar="warn|skip|rollback")
     spike_threshold: float = _flag(6.0, "standard deviations above the mean of the window that count as a spike")
-    spike_window: int = _flag(128, "number of steps in the window of mean and standard deviation")
-    max_bad_steps: int = _flag(5, "steps in a row with a non-finite loss or gradient, after which the run returns to "
-                                  "the newest good checkpoint")
+    spike_window: int = _flag(128, "steps in the window of mean and standard deviation; no step counts as a spike "
+                                   "before half of it is filled")
+    max_bad_steps: int = _flag(5, "bad steps in a row (NaN, infinity, or an update that --spike_policy skip left out), "
+                                  "after which the run returns to the newest good checkpoint from before them")
     rollback_skip_steps: int = _flag(0, "a rollback also skips the samples of this number of steps after the bad ones")
     max_rollbacks: int = _flag(3, "rollbacks of the whole run; instead of a further one it stops with exit code 76")
     step_timeout: float = _flag(600, "seconds without a finished step, after which the run counts as hung: exit code "
