@@ -20,6 +20,7 @@ from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.lost_rank import is_lost_connection, report_lost_connection
 from pretrain.distributed.print_error import print_error
 from pretrain.distributed.process import end_process
+from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
@@ -69,8 +70,10 @@ def run(args: RunArguments, world: World) -> int:
     launcher = LauncherWatch(world)
     device = detect_device()
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
+    time_outs = TimeOuts.from_flags(args)
+    collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
     with RunLock(Path(args.save), active=world.rank == 0) as lock, \
-            Watchdog(Path(args.save), world, TimeOuts.from_flags(args)) as watchdog:
+            Watchdog(Path(args.save), world, time_outs) as watchdog:
         return _train(start, world, device, lock, launcher, watchdog)
 
 

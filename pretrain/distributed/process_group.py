@@ -11,6 +11,7 @@ from pretrain.errors import ConfigError
 _FAR_ADDRESS = "203.0.113.1"  # reserved for documentation (RFC 5737); used only to find the route
 _DEFAULT_TIMEOUT_S = 1800.0
 _AFTER_WATCHDOG_S = 300.0
+_MOST_MINUTES = 10**6
 
 
 def choose_interface(world: World, environ: MutableMapping[str, str]) -> None:
@@ -52,8 +53,9 @@ def collective_timeout_s(longest_s: float, environ: MutableMapping[str, str]) ->
     seconds = max(_DEFAULT_TIMEOUT_S, longest_s + _AFTER_WATCHDOG_S)
     if "DEEPSPEED_TIMEOUT" in environ:
         text = environ["DEEPSPEED_TIMEOUT"]
-        if not text.isdecimal() or int(text) == 0:
-            raise ConfigError("DEEPSPEED_TIMEOUT", found=repr(text), expected="a whole number of minutes, at least 1")
+        if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= _MOST_MINUTES:
+            raise ConfigError("DEEPSPEED_TIMEOUT", found=repr(text),
+                              expected=f"a whole number of minutes from 1 to {_MOST_MINUTES}")
         seconds = 60.0 * int(text)
     environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(seconds)))
     return seconds
@@ -74,6 +76,10 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
         patches.skip_shared_memory_operator()
     choose_interface(world, os.environ)
     timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
+    if world.rank == 0 and timeout.total_seconds() < longest_s:
+        print(f"note: DEEPSPEED_TIMEOUT ({timeout.total_seconds() / 60:g} minutes) is shorter than a time-out of the "
+              f"watchdog ({longest_s / 60:g} minutes): a hang may end with an error that names no rank",
+              flush=True)
     patches.use_one_timeout_for_all_groups(timeout)
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)

@@ -112,7 +112,8 @@ class CheckpointArguments:
     async_save: bool = _flag(False, "copy a checkpoint to host memory and write it while training continues")
     save_busy: str = _flag("wait", "while the previous --async_save is still being written: wait, or skip the new one",
                            metavar="wait|skip")
-    save_timeout: float = _flag(1800, "seconds after which a background save counts as failed")
+    save_timeout: float = _flag(1800, "seconds after which a background save counts as failed; also the --step_timeout "
+                                      "of saving and loading")
     keep_checkpoints: int = _flag(0, "number of newest checkpoints to keep, at least 2; 0: keep all")
     keep_every: int = _flag(0, "with --keep_checkpoints: also keep those of every N-th step; 0: none")
     keep_best: int = _flag(0, "with --keep_checkpoints: also keep the N of lowest validation loss; 0: none")
@@ -137,9 +138,10 @@ class ResilienceArguments:
                                   "after which the run returns to the newest good checkpoint from before them")
     rollback_skip_steps: int = _flag(0, "a rollback also skips the samples of this number of steps after the bad ones")
     max_rollbacks: int = _flag(3, "rollbacks of the whole run; instead of a further one it stops with exit code 76")
-    step_timeout: float = _flag(600, "seconds without a finished step, after which the run counts as hung: exit code "
-                                     "77; 0: no limit")
-    first_step_timeout: float = _flag(1800, "the same for the first step of a process, which compiles")
+    step_timeout: float = _flag(600, "seconds that the data of a step, the step itself, or a batch of an evaluation "
+                                     "may take; then all ranks write their stacks and exit with code 77; 0: no limit")
+    first_step_timeout: float = _flag(1800, "the same for the first step, which may compile, and for each phase "
+                                            "before it: connecting, verifying the checkpoint, building the engine")
     replica_check_interval: int = _flag(100, "steps between two comparisons of the copies of the parameters on "
                                              "different ranks; 0: never")
     allow_other_data: bool = _flag(False, "resume although --train_data or --tokenizer is not that of the "
