@@ -1,6 +1,6 @@
 """Failing monitors and profilers end a run: DeepSpeed lets their exceptions through, on rank 0 alone.
 
-Guarded by tests/distributed/test_upstream.py, test_monitors_*.
+Guarded by tests/engine/test_monitors.py.
 """
 
 import contextlib

@@ -81,7 +81,12 @@ def save_pickle(value: Any, file: Writable) -> None:
 
 
 def _first_error(error: BaseException) -> str:
-    """Return the first line of the message of the exception that started a chain of exceptions."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Return the first line of the message of the exception that started a chain of exceptions.
+
+    This is the first OSError, if there is one: on a full disk, torch's zip writer adds RuntimeErrors about positions.
+    """
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    first = next((one for one in reversed(chain) if isinstance(one, OSError)), chain[-1])
+    return str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__

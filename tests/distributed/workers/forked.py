@@ -22,8 +22,10 @@ from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.train import main
+from tests.distributed.workers.full_disk import fill_during_saves
 from tests.distributed.workers.hanging import hang
 from tests.distributed.workers.killed_writer import SUB_STEPS, die_after
+from tests.distributed.workers.nonfinite import put_nan_at
 from tests.support.launch import free_port, rank_environment
 from tests.support.poison import poison
 
@@ -74,11 +76,16 @@ def start(case: dict[str, Any], sub_step: str | None = None, *, hold_at: int = 0
     for rank in range(case.get("started_ranks", RANKS)):
         pid = os.fork()
         if pid == 0:
-            output = os.open(log.with_suffix(f".{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            output = os.open(case.get("output", log.with_suffix(f".{rank}.log")),
+                             os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.environ.update(rank_environment(rank, RANKS, port))
             list_files_opened(log.with_suffix(f".{rank}.opened"), Path(case["run"]) / "checkpoints")
+            if "fill" in case:
+                fill_during_saves(Path(case["disk"]), case["fill"])
+            if "nan_at" in case:
+                put_nan_at(case["nan_at"])
             if hold_at:
                 hold(hold_at, released(case))
             if sub_step is not None and "--async_save=true" in flags:

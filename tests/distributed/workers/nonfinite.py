@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,21 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors
 from pretrain.checkpoint.save.save_checkpoint import write_files
+from pretrain.checkpoint.save.saver import Saver
 from pretrain.checkpoint.save.snapshot import Snapshot
 from pretrain.distributed.collectives import gather
+
+
+def put_nan_at(step: int) -> None:
+    """Put NaN into the last rank's optimizer states just before the checkpoint of `step` is saved."""
+    save = Saver.save
+
+    def poison_and_save(self: Saver, engine: DeepSpeedEngine, **position: Any) -> None:
+        if position["step"] == step:
+            _exchange(engine, flat_tensors(engine)[-1], "state", 0, torch.nan)
+        save(self, engine, **position)
+
+    Saver.save = poison_and_save  # type: ignore[method-assign]
 
 
 def found_by_each_rank(engine: DeepSpeedEngine) -> dict[str, list[bool]]:

@@ -1,0 +1,137 @@
+"""Real runs of two ranks on disks that are or become full, and runs whose output cannot be written. One launch."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from tests.distributed.checkpoint.test_saver import SAVE_MODES, STEPS, CaseList, events, log, losses
+from tests.support.cases import config
+from tests.support.launch import run_forked
+
+# KiB; "none_fits" passes the check of free space but is too small; "filled" has space for three checkpoints
+DISKS = {"one_fits": 4096, "none_fits": 3480, "filled": 12_288}
+FILL_LEVELS = [level / 10 for level in range(10)]  # free space while a save writes, as a fraction of a checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("full")
+
+
+@pytest.fixture(scope="module")
+def disks(folder: Path) -> Iterator[dict[str, Path]]:
+    """Mount file systems of the sizes in DISKS; a checkpoint has 3.54 MB. Returns {} if mounting is not allowed."""
+    mounted = {}
+    for name, size in DISKS.items():
+        (path := folder / f"disk_{name}").mkdir()
+        if os.geteuid() == 0 and not subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(path)],
+                                                    check=False, capture_output=True).returncode:
+            mounted[name] = path
+    yield mounted
+    for path in mounted.values():
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def _monitors(folder: Path) -> dict[str, Any]:
+    """Return a JSON's entries for two monitors that write below a folder."""
+    return {name: {"enabled": True, "output_path": str(folder / path), "job_name": "job"}
+            for name, path in (("tensorboard", "tensorboard"), ("csv_monitor", "csv"))}
+
+
+def _add_disk_cases(cases: CaseList, disks: dict[str, Path]) -> None:
+    for mode, more in SAVE_MODES:
+        for name in ("one_fits", "none_fits"):
+            cases.run(f"{name} {mode}", disks[name] / f"{name}_{mode}", **more)
+            cases.shell(f"cp -r {disks[name]}/{name}_{mode} .; rm -rf {disks[name]}/{name}_{mode}")
+        cases.run(f"filled {mode}", disks["filled"] / f"filled_{mode}", save_interval=1,
+                  train_steps=len(FILL_LEVELS) + 2, deepspeed_config="ds_monitors.json", **more)
+        cases.cases[-1] |= {"disk": str(disks["filled"]), "fill": FILL_LEVELS}
+        cases.shell(f"cp -r {disks['filled']}/filled_{mode} .; mv {disks['filled']}.saves filled_{mode}.saves; "
+                    f"rm -rf {disks['filled']}/*")
+
+
+def _add_lost_output_case(cases: CaseList) -> None:
+    """Add a run whose log is on a full disk, and whose run folder has folders in place of files."""
+    cases.shell("for name in run.json metrics.jsonl events.jsonl; do mkdir -p lost_output/$name; done; "
+                "mkdir lost_output/csv; touch lost_output/csv/job")
+    cases.run("lost output", "lost_output", deepspeed_config="ds_lost_output.json", eval_interval=3)
+    cases.cases[-1]["output"] = "/dev/full"
+
+
+@pytest.fixture(scope="module")
+def results(corpus: str, folder: Path, disks: dict[str, Path]) -> dict[str, Any]:
+    """Return the exit codes of all runs by case name."""
+    (folder / "ds.json").write_text(json.dumps(config(1, precision="bf16")))
+    for name, monitored in (("ds_monitors", disks.get("filled", folder)), ("ds_lost_output", folder / "lost_output")):
+        (folder / f"{name}.json").write_text(json.dumps({**config(1, precision="bf16"), **_monitors(monitored)}))
+    cases = CaseList(corpus, folder)
+    cases.run("reference", "reference")
+    _add_lost_output_case(cases)
+    if disks:
+        _add_disk_cases(cases, disks)
+    return run_forked(cases.cases, folder)
+
+
+@pytest.fixture
+def mounted(disks: dict[str, Path]) -> None:
+    if not disks:
+        pytest.skip("no tmpfs can be mounted here")
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("mounted")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("disk", "saved"), [("one_fits", [2]), ("none_fits", [])])
+def test_a_full_disk_damages_no_checkpoint(results: dict[str, Any], folder: Path, disk: str, saved: list[int],
+                                           mode: str) -> None:
+    assert results[f"{disk} {mode}"]["status"] == [1, 1]
+    run = folder / f"{disk}_{mode}"
+    assert [row["step"] for row in events(run, "save")] == saved
+    failed = events(run, "save_failed")
+    assert [row["step"] for row in failed] == [step for step in (2, 4, 6) if step not in saved]
+    assert all(("bytes needed" if saved else "No space left") in row["reason"] for row in failed)
+    assert set(losses(run)) == set(range(1, STEPS + 1)), "training stopped after a failed save"
+    assert [path.name for path in (run / "checkpoints").glob("*global_step*")] == [f"global_step{n}" for n in saved]
+    lines = [line for line in log(run).splitlines() if "error: " in line]
+    assert len(lines) == 1
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("mounted")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_disk_that_fills_up_during_a_save(results: dict[str, Any], folder: Path, mode: str) -> None:
+    """At each of 10 fill levels the save fails on all ranks, leaves nothing behind, and training continues."""
+    assert results[f"filled {mode}"]["status"] == [0, 0]
+    last = len(FILL_LEVELS) + 2
+    # before each save: steps of complete checkpoints, damage, temporary folders
+    before = (folder / f"filled_{mode}.saves").read_text().splitlines()
+    assert before == ["[] [] []"] + ["[1] [] []"] * (last - 1)
+    text = log(folder / f"filled_{mode}")
+    print(text)
+    failed = [line for line in text.splitlines() if "warning: save failed at step" in line]
+    assert [int(line.split(" at step ")[1].partition(":")[0]) for line in failed] == list(range(2, last))
+    assert all("No space left" in line for line in failed)
+    steps = [line.split("  lr ")[0] for line in text.splitlines() if line.startswith("step ") and "  lr " in line]
+    assert len(steps) == last
+    assert "Traceback" not in text
+    assert sorted(path.name for path in (folder / f"filled_{mode}/checkpoints").glob("*global_step*")) == [
+        "global_step1", f"global_step{last}"]
+
+
+def test_lost_output_does_not_stop_a_run(results: dict[str, Any], folder: Path) -> None:
+    """The log is on a full disk, the files of the run folder are folders, and a monitor cannot be made."""
+    assert results["lost output"]["status"] == [0, 0]
+    run = folder / "lost_output"
+    assert (run / "metrics.jsonl").is_dir()
+    saved, reference = (read_manifest(folder / name / "checkpoints" / f"global_step{STEPS}")
+                        for name in ("lost_output", "reference"))
+    assert saved.finite is True
+    weights = [name for name in saved.files if name.startswith("layer")]
+    assert weights
+    assert [saved.files[name] for name in weights] == [reference.files[name] for name in weights]
