@@ -75,8 +75,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     whole = flat.numel() // per_word * per_word
     is_aligned = flat.storage_offset() % per_word == 0
     pieces = [flat[:whole]] if is_aligned else [piece.clone() for piece in flat[:whole].split(_CHUNK_WORDS * per_word)]
-    rest = flat[whole:].view(_INTEGERS[flat.element_size()])
-    total = rest.sum(dtype=torch.int64)
-    for piece in pieces:
-        total += piece.view(torch.int64).sum()
-    return total
+    sums = [piece.view(torch.int64).sum() for piece in pieces]
+    if whole < flat.numel():
+        sums.append(flat[whole:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
