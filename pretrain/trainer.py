@@ -121,6 +121,7 @@ class StepLoop:
         step, consumed_samples = roll_back(self.engine, self.plan, self.saver, self.meter.folder, self.meter.screen,
                                            bad)
         self.guard.return_to(step)
+        self.replicas.check(step, force=True)
         self.meter.restart(step)
         return step, consumed_samples
 

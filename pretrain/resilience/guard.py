@@ -26,6 +26,7 @@ class BadSteps:
     last_step: int
     consumed_samples: int  # including those of the last step
     weights_changed: bool  # False if each of these updates was skipped
+    is_spike: bool = False  # because of --spike_policy rollback; otherwise because of --max_bad_steps
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Guard:
             self._stop_at_minimum_scale()
             return _bad_steps(f"{len(self._bad)} bad steps in a row (the last one: {reason})", self._bad)
         if spikes and step.skipped is None and self._plan.args.spike_policy == "rollback":
-            return _bad_steps(reason, [step])
+            return replace(_bad_steps(reason, [step]), is_spike=True)
         return None
 
     def _stop_at_minimum_scale(self) -> None:

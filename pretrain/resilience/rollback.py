@@ -47,8 +47,8 @@ def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFold
     found = _newest_good_before(checkpoints, past, bad)
     if found is None:
         raise guard_error(folder, bad.last_step, f"{bad.reason}. There is no good checkpoint to return to",
-                          "correct the cause, for example with a lower learning rate, and save more often "
-                          "(--save_interval)")
+                          "correct the cause, for example with a lower learning rate, or save more often "
+                          "(--save_interval)" + (", or use --spike_policy warn" if bad.is_spike else ""))
     target, manifest = found
     consumed_samples = bad.consumed_samples + plan.args.rollback_skip_steps * plan.layout.global_batch_size
     rollback = Rollback(
@@ -58,6 +58,7 @@ def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFold
     from_rank_0(lambda: _record(plan, checkpoints, rollback, screen))
     with deepspeed_output(plan.args.deepspeed_log_level):
         load_checkpoint(engine, plan, target, manifest)
+    saver.return_to(manifest.step)
     _report(plan, rollback, folder, screen, number=len(past) + 1)
     return manifest.step, consumed_samples
 

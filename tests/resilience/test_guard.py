@@ -75,6 +75,7 @@ def test_a_spike_of_the_gradient_norm(tmp_path: Path, policy: str, action: str) 
     assert (bad is not None) == (policy == "rollback")
     if bad is not None:
         assert (bad.first_step, bad.last_step, bad.consumed_samples, bad.weights_changed) == (21, 21, 168, True)
+        assert bad.is_spike
     (event,) = run.events()
     assert (event["event"], event["name"], event["action"], event["samples"]) == ("spike", "grad_norm", action,
                                                                                   [160, 168])

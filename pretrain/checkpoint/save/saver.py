@@ -161,6 +161,10 @@ class Saver:
         wait_until_all(self._is_idle)
         self._report_other_ranks()
 
+    def return_to(self, step: int) -> None:
+        """Forget the saves after the checkpoint of `step`, because the run was rolled back to it."""
+        self.committed_step, self._newest_is_good = step, True
+
     def close(self, *, wait_for_copies: bool) -> None:
         """Wait until the last save is committed and, with `wait_for_copies`, mirrored and pruned.
 

@@ -10,7 +10,7 @@ import torch
 
 from pretrain.analysis.loss_plot import save_loss_plot
 from pretrain.analysis.summary import summarize
-from pretrain.checkpoint.format.manifest import complete_checkpoints, newest_good
+from pretrain.checkpoint.format.manifest import complete_checkpoints, newest_good, read_manifest
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
 from tests.support.cases import config, flags
@@ -51,7 +51,8 @@ def is_finite(run: Path) -> bool:
 
 DATA2 = {"micro": 2, "accumulation": 2}
 ROLLBACKS = {  # name -> DeepSpeed JSON, bad samples, rank with the bad samples, flags, step of the checkpoint
-    "nan": (config(1, precision="bf16", **DATA2), dict.fromkeys(range(10 * BATCH, 15 * BATCH, BATCH), "nan"), 1, {}, 8),
+    "nan": (config(1, precision="bf16", **DATA2), dict.fromkeys(range(10 * BATCH, 15 * BATCH, BATCH), "nan"), 1,
+            {"async_save": True, "checkpoint_mirror": "mirror"}, 8),
     "spike": (config(3, **DATA2), {14 * BATCH: "100"}, None, {"spike_policy": "rollback", "spike_window": 16}, 12),
 }
 
@@ -95,6 +96,10 @@ def test_later_checkpoints_are_no_candidates(rolled_back: tuple[str, Path]) -> N
     assert [manifest.step for _, manifest in complete_checkpoints(checkpoints)[0]] == [20, 16, 12, 8, 4]
     abandoned = [path.name for path in checkpoints.glob("abandoned-1/*")]
     assert abandoned == (["global_step12"] if rolled_back[0] == "nan" else [])
+    mirror = rolled_back[1] / "mirror"
+    if mirror.exists():
+        assert {path: read_manifest(path).save_id for path in mirror.iterdir()} == {
+            mirror / path.name: read_manifest(path).save_id for path in checkpoints.glob("global_step*")}
 
 
 def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tuple[str, Path], corpus: str,
@@ -106,6 +111,8 @@ def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tupl
     for checkpoint in (run / "checkpoints").glob("global_step*"):
         if int(checkpoint.name.removeprefix("global_step")) > saved_step:
             shutil.rmtree(checkpoint)
+    for abandoned in (run / "checkpoints").glob("abandoned-1/*"):  # as if the run had been killed before it moved this
+        abandoned.rename(run / "checkpoints" / abandoned.name)
     (run / "metrics.jsonl").unlink()
     done = train(tmp_path, corpus, values, factors, rank, **others)
     assert [process.returncode for process in done] == [0, 0], done[0].stdout[-3000:]
