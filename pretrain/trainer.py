@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretrain.checkpoint.load.agree import agree_on_checkpoint
+from pretrain.checkpoint.load.agree import agree_on_checkpoint, agree_on_data
 from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.load_weights import load_checkpoint_weights, load_weights, verify_weights
@@ -169,6 +169,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         watchdog.enter("checkpoint", 0)
         call_after_polls(watchdog.beat)
         watchdog.set_ranks(gather((socket.gethostname(), os.getpid())))
+        agree_on_data(plan)
         resume = agree_on_checkpoint(plan, functools.partial(print, file=sys.stderr, flush=True))
         if resume is None and weights is not None:
             verify_weights(weights)

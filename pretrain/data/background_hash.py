@@ -15,7 +15,7 @@ class BackgroundHash:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pretrain.data.hash_worker", str(file.descriptor), str(first), str(num_blocks)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.descriptor],
-            env=package_environment(), start_new_session=True)
+            env=package_environment())
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         os.set_blocking(self._output, False)

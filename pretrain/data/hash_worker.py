@@ -10,6 +10,7 @@ the training.
 import contextlib
 import os
 import select
+import signal
 import sys
 import time
 
@@ -17,14 +18,21 @@ from pretrain.data.hashes import hash_block
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # sent to all processes of the run
+        signal.signal(number, signal.SIG_IGN)
     descriptor, first, num_blocks = map(int, sys.argv[1:])
     _lower_priority()
-    for number in range(first, num_blocks):
-        print(number, hash_block(descriptor, number, after_chunk=_Pause()), flush=True)
+    pause = _Pause()
+    for block in range(first, num_blocks):
+        print(block, hash_block(descriptor, block, after_chunk=pause), flush=True)
 
 
 def _lower_priority() -> None:
-    """Let the kernel run this process only when a core is idle."""
+    """Let the kernel run this process only when the training processes leave a core idle.
+
+    Where Linux groups the processes of each session (sched_autogroup), a priority counts only within the session.
+    Therefore the training process starts this one in its own session.
+    """
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError, AttributeError):
@@ -44,5 +52,5 @@ class _Pause:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    with contextlib.suppress(BrokenPipeError):
         main()

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
-from pretrain.data.hashes import hashes_path
+from pretrain.data.hashes import hashes_path, read_hashes, write_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
@@ -160,6 +161,18 @@ def test_the_hash_of_a_checkpoint_that_was_saved_before_it_was_known(start: Star
         start(data)
 
 
+def test_a_checkpoint_that_was_trained_on_changed_data_does_not_resume_with_the_restored_data(
+        start: Starter, data: Path, tmp_path: Path) -> None:
+    """The run noticed the change after it had saved this checkpoint, before it had hashed all of the changed data."""
+    changed = start(data).plan
+    _write_checkpoint(changed)
+    row = {**changed.datasets["train"].record(), "event": same_data.HASHED_EVENT, "sha256": same_data.OTHER_BYTES}
+    (tmp_path / "run" / "events.jsonl").write_text(json.dumps(row) + "\n")
+    os.utime(f"{data}.bin", (1, 1))  # restored
+    with pytest.raises(ConfigError, match=r"is not the data that .*global_step10 was trained on \(SHA-256 unknown"):
+        start(data)
+
+
 def test_another_tokenizer_is_rejected(start: Starter, corpus: str, tmp_path: Path) -> None:
     plan = start(Path(corpus)).plan
     _write_checkpoint(plan, tokenizer_fingerprint="ab" * 32)
@@ -205,6 +218,42 @@ def _watch(start: Start) -> tuple[DataWatch, _Lines, list[str]]:
     watch = DataWatch(start.plan, start.resume, reject=rejections.append, active=True,
                       folder=output, screen=output)  # type: ignore[arg-type]
     return watch, output, rejections
+
+
+def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
+    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
+    monkeypatch.setattr("pretrain.resilience.data_watch._STORE_S", 0.0)
+    starts = [start(data), start(data)]
+    runs = [_watch(each) for each in starts]
+    hashed = [each.plan.datasets["train"].indexed for each in starts]
+    deadline = time.monotonic() + 900
+    while any(data.hashes is None for data in hashed) and time.monotonic() < deadline:
+        for watch, _, _ in runs:
+            watch.poll(1)
+        time.sleep(0.01)
+    assert read_hashes(hashes_path(data)) == hashed[0].hashes == hashed[1].hashes
+    for watch, output, rejections in runs:
+        watch.close()
+        assert (output.lines, rejections) == ([same_data.HASHED_EVENT], [])
+
+
+def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = start(data).plan
+    indexed = plan.datasets["train"].indexed
+    _hash(plan)
+    assert indexed.hashes is not None
+    complete = indexed.hashes
+    write_hashes(hashes_path(data), replace(complete, blocks=complete.blocks[:5]))
+    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
+    again = start(data)
+    assert again.plan.datasets["train"].indexed.hashes is None
+    watch, _, _ = _watch(again)
+    assert watch._process is not None
+    assert watch._process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
+    watch.close()
+    assert not list(data.parent.glob("*.tmp-*"))
 
 
 @pytest.mark.root

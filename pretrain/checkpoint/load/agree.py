@@ -65,6 +65,20 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
     return None
 
 
+def agree_on_data(plan: Plan) -> None:
+    """Raise ConfigError on every rank if hosts have different training data under the same name. Collective."""
+    dataset = plan.datasets["train"]
+    all_ranks = gather((dataset.fingerprint, dataset.record()["sha256"], gethostname()))
+    fingerprint, _, host = all_ranks[0]
+    known, host_of_known = next(((sha256, host) for _, sha256, host in all_ranks if sha256), (None, host))
+    for other_fingerprint, sha256, other_host in all_ranks:
+        if other_fingerprint != fingerprint or (sha256 and sha256 != known):
+            first = host if other_fingerprint != fingerprint else host_of_known
+            raise ConfigError(f"--train_data {plan.args.train_data}",
+                              problem=f"{other_host} has other data under this name than {first}",
+                              remedy="copy the same files to all hosts")
+
+
 def _next(candidates: Iterator[Candidate]) -> Candidate | None:
     try:
         return next(candidates, None)
