@@ -156,7 +156,8 @@ class Guard:
                 self._folder, last.step,
                 f"the gradients of fp16 overflowed in {len(self._bad)} steps in a row (--max_bad_steps), and the loss "
                 f"scale of {last.fp16_scale:g} cannot be lowered further",
-                'train with bf16, or use a lower learning rate or a smaller "min_loss_scale"')
+                'train with bf16, or use a lower learning rate, or a smaller "min_loss_scale" (or "loss_scale", if it '
+                "is static)")
 
     def _report_skip(self, step: _Step, reason: str) -> None:
         self._folder.event("skip", step=step.step, reason=reason, **self._samples(step))
