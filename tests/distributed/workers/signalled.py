@@ -1,0 +1,145 @@
+"""Run the cases of tests/distributed/resilience/test_signals.py: real ranks that get signals, STOP and SAVE files.
+
+This program runs in a fork of `fork_server.py`. Each rank of each start is a fork of this program. The ranks exchange
+their requests after every step, unless a case is about the interval.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretrain.checkpoint.save import commit
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import running_environment
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.resilience import requests
+from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.train import main
+from tests.distributed.workers.forked import RANKS, hold, log_of, released, statuses, wait_until
+from tests.distributed.workers.killed_writer import SUB_STEPS
+from tests.support.launch import free_port, rank_environment
+
+HOLD_AT = 4  # the ranks of each start wait before this step, until the test has sent its signals
+
+
+def fork_ranks(run: Callable[[], int], log: Path) -> list[int]:
+    """Fork the ranks of one start, and return their process ids. Each rank calls `run` and exits with its result."""
+    port, ranks = free_port(), []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            output = os.open(log.with_suffix(f".{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ.update(rank_environment(rank, RANKS, port))
+            code = 1
+            try:
+                code = run()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        ranks.append(pid)
+    return ranks
+
+
+def signal_at(name: str) -> None:
+    """Send SIGINT to this process after the first sub-step of a commit ("second") or after each of them ("third")."""
+    for sub_step in SUB_STEPS[:1] if name == "second" else SUB_STEPS:
+        function = getattr(commit, sub_step)
+
+        def signalling(*args: Any, function: Callable[..., Any] = function, **keywords: Any) -> Any:
+            result = function(*args, **keywords)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # the thread that counts signals may end the process
+            return result
+
+        setattr(commit, sub_step, signalling)
+
+
+def start(case: dict[str, Any]) -> list[int]:
+    """Fork the ranks of a run, which wait before step HOLD_AT of this start unless case["act"] is "run"."""
+    released(case).unlink(missing_ok=True)
+
+    def run() -> int:
+        requests._EXCHANGE_S = 0.0
+        if case["act"] != "run":
+            hold(HOLD_AT, released(case))
+        if "during_save" in case and os.environ["RANK"] == "0":
+            signal_at(case["during_save"])
+        return main(case["flags"])
+
+    return fork_ranks(run, log_of(case))
+
+
+def steps_logged(run: Path) -> int:
+    """Return the number of rows in metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def act(case: dict[str, Any]) -> dict[str, Any]:
+    """Start the ranks, act when they wait before step HOLD_AT, release them, and return their exit codes.
+
+    case["act"]: "run" (nothing), "touch" (the file case["file"] of the run folder), or the name of a signal, which the
+    ranks case["ranks"] get.
+    """
+    folder, before = Path(case["run"]), steps_logged(Path(case["run"]))
+    pids = start(case)
+    if case["act"] != "run":
+        wait_until(lambda: steps_logged(folder) >= before + HOLD_AT - 1, f"no steps in {folder}")
+        if case["act"] == "touch":
+            (folder / case["file"]).touch()
+        elif case["act"] != "nothing":
+            for rank in case["ranks"]:
+                os.kill(pids[rank], signal.Signals[case["act"]])
+        time.sleep(0.1)  # the signal arrives before the next step
+        released(case).touch()
+    return statuses(pids)
+
+
+def poll_cost(case: dict[str, Any]) -> dict[str, Any]:
+    """Measure the time of `Requests.poll` in steps of 5 ms: with an exchange in every step, and with the interval."""
+    folder = Path(case["run"])
+    folder.mkdir()
+
+    def measure() -> int:
+        init_process_group(running_environment())
+        world, found = running_environment(), {}
+        polls = requests.Requests(torch.device("cpu"), RunFolder(folder, active=world.rank == 0), LauncherWatch(world),
+                                  exit_after_minutes=None, committed_step=lambda: 0, report=print)
+        for name, exchange_s in (("every step", 0.0), ("interval", requests._EXCHANGE_S)):
+            requests._EXCHANGE_S, spent = exchange_s, []
+            for step in range(400):
+                time.sleep(0.005)
+                began = time.perf_counter()
+                polls.poll(step)
+                spent.append(time.perf_counter() - began)
+            found[name] = 1e6 * sum(spent) / len(spent)
+        found["steps"] = polls._interval
+        polls.close()
+        dist.barrier()
+        if world.rank == 0:
+            (folder / "cost.json").write_text(json.dumps(found))
+        return 0
+
+    pids = fork_ranks(measure, folder / "cost")
+    return {**statuses(pids), **json.loads((folder / "cost.json").read_text())}
+
+
+if __name__ == "__main__":
+    results = {}
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        begin = time.monotonic()
+        results[case["name"]] = poll_cost(case) if case["act"] == "poll_cost" else act(case)
+        Path(sys.argv[2]).write_text(json.dumps(results))
+        print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)
