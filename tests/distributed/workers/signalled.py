@@ -7,6 +7,7 @@ their requests after every step, unless a case is about the interval.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from pretrain.checkpoint.save import commit
+from pretrain.cluster import local_launch
+from pretrain.cluster.supervise.processes import become_subreaper
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience import requests
-from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.launcher_watch import LAUNCHER_VARIABLE, LauncherWatch
 from pretrain.train import main
 from tests.distributed.workers.forked import RANKS, hold, log_of, released, statuses, wait_until
 from tests.distributed.workers.killed_writer import SUB_STEPS
@@ -81,6 +84,39 @@ def start(case: dict[str, Any]) -> list[int]:
     return fork_ranks(run, log_of(case))
 
 
+class ForkedLauncher:
+    """Stands for DeepSpeed's launcher in `run_launcher`. It forks the ranks, and returns the code of a failed rank."""
+
+    def __init__(self, case: dict[str, Any], environ: dict[str, str]) -> None:
+        os.environ[LAUNCHER_VARIABLE] = environ[LAUNCHER_VARIABLE]
+        self._codes: dict[int, int | None] = dict.fromkeys(start(case))
+        log_of(case).with_suffix(".pids").write_text(json.dumps(list(self._codes)))
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while None in self._codes.values():
+            for pid in [pid for pid, code in self._codes.items() if code is None]:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                self._codes[pid] = os.waitstatus_to_exitcode(status) if ended else None
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("ranks", timeout)
+            time.sleep(0.02)
+        return max(code or 0 for code in self._codes.values())
+
+
+def launch(case: dict[str, Any]) -> int:
+    """Fork a process that runs `run_launcher` of ds-pretrain with forked ranks, and return its process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            local_launch.subprocess.Popen = lambda command, env, **_: ForkedLauncher(case, env)  # type: ignore
+            code = local_launch.run_launcher([], {})
+        finally:
+            os._exit(code)
+    return pid
+
+
 def steps_logged(run: Path) -> int:
     """Return the number of rows in metrics.jsonl."""
     path = run / "metrics.jsonl"
@@ -91,17 +127,23 @@ def act(case: dict[str, Any]) -> dict[str, Any]:
     """Start the ranks, act when they wait before step HOLD_AT, release them, and return their exit codes.
 
     case["act"]: "run" (nothing), "touch" (the file case["file"] of the run folder), or the name of a signal, which the
-    ranks case["ranks"] get.
+    ranks case["ranks"] get, or the launcher if case["ranks"] is "launcher". After SIGKILL to the launcher, the result
+    has the exit codes of the ranks, otherwise that of the launcher.
     """
     folder, before = Path(case["run"]), steps_logged(Path(case["run"]))
-    pids = start(case)
+    by_launcher = case.get("ranks") == "launcher"
+    pids = [launch(case)] if by_launcher else start(case)
     if case["act"] != "run":
         wait_until(lambda: steps_logged(folder) >= before + HOLD_AT - 1, f"no steps in {folder}")
         if case["act"] == "touch":
             (folder / case["file"]).touch()
         elif case["act"] != "nothing":
-            for rank in case["ranks"]:
-                os.kill(pids[rank], signal.Signals[case["act"]])
+            for pid in pids if by_launcher else [pids[rank] for rank in case["ranks"]]:
+                os.kill(pid, signal.Signals[case["act"]])
+        if case["act"] == "SIGKILL":
+            os.waitpid(pids[0], 0)
+            pids = json.loads(log_of(case).with_suffix(".pids").read_text())  # now children of this subreaper
+            time.sleep(2)  # the ranks notice it within a second
         time.sleep(0.1)  # the signal arrives before the next step
         released(case).touch()
     return statuses(pids)
@@ -138,6 +180,7 @@ def poll_cost(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     results = {}
+    become_subreaper()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
         results[case["name"]] = poll_cost(case) if case["act"] == "poll_cost" else act(case)
