@@ -84,11 +84,6 @@ def _add_nan_cases(cases: CaseList) -> None:
 
 def _add_interrupted_cases(cases: CaseList) -> None:
     cases.run("lost writer", "lost_writer", kind="lost_writer", save_interval=1, train_steps=40, async_save="true")
-    for name, rank, more in (("USR1", 1, {}), ("TERM", 0, {"async_save": "true"}), ("INT", 1, {})):
-        cases.run(f"stopped by {name}", name, kind="signalled", train_steps=40, save_interval=0, **more)
-        cases.cases[-1] |= {"signal": name, "rank": rank}
-        cases.run(f"after {name}", name, train_steps=40, save_interval=0, **more)
-    cases.run("not stopped", "not_stopped", train_steps=40, save_interval=0)
     cases.run("skipped", "skipped", kind="stopped_writer", save_interval=1, async_save="true", save_busy="skip",
               train_steps=40)
 
@@ -176,18 +171,6 @@ def test_a_killed_writer_loses_at_most_one_save(results: dict[str, Any], folder:
     failed = {row["step"] for row in events(run, "save_failed")}
     assert len(failed) <= 1
     assert {row["step"] for row in events(run, "save")} == set(range(1, 41)) - failed
-
-
-@pytest.mark.parametrize("name", ["USR1", "TERM", "INT"])
-def test_a_signal_to_one_rank_saves_and_stops_all_ranks(results: dict[str, Any], folder: Path, name: str) -> None:
-    assert results[f"stopped by {name}"]["status"] == [75, 75]
-    first, second = events(folder / name, "stop")
-    assert first["reason"] == f"SIG{name}"
-    assert 0 < first["step"] < 40
-    assert events(folder / name, "resume")[0]["step"] == first["step"]
-    assert results[f"after {name}"]["status"] == [0, 0]
-    assert second["reason"] == "finished"
-    assert losses(folder / name) == losses(folder / "not_stopped")
 
 
 def test_retention_keeps_the_steps_of_every_rule(results: dict[str, Any], folder: Path) -> None:

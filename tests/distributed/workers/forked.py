@@ -222,16 +222,6 @@ def stopped_writer(case: dict[str, Any]) -> dict[str, Any]:
     return statuses(pids)
 
 
-def signalled(case: dict[str, Any]) -> dict[str, Any]:
-    """Send a signal to one rank after the first row of metrics."""
-    folder, numbers = Path(case["run"]), {"USR1": signal.SIGUSR1, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
-    pids = start(case, hold_at=20)
-    wait_until((folder / "metrics.jsonl").is_file, f"no metrics in {folder}")
-    os.kill(pids[case["rank"]], numbers[case["signal"]])
-    released(case).touch()
-    return statuses(pids)
-
-
 def lost_writer(case: dict[str, Any]) -> dict[str, Any]:
     """Kill the writer of rank 1 after the first save."""
     folder = Path(case["run"])
@@ -281,7 +271,7 @@ if __name__ == "__main__":
     for case in json.loads(Path(sys.argv[1]).read_text()):
         begin = time.monotonic()
         actions = {"run": run, "shell": shell, "stopped_writer": stopped_writer, "lost_writer": lost_writer,
-                   "signalled": signalled, "killed": killed, "poisoned": poisoned, "hung": hung}
+                   "killed": killed, "poisoned": poisoned, "hung": hung}
         results[case["name"]] = actions[case["kind"]](case)
         Path(sys.argv[2]).write_text(json.dumps(results))
         print(f"{case['name']}: {time.monotonic() - begin:.1f} s", flush=True)

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,8 +111,11 @@ def launch(case: dict[str, Any]) -> int:
     if pid == 0:
         code = 1
         try:
-            local_launch.subprocess.Popen = lambda command, env, **_: ForkedLauncher(case, env)  # type: ignore
+            local_launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
+                Popen=lambda command, env, **_: ForkedLauncher(case, env), TimeoutExpired=subprocess.TimeoutExpired)
             code = local_launch.run_launcher([], {})
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return pid
