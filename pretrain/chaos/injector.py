@@ -20,6 +20,7 @@ from pretrain.chaos.watch import RunWatch
 _POLL_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _TRIES = 3
+_FEWEST_INTACT = 2  # undamaged checkpoints before one is damaged, so that the run can always resume
 _HANG_GRACE_S = 120.0  # after --step_timeout: dumps, exit codes, launchers
 PrintLine = Callable[[str], None]
 
@@ -123,9 +124,13 @@ class FaultInjector(threading.Thread):
     def _wait_for_moment(self, fault: Fault) -> None:
         if fault.moment == "starting":
             self._sleep(fault.delay * self._launch_seconds())
+            if fault.kind != "kill_launcher":
+                self._wait(lambda: bool(processes.ranks(self._settings.command)))
             return
         self._wait(lambda: self._watch.current_step() >= max(fault.step, 1))
         self._sleep(fault.delay * self._step_seconds())
+        if fault.kind in CHECKPOINT_DAMAGE:
+            self._wait(lambda: len(self._ledger.observe()) >= _FEWEST_INTACT)
 
     def _apply(self, fault: Fault) -> None:
         random, start, command = Random(fault.seed), self._watch.num_starts, self._settings.command
@@ -193,7 +198,7 @@ class FaultInjector(threading.Thread):
             return damage_latest(self._ledger.folder, random)
         assert fault.kind in CHECKPOINT_DAMAGE
         intact = self._ledger.observe()
-        if len(intact) < 2:
+        if len(intact) < _FEWEST_INTACT:
             raise NotAppliedError("there are fewer than two undamaged checkpoints")
         folder, manifest = intact[0]
         self._ledger.mark_damaged(manifest)
