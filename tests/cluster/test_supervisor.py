@@ -127,6 +127,24 @@ def test_signals_are_forwarded_and_no_process_remains(tmp_path: Path, number: si
     assert not psutil.pid_exists(orphan)
 
 
+# A launcher that, like DeepSpeed's, waits until the child process of a rank that has died has ended too.
+WAITING_LAUNCHER = f"""import os, subprocess, sys, time
+begin = "import subprocess; print(subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL).pid)"
+orphan = int(subprocess.run([sys.executable, '-c', begin], stdout=subprocess.PIPE, text=True).stdout)
+os.kill(orphan, {int(signal.SIGTERM)})
+deadline = time.monotonic() + 60
+while os.path.exists(f'/proc/{{orphan}}') and time.monotonic() < deadline:
+    time.sleep(0.1)
+sys.exit(9 if os.path.exists(f'/proc/{{orphan}}') else 2)"""
+
+
+def test_orphans_that_have_ended_do_not_delay_the_launcher(tmp_path: Path) -> None:
+    code, stderr = wait_for_end(supervise(["--max_restarts", "0", "--save", str(tmp_path), "--", sys.executable,
+                                           "-c", WAITING_LAUNCHER],
+                                          stderr=subprocess.PIPE))
+    assert code == 2, stderr  # a code that is not restarted
+
+
 def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
     rank = tmp_path / "train.py"
     rank.write_text("import pathlib, time; pathlib.Path(__file__).with_suffix('.began').touch(); time.sleep(3600)")

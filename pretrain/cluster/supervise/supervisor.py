@@ -22,7 +22,13 @@ from pretrain.cluster.supervise.host_checks import (
     ranks_on,
     unhealthy_hosts,
 )
-from pretrain.cluster.supervise.processes import ask_to_save, become_subreaper, descendants, end_descendants
+from pretrain.cluster.supervise.processes import (
+    ask_to_save,
+    become_subreaper,
+    descendants,
+    end_descendants,
+    reap_orphans,
+)
 from pretrain.cluster.supervise.progress import file_sizes, kept_step_seconds, read_progress
 from pretrain.cluster.supervise.restart_log import RestartLog, StartRecord
 from pretrain.errors import FINISHED, NO_RESTART, STOPPED, ConfigError
@@ -213,6 +219,7 @@ def _run_command(command: Sequence[str], settings: SupervisorSettings, sizes_bef
         while not signals.name:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
+            reap_orphans(child.pid)
         return _wait_for_save(child, settings, sizes_before, signals, print_line)
     finally:
         end_descendants(grace_s=_SIGTERM_GRACE_S)
@@ -237,6 +244,7 @@ def _wait_for_save(child: subprocess.Popen[bytes], settings: SupervisorSettings,
             break
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(_ASK_TO_SAVE_AGAIN_S)
+        reap_orphans(child.pid)
     return STOPPED
 
 
