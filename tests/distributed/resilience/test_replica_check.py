@@ -3,12 +3,16 @@
 tests/distributed/test_parity.py checks that copies never differ in any layout.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pretrain.monitor.read_run_folder import read_rows
+from pretrain.resilience.run_lock import find_owner
 from tests.support.cases import case, config, flags
-from tests.support.launch import run_cases
+from tests.support.launch import WORKERS, run_cases, run_ranks
 
 EMBEDDING = "embed.embedding (tied)"
 # name of the case -> (DeepSpeed JSON, end of the tensor's name, bit)
@@ -40,3 +44,22 @@ def test_a_flipped_bit_is_found_and_named(name: str, results: dict[str, Any]) ->
     assert first[3].startswith(f"step 4: the copies of {result['name']} differ between rank 0 on "), first[3]
     assert "and rank 1 on" in first[3]
     assert result["events"] == [first[3].partition(". Nothing")[0]]
+
+
+def test_a_run_with_a_flipped_bit_ends_before_it_saves(corpus: str, tmp_path: Path) -> None:
+    """The bit flips before step 5; the checks at steps 3 and, for the save, 4 find nothing, and that at step 6 does."""
+    run, values = tmp_path / "run", tmp_path / "zero0.json"
+    values.write_text(json.dumps(config(0)))
+    given = {**flags(corpus, layers=2, replica_check_interval=3), "save_interval": 4, "deepspeed_config": values,
+             "save": run}
+    ranks = run_ranks([str(WORKERS / "flipping_rank.py"), *(f"--{key}={value}" for key, value in given.items())], 2,
+                      cwd=tmp_path)
+    output = "".join(rank.stdout for rank in ranks)
+    assert 1 in [rank.returncode for rank in ranks], output
+    lines = [line for line in output.splitlines() if line.startswith("ds-pretrain: error")]
+    assert len(lines) == 1, output
+    assert "step 6: the copies of " in lines[0]
+    assert "Traceback" not in output
+    assert [row["step"] for row in read_rows(run / "events.jsonl") if row["event"] == "corruption"] == [6]
+    assert [folder.name for folder in (run / "checkpoints").glob("global_step*")] == ["global_step4"]
+    assert find_owner(run) is None
