@@ -3,7 +3,8 @@
 #
 # The script checks that each host can be reached and has the same environment, code, data and run folder. Then it
 # chooses the network interface, writes RUN/.deepspeed_env and calls plain `deepspeed`. When a rank fails, the ranks on
-# the other hosts are ended. On SIGUSR1 or SIGTERM all ranks save and exit with 75. --help lists the flags.
+# the other hosts are ended. On Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 all ranks save and exit with 75; a third signal ends
+# them at once. --help lists the flags.
 #
 # VENV is the folder of the Python environment on every host (default: .venv in this checkout).
 set -euo pipefail
