@@ -174,8 +174,11 @@ def describe_hang(records: Mapping[int, RankRecord], world_size: int,
         shown = "; ".join(found[rank] for rank in sorted(found)[:8]) + ("; ..." if len(found) > 8 else "")
         return f"{text}: {shown}; {others} rank{'s wait' if others != 1 else ' waits'} in {waiting.position}", \
             sorted(found)
-    alone = f"{_name(waiting)} is" if world_size == 1 else f"all {world_size} ranks are"
-    return f"{text}: {alone} in {waiting.position}", []
+    if world_size == 1:
+        return f"{text}: {_name(waiting)} is in {waiting.position}", []
+    hosts = sorted({record.host for record in records.values()})
+    network = f"; check the network between the {len(hosts)} hosts" if len(hosts) > 1 else ""
+    return f"{text}: all {world_size} ranks are in {waiting.position}: compare their stacks{network}", []
 
 
 def _name(record: RankRecord) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.cluster.hosts.multihost_job import LOST
+from pretrain.errors import HANG
 from tests.cluster.workers.mpi import mpi
 from tests.cluster.workers.ssh_hosts import Host, Hosts
 from tests.support.launch import LIMIT_S, ROOT, free_port
@@ -198,6 +199,43 @@ def test_without_ssh_a_failed_host_ends_the_other(hosts: Hosts, corpus: str, tmp
     assert [launcher.returncode for launcher in both] == [256 - signal.SIGKILL] * 2, output
     assert f"{hosts.b.address} (rank 1) failed with exit code 247" in output[0]
     hosts.wait_until_empty()
+
+
+@pytest.mark.slow
+def test_the_watchdog_reports_a_cut_network(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """Both ranks wait in a collective. They meet in the run folder, which the simulated hosts still share."""
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", "100000", "--step_timeout", "15", config=ZERO2)
+    with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
+        _wait_for_rows(run, 2, process)
+        hosts.b.set_link("down")
+        try:
+            output = process.communicate(timeout=LIMIT_S)[0]
+        finally:
+            hosts.b.set_link("up")
+        assert process.returncode == HANG, output
+        assert "ds-pretrain: hang: no progress for 15 s (--step_timeout 15): all 2 ranks are in phase step of" in output
+        hosts.wait_until_empty()
+    assert len(list((run / "hangs" / "1").glob("rank_?.txt"))) == 2
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_named(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
+    """The network of a host is cut, and all its processes end: rank 0 hears nothing of it."""
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", "100000", "--step_timeout", "15", config=ZERO2)
+    with _launched(hosts, tmp_path, flags, "--grace", "1") as process:
+        _wait_for_rows(run, 2, process)
+        hosts.b.set_link("down")
+        for pid in hosts.b.processes():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            output = process.communicate(timeout=LIMIT_S)[0]
+        finally:
+            hosts.b.set_link("up")
+        assert process.returncode == HANG, output
+        assert "(--step_timeout 15): rank 1 (host " in output
+        assert "1 rank waits in phase step of step" in output
 
 
 @pytest.mark.slow

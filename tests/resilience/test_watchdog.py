@@ -207,7 +207,8 @@ def record(rank: int, phase: str = "step", step: int = 7, entered: int = 14, sec
 
 
 @pytest.mark.parametrize(("records", "ranks", "named", "words"), [
-    ([record(0), record(1)], [], [], "all 2 ranks are in phase step of step 7"),
+    ([record(0), record(1)], [], [], "all 2 ranks are in phase step of step 7: compare their stacks; check the network "
+                                         "between the 2 hosts"),
     ([record(0), record(1, "data", entered=13)], [], [1], "is behind, in phase data of step 7; 1 rank waits in"),
     ([record(0, step=8, entered=16), record(1, seconds=300)], [], [1], "is behind, in phase step of step 7"),
     ([record(0), record(1, state="stopped", step=6, seconds=0)], [], [1], "rank 1 (host h1, process 1) is stopped"),
