@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -104,25 +104,26 @@ def write_record(folder: Path, record: RankRecord, stacks: str) -> None:
     temporary.rename(path)
 
 
-def read_records(folder: Path) -> dict[int, RankRecord]:
-    """Return the records that ranks have written so far, by rank."""
-    found = {}
-    for name in os.listdir(folder):
-        if name.startswith("rank_") and name.endswith(".txt"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                record = RankRecord.from_text(folder.joinpath(name).read_text(encoding="utf-8"))
-                found[record.rank] = record
+def ranks_with_file(folder: Path) -> set[int]:
+    """Return the ranks that have written their file."""
+    return {int(name[5:-4]) for name in os.listdir(folder) if name.endswith(".txt") and name[5:-4].isdecimal()}
+
+
+def wait_for_ranks(folder: Path, world_size: int) -> set[int]:
+    """Return the ranks that have written their file, once these are all ranks, or after some seconds."""
+    deadline = time.monotonic() + _WAIT_S
+    while len(found := ranks_with_file(folder)) < world_size and time.monotonic() < deadline:
+        time.sleep(0.2)
     return found
 
 
-def wait_for_ranks(folder: Path, world_size: int) -> dict[int, RankRecord]:
-    """Return the records of all ranks, or after some seconds those that exist."""
-    deadline = time.monotonic() + _WAIT_S
-    while len(os.listdir(folder)) < world_size or len(records := read_records(folder)) < world_size:
-        if time.monotonic() > deadline:
-            return read_records(folder)
-        time.sleep(0.2)
-    return records
+def read_records(folder: Path, ranks: Iterable[int]) -> dict[int, RankRecord]:
+    """Return the records of these ranks, without those that cannot be read."""
+    found = {}
+    for rank in ranks:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found[rank] = RankRecord.from_text(folder.joinpath(f"rank_{rank}.txt").read_text(encoding="utf-8"))
+    return found
 
 
 def wait_for_report(folder: Path) -> bool:

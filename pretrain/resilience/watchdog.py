@@ -41,6 +41,7 @@ from pretrain.errors import HANG
 from pretrain.resilience.hang_report import FLAGS, PHASES
 from pretrain.resilience.watcher import BEATS, STACKS_SIGNAL, STATE
 
+_LAST_COLLECTIVES = 100  # torch keeps 2000, which take 1 MB
 _SIGEV_THREAD = 2  # <bits/sigevent-consts.h>
 
 
@@ -193,5 +194,6 @@ def _write_collectives(requests: int) -> None:
         dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
         if dump is not None:
             temporary = Path(f"{path}.tmp")
-            temporary.write_bytes(dump())
+            record = json.loads(dump())
+            temporary.write_text(json.dumps({**record, "entries": record["entries"][-_LAST_COLLECTIVES:]}, indent=1))
             temporary.rename(path)

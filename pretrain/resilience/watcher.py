@@ -26,6 +26,7 @@ from pretrain.resilience.hang_report import (
     RankRecord,
     hang_folder,
     process_state,
+    read_records,
     report_hang,
     start_time,
     thread_states,
@@ -173,11 +174,11 @@ class Watcher:
             if not stopped:
                 with contextlib.suppress(BrokenPipeError):  # the rank has ended
                     os.write(self.collectives, str(collectives).encode())
-            records = wait_for_ranks(self.folder, self.world_size)
+            arrived = wait_for_ranks(self.folder, self.world_size)
             if not stopped:
                 _wait_for_file(collectives)
-            if self.rank == min(records) or not wait_for_report(self.folder):
-                report_hang(self.run, self.folder, records, self.world_size, self.ranks)
+            if self.rank == min(arrived) or not wait_for_report(self.folder):
+                report_hang(self.run, self.folder, read_records(self.folder, arrived), self.world_size, self.ranks)
         except OSError as error:
             print(f"ds-pretrain: hang: rank {self.rank} on {record.host} (process {self.pid}) made no progress for "
                   f"{seconds:.0f} s in {record.position}; {self.folder} cannot be written ({error.strerror})",
