@@ -77,7 +77,8 @@ def _training_facts(plan: ExportPlan) -> dict[str, Any]:
         "steps": f"{manifest.step:,}" + (f" of {start['train_steps']:,}" if "train_steps" in start else ""),
         "samples": f"{manifest.consumed_samples:,} of {manifest.seq_length:,} tokens", "tokens": f"{tokens:,}",
         "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
-        "data fingerprint": manifest.data_fingerprint, "tokenizer fingerprint": manifest.tokenizer_fingerprint,
+        "data fingerprint": manifest.data_fingerprint, "data SHA-256": (manifest.data or {}).get("sha256"),
+        "tokenizer fingerprint": manifest.tokenizer_fingerprint,
         "global batch size": f"{manifest.global_batch_size:,} samples", "precision": manifest.precision,
         "layout": layout_summary(manifest), "seed": manifest.seed, "initial weights": _origin(plan) or "random",
         "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
