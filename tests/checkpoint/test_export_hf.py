@@ -124,6 +124,8 @@ def test_the_model_card_has_the_facts_of_the_run(corpus: str, tmp_path_factory: 
     assert rows["steps"] == f"2 of {STEPS}"
     assert rows["tokens"] == f"{manifest.consumed_samples * 64:,}"
     assert rows["data fingerprint"] == manifest.data_fingerprint
+    assert manifest.data is not None
+    assert rows["data SHA-256"] == manifest.data["sha256"]
     assert rows["layout"] == "2 ranks, ZeRO-1, 2 stages x 1 data-parallel"
     assert str(run) not in card  # no paths of this machine
     assert rows["initial weights"] == "random"
