@@ -12,6 +12,7 @@ from pretrain.checkpoint.format.manifest import (
     LATEST_FILE,
     MANIFEST,
     Manifest,
+    latest_problem,
     newest_good,
     newest_step,
     read_manifest,
@@ -132,3 +133,22 @@ def test_padding_is_not_checked() -> None:
             (weights if place == "flat" else moments)[index] = torch.nan
             check.add("optim.pt", {"flat": [weights], "state": {0: {"step": torch.tensor(1.0), "exp_avg": moments}}})
             assert check.is_finite() == (index in (3, 6)), (place, index)
+
+
+def test_a_damaged_latest_is_found(tmp_path: Path) -> None:
+    folders = saved(tmp_path, True, True, False)
+    latest, newest = tmp_path / LATEST_FILE, folders[1]
+    (folders[0] / MANIFEST).write_text("{")
+    for content, problem in ((b"global_step2", None), (b"global_step2\n", None), (b"", "the file is empty"),
+                             (b"global_step9", "names global_step9, and there is no such checkpoint"),
+                             (b"../other", "there is no such checkpoint"), (b"a\0b", "there is no such checkpoint"),
+                             (b"\xff\xfe", "it is not text"), (b"global_step1", "names global_step1, which is damaged"),
+                             (b"global_step3", "names global_step3, which has NaN")):
+        latest.write_bytes(content)
+        found = latest_problem(tmp_path, newest)
+        assert (problem is None) == (found is None), content
+        assert problem is None or (problem in str(found) and str(found).startswith(f"{latest}: ")), found
+    latest.unlink()
+    assert "there is no such file" in str(latest_problem(tmp_path, newest))
+    latest.mkdir()
+    assert "cannot be read" in str(latest_problem(tmp_path, newest))

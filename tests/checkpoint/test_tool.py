@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.manifest import read_manifest
-from pretrain.checkpoint.load.select import select_checkpoint, tokenizer_of
+from pretrain.checkpoint.format.manifest import MANIFEST, read_manifest
+from pretrain.checkpoint.load.init_from import find_initial_weights
+from pretrain.checkpoint.load.select import find_checkpoint, select_checkpoint, tokenizer_of
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
@@ -75,6 +77,27 @@ def test_list_and_verify(run: Path) -> None:
     (checkpoints / "global_step3" / name).write_bytes(content[:-1])
     _fails(1, f"{len(content) - 1} bytes", "list", run)
     _fails(1, f"{len(content) - 1} bytes", "verify", checkpoints / "global_step3")
+
+
+def test_checkpoints_with_nan_and_a_damaged_latest_are_reported(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "latest").write_text("global_step7")
+    _fails(1, "latest: it names global_step7, and there is no such checkpoint", "verify", run)
+    passes("verify", checkpoints / "global_step3")
+    changed = replace(read_manifest(checkpoints / "global_step3"), finite=False)
+    (checkpoints / "global_step3" / MANIFEST).write_text(changed.to_json())
+    (checkpoints / "latest").write_text("global_step2")
+    _fails(1, "MB, but the weights or optimizer states have NaN or infinite values", "verify", run)
+    assert [line.split()[-2:] for line in passes("list", run)[1:]] == [["no", "yes"], ["yes", "yes"], ["yes", "yes"]]
+    found = find_checkpoint(run)
+    assert (found.step, len(found.notes)) == (2, 1)
+    assert "not used: " in found.notes[0]
+    for named in (find_checkpoint(checkpoints / "global_step3"), find_checkpoint(run, step=3)):
+        assert (named.step, len(named.notes)) == (3, 1)
+        assert "NaN" in named.notes[0]
+    with pytest.raises(ConfigError, match=r"--init_from .*NaN"):
+        find_initial_weights(str(checkpoints / "global_step3"))
+    assert find_initial_weights(str(run)).origin.folder.endswith("global_step2")
 
 
 def test_generate_accepts_the_same_folders(run: Path) -> None:

@@ -29,18 +29,27 @@ class BackgroundWriter:
     def __init__(self, checkpoints: Path, rank: int) -> None:
         self.snapshot = Snapshot()
         self._saves: list[SaveJob] = []  # jobs with a snapshot whose save has no reply yet, oldest first
+        self._process: subprocess.Popen[str] | None = None
         self._num_unfinished = 0  # jobs that are not finished; mirroring and pruning belong to a job
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # for example a full disk: then the writer ends, and each save reports it
+            checkpoints.mkdir(parents=True, exist_ok=True)
         self._arguments = [str(self.snapshot.descriptor), str(checkpoints), str(rank)]
         self._start()
 
     def _start(self) -> None:
-        """Start the writer and wait until it holds its lock, which shows the other ranks that it is running."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
-        self._process.wait()  # this process forks and exits; the writer is its orphaned child
+        """Start the writer and wait until it holds its lock, which shows the other ranks that it is running.
+
+        If the system starts no process now, all jobs fail until `restart_if_ended`: the other ranks may have a writer.
+        """
         self._replies: queue.Queue[Reply | None] = queue.Queue()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", WRITER_MODULE, *self._arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                pass_fds=[self.snapshot.descriptor], text=True, env=package_environment(), start_new_session=True)
+        except OSError:  # for example no memory or no process id is left
+            self._process, self._ended = None, True
+            return
+        self._process.wait()  # this process forks and exits; the writer is its orphaned child
         threading.Thread(target=self._listen, args=(self._process, self._replies), daemon=True).start()
         self._ended = False
         with contextlib.suppress(queue.Empty):
@@ -63,6 +72,8 @@ class BackgroundWriter:
         self._num_unfinished += 1
         if self._ended:
             self._replies.put(None)
+        if self._process is None:
+            return
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the writer has ended, and `_listen` reports it
             self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
@@ -92,9 +103,10 @@ class BackgroundWriter:
 
     def close(self) -> None:
         """Close the writer's standard input, so that it exits after its last job."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         self.snapshot.close()
 
     def _handle(self, reply: Reply | None) -> list[Reply]:

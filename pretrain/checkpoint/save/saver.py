@@ -180,5 +180,7 @@ class Saver:
         if failure:
             raise SaveError(f"the last checkpoint was not written: {failure}")
         if not is_good and wait_for_copies:
-            raise GuardError(f"{self._folder.path}: {NOT_FINITE} in the last checkpoint: resume with a lower learning "
-                             "rate, from the newest checkpoint without them")
+            line = f"{self._folder.path}: in the last checkpoint, {NOT_FINITE}. The newest good checkpoint remains. " \
+                "Lower the learning rate, and start another run with --init_from, or examine the checkpoint."
+            self._folder.event("stop", step=self.committed_step, reason=line)
+            raise GuardError(line)

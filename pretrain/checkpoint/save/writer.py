@@ -116,7 +116,9 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
     except OSError as failure:
         error = f"{failure.filename or temporary}: {failure.strerror}"
     if error is not None:
-        report_failure(job, error)
+        # on a full disk there may be no space for the part file; without it rank 0's writer waits for its time-out
+        while not report_failure(job, error) and time.perf_counter() < start + job.timeout_s and temporary.is_dir():
+            time.sleep(_CHECK_S)
     elif snapshot.manifest is not None:
         try:
             committed = commit(temporary, Manifest.from_json(snapshot.manifest), timeout_s=job.timeout_s,
@@ -143,20 +145,26 @@ def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileReco
     return records
 
 
-def report_failure(job: SaveJob, error: str) -> None:
-    """Report to rank 0's writer that this rank's files will not be written; on rank 0, remove the temporary folder."""
+def report_failure(job: SaveJob, error: str) -> bool:
+    """Report to rank 0's writer that this rank's files will not be written; on rank 0, remove the temporary folder.
+
+    Returns False if the report could not be written.
+    """
     if job.snapshot is None:
-        return
+        return True
     temporary = Path(job.snapshot.temporary)
     if job.rank == 0:
         discard(temporary)
-        return
+        return True
     if has_part(temporary, rank=job.rank, save_id=job.save_id):  # the writer wrote all files before it ended
-        return
-    with contextlib.suppress(OSError):  # if this fails, rank 0's writer waits until its time-out
+        return True
+    try:
         for region in job.snapshot.files:  # on a full disk, make space for the part file
             (temporary / region.name).unlink(missing_ok=True)
         write_part(temporary, rank=job.rank, save_id=job.save_id, files={}, error=error)
+    except OSError:
+        return False
+    return True
 
 
 def _after_save(job: SaveJob, verified: set[str]) -> None:

@@ -78,7 +78,7 @@ def _add_nan_cases(cases: CaseList) -> None:
         more = {"keep_checkpoints": 2, "checkpoint_mirror": f"mirror_nan_{mode}", **more}
         cases.run(f"nan {mode}", f"nan_{mode}", **more)
         cases.cases[-1]["nan_at"] = 4
-    cases.shell("cp -r nan_async after_nan")
+    cases.shell("cp -r nan_async after_nan; : > after_nan/checkpoints/latest")
     cases.run("after nan", "after_nan", keep_checkpoints=2)
 
 
@@ -247,8 +247,10 @@ def test_nan_replaces_no_good_checkpoint(results: dict[str, Any], folder: Path, 
 def test_a_start_skips_checkpoints_with_nan(results: dict[str, Any], folder: Path) -> None:
     assert results["after nan"]["status"] == [0, 0]
     again = folder / "after_nan"
-    (verify,) = events(again, "verify")
-    assert "global_step6: the weights or optimizer states have NaN" in verify["reason"]
+    nan, latest = events(again, "verify")
+    assert "global_step6: the weights or optimizer states have NaN" in nan["reason"]
+    assert latest["reason"].endswith("checkpoints/latest: the file is empty; it now names global_step2")
+    assert f"warning: {latest['reason']}" in log(again)
     assert events(again, "resume")[-1]["step"] == 2
     assert losses(again) == losses(folder / "reference")
     assert _finite(again) == {6: True, 4: True}
