@@ -158,7 +158,7 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int,
 
 def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, launcher: LauncherWatch,
           watchdog: Watchdog, weights: InitialWeights | None = None) -> int:
-    """Run the plan, resuming from the newest complete checkpoint if there is one. Returns the exit code.
+    """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `lock` is that of the
     run folder.

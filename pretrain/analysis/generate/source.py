@@ -53,7 +53,7 @@ def find_source(path: Path, *, step: int | None = None, tokenizer: str | None = 
 
     Args:
         path: a run folder, a checkpoint, or a folder with a config.json and weights of transformers.
-        step: step of the checkpoint; None: the newest complete one.
+        step: step of the checkpoint; None: the newest good one.
         tokenizer: --tokenizer; None: the run's, or the one in the transformers folder.
     """
     transformers_folder = find_transformers_folder(path, step)

@@ -41,7 +41,7 @@ def checkpoints_folder(plan: Plan) -> Path:
 
 
 def choose_resume(plan: Plan) -> Resume | None:
-    """Return the checkpoint of the run folder that --resume selects: the newest complete one, or None for step 0.
+    """Return the checkpoint of the run folder that --resume selects: the newest good one, or None for step 0.
 
     Only manifests and file sizes are read. Later `agree.py` compares the hashes and reads the mirror, on all ranks.
     Raises ConfigError.

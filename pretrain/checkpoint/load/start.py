@@ -52,7 +52,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
 
 
 def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
-    """Return the newest complete checkpoint of the run folder. `choose_resume` reports damaged ones later."""
+    """Return the newest good checkpoint of the run folder. `choose_resume` reports damaged ones later."""
     if args.resume == "never":
         return None
     try:

@@ -211,7 +211,7 @@ def remove_parts(temporary: Path, *, world_size: int) -> None:
 def publish(temporary: Path, final: Path) -> None:
     """Rename the temporary folder to its final name.
 
-    If a folder already has this name, it is a damaged checkpoint, because a run resumes from its newest complete one.
+    If a folder already has this name, it is damaged or not finite, because a run resumes from its newest good one.
     This folder is removed.
     """
     damaged = final.with_name(f"{TEMPORARY}damaged-{final.name}")

@@ -18,7 +18,7 @@ class RunProgress:
     events: list[dict[str, Any]]  # rows of events.jsonl
     steps: list[dict[str, Any]]  # training rows of metrics.jsonl
     first_step: int  # step from which this start resumed; its first training step is the next one
-    kept_step: int  # step of the newest complete checkpoint
+    kept_step: int  # step of the newest good checkpoint
 
     @property
     def last_step(self) -> int:

@@ -22,7 +22,7 @@ class StartRecord:
     reason: str  # why the start ended
     first_step: int  # step from which this start resumed; its first training step is the next one
     last_step: int  # last step that was logged or saved
-    kept_step: int  # step of the newest complete checkpoint at the end
+    kept_step: int  # step of the newest good checkpoint at the end
     productive_seconds: float  # time of the steps up to kept_step; the next start repeats all later steps
     wall_seconds: float
     hosts: list[str]  # hosts of this start; [] if the supervisor has no hostfile
