@@ -1,6 +1,7 @@
 """The files STOP and SAVE in a run folder, with which a user stops a run or saves a checkpoint now."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class ControlFiles:
         self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
 
     def stop_requested(self) -> bool:
-        return self.stop_path.exists()
+        return os.path.exists(self.stop_path)  # False after errors of a file server, which Path.exists raises
 
     def save_requested(self) -> bool:
         """Return whether there is a SAVE file that was not requested yet. If its save fails, `touch` requests another.
