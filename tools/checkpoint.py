@@ -16,7 +16,7 @@ from rich.table import Table
 from pretrain.checkpoint.convert.inspect import layout_summary, verify
 from pretrain.checkpoint.convert.new_folder import check_new_folder, output_summary
 from pretrain.checkpoint.convert.plan_export import plan_export
-from pretrain.checkpoint.format.manifest import NOT_FINITE, latest_problem
+from pretrain.checkpoint.format.manifest import LATEST_FILE, NOT_FINITE, latest_problem
 from pretrain.checkpoint.load.select import (
     FoundCheckpoint,
     find_checkpoint,
@@ -64,10 +64,17 @@ def _verify(args: argparse.Namespace) -> int:
             code = 1
         elif not found.manifest.weights_only:
             good.append(found.folder)
-    problem = latest_problem(good[0].parent, good[0]) if good and not is_checkpoint(args.run) else None
-    if problem is not None:
-        print(problem)
-    return 1 if problem is not None else code
+    if good and not is_checkpoint(args.run) and _should_have_latest(good[0].parent):
+        problem = latest_problem(good[0].parent, good[0])
+        if problem is not None:
+            print(problem)
+            code = 1
+    return code
+
+
+def _should_have_latest(checkpoints: Path) -> bool:
+    """Return whether this is the checkpoints folder of a run. A mirror has no file `latest`."""
+    return checkpoints.resolve().name == "checkpoints" or (checkpoints / LATEST_FILE).exists()
 
 
 def _verify_and_print(found: FoundCheckpoint) -> int:
