@@ -114,7 +114,8 @@ class SignalListener:
         After a crash, DeepSpeed's launcher sends SIGTERM to the remaining ranks and waits 30 s for each of them
         (launcher/launch.py, 0.19.8). They are blocked in a collective. Before `close`, no rank ends by itself.
         """
-        return self._launcher is not None and _num_children(self._launcher) < self._ranks
+        return self._launcher is not None and self._launcher.is_running() \
+            and _num_children(self._launcher) < self._ranks
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

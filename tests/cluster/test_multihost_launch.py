@@ -147,12 +147,14 @@ def test_unreachable_or_different_hosts_are_rejected(hosts: Hosts, corpus: str, 
 def test_signals_and_failures_end_all_hosts(hosts: Hosts, corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "100000", config=PIPELINE)
-    with _launched(hosts, tmp_path, flags) as process:
-        _wait_for_rows(run, 2, process)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=LIMIT_S)[0]
-        assert process.returncode == 75, output
-        hosts.wait_until_empty()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with _launched(hosts, tmp_path, flags) as process:
+            _wait_for_rows(run, len(rows(run)) + 2 if run.exists() else 2, process)
+            process.send_signal(number)
+            output = process.communicate(timeout=LIMIT_S)[0]
+            assert process.returncode == 75, output
+            assert rows(run, "events.jsonl")[-1]["reason"] == number.name
+            hosts.wait_until_empty()
     found = newest_good(run / "checkpoints")
     assert found is not None
     with _launched(hosts, tmp_path, flags, "--grace", "1") as process:

@@ -176,9 +176,13 @@ def test_rejected_runs_and_runs_without_progress_are_not_requeued(
     record.write_text("".join(json.dumps(row) + "\n" for row in [{**start, "job": "6"}, start, start]))
     assert after(tmp_path, environ, exit_code=75) == 0
     assert after(tmp_path, environ, exit_code=2) == 1
+    (tmp_path / "STOP").touch()
+    assert after(tmp_path, environ, exit_code=75) == 1
+    (tmp_path / "STOP").unlink()
     record.write_text(record.read_text() + json.dumps(start) + "\n" + '{"job": "7", "no')
     assert after(tmp_path, environ, exit_code=75) == 1
     assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()] == [
         "exit code 75, step 0: the job goes back to the queue",
         f"exit code 2, step 0: the job is not requeued, because {NO_RESTART[2]}",
+        f"exit code 75, step 0: the job is not requeued, because {tmp_path / 'STOP'} exists",
         "exit code 75, step 0: the job is not requeued, because 3 starts in a row made no progress beyond step 0"]

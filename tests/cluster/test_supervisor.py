@@ -145,6 +145,31 @@ def test_orphans_that_have_ended_do_not_delay_the_launcher(tmp_path: Path) -> No
     assert code == 2, stderr  # a code that is not restarted
 
 
+def test_the_third_signal_ends_at_once(tmp_path: Path) -> None:
+    """The rank handles all signals, and never ends."""
+    (tmp_path / "rank.py").write_text(RANK.replace("; raise SystemExit(75)", "").replace(
+        "time.sleep(3600)", "[time.sleep(0.1) for _ in range(36000)]"))
+    process = supervise(["--save", str(tmp_path), "--", sys.executable, str(tmp_path / "rank.py")],
+                        stderr=subprocess.PIPE, cwd=tmp_path)
+    wait_until(lambda: (tmp_path / "events.jsonl").is_file())
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stop" in (tmp_path / "events.jsonl").read_text())
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    process.send_signal(signal.SIGINT)
+    code, stderr = wait_for_end(process)
+    assert code == 130, stderr
+    assert "SIGINT: the run is about to save and stop; the next signal ends it at once" in stderr
+
+
+def test_a_stop_file_prevents_the_restart(tmp_path: Path) -> None:
+    code, stderr = supervised(tmp_path, f"echo '{json.dumps(STOPPED)}' >> events.jsonl; touch STOP; exit 75")
+    assert code == 75
+    assert f"no restart, because {tmp_path / 'STOP'} exists; 1 start," in stderr
+    assert len(read_restart_log(tmp_path)[0]) == 1
+
+
 def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
     rank = tmp_path / "train.py"
     rank.write_text("import pathlib, time; pathlib.Path(__file__).with_suffix('.began').touch(); time.sleep(3600)")
