@@ -21,11 +21,14 @@ BATCH, STEPS, INTERVAL = 8, 20, 4
 
 
 def train(folder: Path, corpus: str, values: dict[str, Any], factors: dict[int, str] | None = None,
-          rank: int | None = None, **others: Any) -> list[Any]:
-    """Train on two ranks; `factors` multiplies the loss of the batches that begin with these samples."""
+          rank: int | None = None, kill_in: str | None = None, **others: Any) -> list[Any]:
+    """Train on two ranks; `factors` multiplies the loss of the batches that begin with these samples.
+
+    The first call of the function `kill_in` kills the rank.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "ds.json").write_text(json.dumps(values))
-    (folder / "faults.json").write_text(json.dumps({"factors": factors or {}, "rank": rank}))
+    (folder / "faults.json").write_text(json.dumps({"factors": factors or {}, "rank": rank, "kill_in": kill_in}))
     words = {**flags(corpus, layers=2, steps=STEPS), "deepspeed_config": "ds.json", "save": "run", "log_interval": 1,
              "save_interval": INTERVAL, **others}
     return run_ranks([str(WORKERS / "bad_data.py"), "faults.json", *(f"--{key}={value}" for key, value in
@@ -102,6 +105,7 @@ def test_later_checkpoints_are_no_candidates(rolled_back: tuple[str, Path]) -> N
             mirror / path.name: read_manifest(path).save_id for path in checkpoints.glob("global_step*")}
 
 
+@pytest.mark.parametrize("rolled_back", ["nan", pytest.param("spike", marks=pytest.mark.slow)], indirect=True)
 def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tuple[str, Path], corpus: str,
                                                                tmp_path: Path) -> None:
     name, folder = rolled_back
@@ -122,6 +126,31 @@ def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tupl
                     for path in (run, folder / "run"))
     assert again == first[-len(again):]
     assert len(again) == STEPS - saved_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["pretrain.checkpoint.save.rollbacks:write_latest",
+                                      "pretrain.checkpoint.save.rollbacks:move_abandoned",
+                                      "pretrain.resilience.rollback:load_checkpoint",
+                                      "pretrain.resilience.rollback:_report",
+                                      "pretrain.resilience.rollback:record_rollback"])
+def test_a_run_that_is_killed_in_a_rollback(function: str, rolled_back: tuple[str, Path], corpus: str,
+                                            tmp_path: Path) -> None:
+    """After the record, the restarted run equals the undisturbed one. Before it, the run only has to finish."""
+    name, folder = rolled_back
+    values, factors, rank, others, _ = ROLLBACKS[name]
+    done = train(tmp_path, corpus, values, factors, rank, function, **others)
+    assert done[0].returncode != 0
+    done = train(tmp_path, corpus, values, factors, rank, **others)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout[-3000:]
+    if not function.endswith("record_rollback"):
+        keys = ("step", "consumed_samples", "loss", "grad_norm", "lr")
+        again, first = ([[row[key] for key in keys] for row in newest_path(
+            [row for row in read_metrics(run) if "loss" in row])] for run in (tmp_path / "run", folder / "run"))
+        assert again == first
+    newest = newest_good(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest[1].step == STEPS
 
 
 @pytest.mark.slow
@@ -170,6 +199,20 @@ def test_a_diverging_run_ends_with_76_and_keeps_a_finite_checkpoint(name: str, c
           f"checkpoints {[manifest.step for _, manifest in complete_checkpoints(run / 'checkpoints')[0]]}")
 
 
+def test_overflows_at_the_minimum_of_the_loss_scale_end_with_76(corpus: str, tmp_path: Path) -> None:
+    values = config(2, precision="fp16", **DATA2)
+    values["fp16"] |= {"initial_scale_power": 2, "min_loss_scale": 1, "hysteresis": 1}
+    factors = dict.fromkeys(range(6 * BATCH, 50 * BATCH, BATCH), "1e30")
+    done = train(tmp_path, corpus, values, factors, emulate_fp16=True, max_bad_steps=3)
+    assert [process.returncode for process in done] == [76, 76], done[0].stdout[-3000:]
+    assert "Traceback" not in done[0].stdout
+    (line,) = [line for line in done[0].stdout.splitlines() if line.startswith("ds-pretrain: error: ")]
+    assert "the gradients of fp16 overflowed in 3 steps in a row" in line
+    assert "loss scale of 1 cannot be lowered further. Train with bf16, or use " in line
+    assert is_finite(tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_without_a_checkpoint_the_run_ends_with_76(corpus: str, tmp_path: Path) -> None:
     factors = dict.fromkeys(range(0, STEPS * BATCH, BATCH), "inf")
     done = train(tmp_path, corpus, config(1, **DATA2), factors, 0, max_bad_steps=3)

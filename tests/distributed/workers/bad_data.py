@@ -1,11 +1,14 @@
 """Program `bad_data.py FAULTS.json FLAGS`: one rank of train.py, in which some samples give bad losses.
 
 FAULTS.json: {"factors": {first sample of a global batch: factor of the loss, such as "nan"}, "rank": the only rank
-that has these factors, or null: all ranks}.
+that has these factors, or null: all ranks, "kill_in": function "module:name", whose first call kills the process, or
+null}.
 """
 
+import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,19 @@ def spoil(faults: dict[str, Any]) -> None:
     Loader.step = spoiled  # type: ignore[method-assign]
 
 
+def kill_in(function: str) -> None:
+    """Make the first call of a function kill this process."""
+    module, _, name = function.partition(":")
+
+    def kill(*arguments: Any, **settings: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(importlib.import_module(module), name, kill)
+
+
 if __name__ == "__main__":
-    spoil(json.loads(Path(sys.argv[1]).read_text()))
+    faults = json.loads(Path(sys.argv[1]).read_text())
+    spoil(faults)
+    if faults.get("kill_in"):
+        kill_in(faults["kill_in"])
     end_process(main(sys.argv[2:]))
