@@ -45,6 +45,11 @@ COVERED: dict[str, tuple[str, str]] = {
         ("tests/analysis/test_evaluate.py", '"--tasks"'),
     "deepspeed --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
         ("tests/analysis/test_evaluate.py", '"--partition_weights", "--local_rank=0", ranks=2'),
+    # faults: the test runs the same program with a smaller model
+    "python tools/chaos.py --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
+    "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "
+    "--keep_checkpoints 3 --async_save --save runs/chaos":
+        ("tests/chaos/test_chaos.py", '"chaos.py"'),
     # clusters
     "ds-pretrain --num_gpus 8 --config run.yaml": ("tests/cluster/test_ds_pretrain.py", '"--num_gpus"'),
     "ds-pretrain --hostfile HOSTS --config run.yaml": ("tests/cluster/test_multihost_launch.py", '"cluster.sh"'),
