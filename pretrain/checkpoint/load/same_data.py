@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
+from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.validate import Plan
 from pretrain.data.identity import FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.indexed import IndexedDataset
@@ -54,7 +55,7 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
         return ""
     if plan.args.allow_other_data:
         return f"--train_data {plan.args.train_data}: {problem}; --allow_other_data: training continues at sample " \
-               f"{manifest.consumed_samples:,} of this data"
+               f"{position_after(folder.parent, manifest):,} of this data"
     raise ConfigError(f"--train_data {plan.args.train_data}", problem=problem,
                       remedy="give the data of the checkpoint, or continue with this data by --allow_other_data")
 
