@@ -34,7 +34,10 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> int:
-    """Return the number of this process's PID namespace: containers on one host have the same boot id."""
+    """Return the number of this process's PID namespace, or 0 if it is unknown.
+
+    Containers on one host have the same boot id, but each has its own process ids.
+    """
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -71,7 +74,8 @@ class Owner:
 
     def runs(self) -> bool | None:
         """Return whether the process runs; None if that cannot be seen from here (another host or container)."""
-        if not self.boot_id or (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
+        is_known = self.boot_id != "" and self.pid_namespace != 0
+        if not is_known or (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
             return None
         try:
             os.kill(self.pid, 0)

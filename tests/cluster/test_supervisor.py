@@ -27,6 +27,9 @@ from pretrain.cluster.supervise.launch_command import (
 from pretrain.cluster.supervise.progress import RunProgress, kept_step_seconds
 from pretrain.cluster.supervise.supervisor import SupervisorSettings, backoff
 from pretrain.errors import ConfigError
+from pretrain.resilience.lease_file import Owner
+from pretrain.resilience.run_lock import LOCK
+from tests.support.lock_race import write_lease
 from tests.support.supervised import read_restart_log, supervise, wait_for_end, wait_until
 
 BEGAN = '{"event": "start", "step": 0, "reason": ""}'
@@ -168,6 +171,23 @@ def test_a_stop_file_prevents_the_restart(tmp_path: Path) -> None:
     assert code == 75
     assert f"no restart, because {tmp_path / 'STOP'} exists; 1 start," in stderr
     assert len(read_restart_log(tmp_path)[0]) == 1
+
+
+def test_a_start_that_still_lives_elsewhere_delays_the_restart(tmp_path: Path) -> None:
+    """The first start ends, but leaves a lock that a live process holds: here this test."""
+    run, lease = tmp_path / "run", tmp_path / "lease"
+    run.mkdir()
+    write_lease(lease, Owner())
+    script = f"cd {run}; [ -e {LOCK} ] || {{ cp {lease} {LOCK}; exit 9; }}; echo '{FINISHED}' >> events.jsonl"
+    process = supervise(["--save", str(run), "--max_restarts", "1000", "--", "bash", "-c", script],
+                        stderr=subprocess.PIPE)
+    wait_until(lambda: len(read_restart_log(run)[0]) >= 3)
+    write_lease(run / LOCK, Owner(), rest='{"released": 0}\n')
+    code, stderr = wait_for_end(process)
+    assert code == 0, stderr
+    starts, _ = read_restart_log(run)
+    assert [starts[0]["exit_code"], starts[1]["exit_code"], starts[-1]["exit_code"]] == [9, None, 0]
+    assert starts[1]["reason"].startswith(f"another start is training in the run folder (process {os.getpid()} on ")
 
 
 def test_a_second_supervisor_or_run_in_the_same_folder_is_rejected(tmp_path: Path) -> None:
