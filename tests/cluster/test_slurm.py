@@ -16,7 +16,7 @@ from tests.support.launch import ROOT
 from tests.test_train import rows
 
 __all__ = ["slurm"]  # the fixture
-STEPS = 40
+STEPS = 300  # a request is agreed on within 64 steps
 
 
 @pytest.fixture(scope="module")
