@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from pretrain.chaos import instructions, processes
@@ -22,6 +22,7 @@ _LONGEST_PAUSE_S = 2.0
 _TRIES = 3
 _FEWEST_INTACT = 2  # undamaged checkpoints before one is damaged, so that the run can always resume
 _HANG_GRACE_S = 120.0  # after --step_timeout: dumps, exit codes, launchers
+_END_LIMIT_S = 300.0  # a fault that has not ended its start after this time has had no effect
 PrintLine = Callable[[str], None]
 
 
@@ -161,7 +162,10 @@ class FaultInjector(threading.Thread):
             what = {"kill_rank": processes.kill_rank, "kill_launcher": processes.kill_launcher,
                     "signal": processes.send_signal}[fault.kind](command, random)
         self._record(fault, what, start=start)
-        self._wait(lambda: self._watch.num_starts > start)
+        limit = time.monotonic() + _END_LIMIT_S
+        self._wait(lambda: self._watch.num_starts > start or time.monotonic() > limit)
+        if self._watch.num_starts == start:
+            self.applied[-1] = replace(self.applied[-1], ended=False)
 
     def _hang(self, fault: Fault, start: int, random: Random) -> None:
         victim = processes.stop_rank(self._settings.command, random)

@@ -1,6 +1,7 @@
 """Run the reference and the run with faults under the supervisor, and compare them."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pretrain.chaos.checkpoints import CheckpointLedger, LostCheckpoint
 from pretrain.chaos.compare import reference_rows, state_hash, wrong_rows
 from pretrain.chaos.damage import LinkedData
 from pretrain.chaos.injector import FaultInjector
+from pretrain.chaos.processes import SIGNALS
 from pretrain.chaos.results import ChaosResult, count_bad_steps, count_by_kind, measure_goodput
 from pretrain.chaos.schedule import Schedule, make_schedule
 from pretrain.chaos.settings import ChaosSettings
@@ -27,6 +29,7 @@ PrintLine = Callable[[str], None]
 
 def run_chaos(settings: ChaosSettings, print_line: PrintLine) -> ChaosResult:
     """Run the reference, then the run with faults; write RUN/chaos.json. Raises ConfigError."""
+    _stop_ignoring_signals()
     schedule = make_schedule(settings.kinds, faults=settings.faults, seed=settings.seed,
                              train_steps=settings.train_steps)
     if settings.reference_command is not None:
@@ -37,6 +40,13 @@ def run_chaos(settings: ChaosSettings, print_line: PrintLine) -> ChaosResult:
     result = _run_with_faults(settings, schedule, print_line)
     (settings.run / RESULT).write_text(json.dumps(result.to_json(), indent=1, default=str), encoding="utf-8")
     return result
+
+
+def _stop_ignoring_signals() -> None:
+    """Let the run receive the signals that the faults send. Shells start background jobs with SIGINT ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run_reference(settings: ChaosSettings, schedule: Schedule, print_line: PrintLine) -> None:
