@@ -36,7 +36,8 @@ def flags(corpus: str, run: Path) -> list[str]:
             "--model_overrides", "vocab_size=256,n_layer=2,n_embd=64,resid_pdrop=0.1", "--train_data", corpus,
             "--seq_length", "64", "--split", "100,0,0", "--micro_batch_size", "2", "--gradient_accumulation_steps", "2",
             "--learning_rate", "1e-3", "--log_interval", "1", "--save_interval", "1", "--keep_checkpoints", "2",
-            "--train_steps", str(STEPS), "--step_timeout", str(TIME_OUT_S), "--save", str(run)]
+            "--train_steps", str(STEPS), "--step_timeout", str(TIME_OUT_S), "--save_timeout",
+            str(TIME_OUT_S), "--save", str(run)]
 
 
 def deepspeed(corpus: str, run: Path) -> list[str]:
