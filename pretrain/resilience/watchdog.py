@@ -59,9 +59,9 @@ class TimeOuts:
         file = (args.save_timeout, "--save_timeout")
         later = dict.fromkeys(PHASES, step)
         if step[0]:
-            later |= dict.fromkeys(("load", "save", "rollback", "end"), max(step, file))
+            later |= dict.fromkeys(("load", "save", "rollback", "end"), file if file[0] >= step[0] else step)
         start = dict.fromkeys(("connect", "checkpoint", "build", "data", "step", "eval"), first)
-        start["load"] = max(first, file) if first[0] else first
+        start["load"] = file if first[0] and file[0] > first[0] else first
         return cls(first={**later, **start}, later=later)
 
     @property

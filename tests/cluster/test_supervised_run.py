@@ -25,7 +25,7 @@ from tests.support.supervised import (
 )
 
 pytestmark = pytest.mark.slow
-STEPS = 60
+STEPS = 120
 FAULTS = ((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL), (signal.SIGKILL, signal.SIGSTOP))
 KILLS = len(FAULTS[0])
 TIME_OUT_S = 15
