@@ -85,6 +85,8 @@ def read_yaml(path: str) -> dict[str, tuple[int, str]]:
         loader.flatten_mapping(document)  # keys merged by `<<: *name` come first: later keys win
         entries = [(flag_name(str(key.value)), key.start_mark.line + 1, _yaml_value(loader, path, key, value))
                    for key, value in document.value]
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"--config {path}", problem="it is nested too deeply", remedy="each key takes one value") \
             from None
