@@ -10,6 +10,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/weights.md", "tools/memory.md", "tools/checkpoints.md",
     "tools/evaluation.md", "tools/performance.md", "ds_configs/README.md", "launch/README.md", "launch/unattended.md",
+    "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
