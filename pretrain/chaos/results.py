@@ -30,7 +30,7 @@ class Goodput:
     """Division of the wall time, in seconds."""
 
     wall_s: float
-    relaunch_s: float  # from the end of one start to the first step of the next one, and the first launch
+    relaunch_s: float  # from the fault that ended a start to the first step of the next one, and the first launch
     kept_s: float  # steps that the final weights include, without the time in which this tool had stopped a rank
 
     @property
@@ -174,7 +174,19 @@ def measure_goodput(starts: Sequence[dict[str, Any]], faults: Sequence[AppliedFa
     relaunch_s, end = 0.0, starts[0]["time"]
     for number, start in enumerate(starts, 1):
         rows, previous_end = watch.steps_of_start(number), end
-        end = start["time"] + start["wall_seconds"]
-        first = rows[0].time - rows[0].values["step_time_ms"] / 1e3 if rows else end
-        relaunch_s += first - previous_end
-    return Goodput(end - starts[0]["time"], relaunch_s, max(sum(kept_s.values()) - paused_s, 0.0))
+        ended = start["time"] + start["wall_seconds"]
+        first = rows[0].time - rows[0].values["step_time_ms"] / 1e3 if rows else ended
+        relaunch_s += max(first - previous_end, 0.0)
+        end = max(_end_of_training(number, faults, ended), rows[-1].time if rows else first)
+    return Goodput(ended - starts[0]["time"], relaunch_s, max(sum(kept_s.values()) - paused_s, 0.0))
+
+
+def _end_of_training(number: int, faults: Sequence[AppliedFault], ended: float) -> float:
+    """Return the time at which a start could train no further: that of the fault which ended it.
+
+    `ended` is the end of its last process. It is also the result for a start that no fault ended, and for a hang: the
+    time until the watchdog acts is not a part of the relaunch.
+    """
+    times = [fault.time for fault in faults if fault.applied and fault.start == number
+             and KINDS[fault.kind].effect == "ends" and fault.kind != "hang"]
+    return min(times[-1], ended) if times else ended

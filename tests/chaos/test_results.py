@@ -120,16 +120,18 @@ def test_restarts_and_repeated_steps_are_attributed_to_the_faults(tmp_path: Path
     assert sum(each.faults for each in kinds.values()) == 3
 
 
-def test_goodput_leaves_out_the_time_from_one_start_to_the_next_step(tmp_path: Path) -> None:
-    """Each step takes 1 s. The rows are read now, so the times of the starts are given relative to them."""
+def test_goodput_leaves_out_the_time_from_the_fault_to_the_next_step(tmp_path: Path) -> None:
+    """Each step takes 1 s. The first start trains from 2 s to 4 s and ends at 6 s, the second one from 9 s to 10 s."""
     watch = watched(tmp_path, [row(1) + row(2), row(2)])
-    now = watch.steps()[0].time
-    starts = [{"time": now - 4.0, "wall_seconds": 4.5}, {"time": now + 1.0, "wall_seconds": 3.0}]
-    goodput = measure_goodput(starts, [], watch)
-    assert goodput.wall_s == pytest.approx(8.0)
-    # 3 s before the first step; the first step of the second start begins 1.5 s before the end of the first start
-    assert goodput.relaunch_s == pytest.approx(3.0 - 1.5, abs=0.5)
-    assert goodput.kept_s == pytest.approx(2.0)
+    watch.metrics.rows = [replace(each, time=time) for each, time in zip(watch.metrics.rows, (3.0, 4.0, 10.0),
+                                                                         strict=True)]
+    starts = [{"time": 0.0, "wall_seconds": 6.0}, {"time": 7.0, "wall_seconds": 4.0}]
+    killed = AppliedFault("kill_rank", 4.5, start=1, step=2, what="")
+    goodput = measure_goodput(starts, [killed], watch)
+    assert (goodput.wall_s, goodput.kept_s) == (11.0, 2.0)
+    assert goodput.relaunch_s == 2.0 + (9.0 - 4.5)
+    for faults in ([], [replace(killed, kind="hang")], [replace(killed, kind="nan")]):
+        assert measure_goodput(starts, faults, watch).relaunch_s == 2.0 + (9.0 - 6.0)
 
 
 def test_a_result_with_a_loss_is_a_failure() -> None:
