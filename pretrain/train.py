@@ -26,8 +26,8 @@ from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import CRASHED, GUARD, INTERRUPTED, REJECTED, ConfigError, CorruptionError, GuardError, SaveError
 from pretrain.patches.imports import avoid_compiler_imports
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watchdog import TimeOuts, Watchdog
+from pretrain.resilience.rank_guards import RankGuards, rank_guards
+from pretrain.resilience.watchdog import TimeOuts
 from pretrain.terminal.status import clear_status, status
 from pretrain.terminal.streams import ignore_lost_output
 
@@ -72,13 +72,11 @@ def run(args: RunArguments, world: World) -> int:
     start = check_start(args, world_size=world.size, device=device)  # the ranks choose the checkpoint again later
     time_outs = TimeOuts.from_flags(args)
     collective_timeout_s(time_outs.longest_s, os.environ)  # rejects a wrong DEEPSPEED_TIMEOUT; DeepSpeed would crash
-    with RunLock(Path(args.save), active=world.rank == 0) as lock, \
-            Watchdog(Path(args.save), world, time_outs) as watchdog:
-        return _train(start, world, device, lock, launcher, watchdog)
+    with rank_guards(Path(args.save), world, time_outs, launcher) as guards:
+        return _train(start, world, device, guards)
 
 
-def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: LauncherWatch,
-           watchdog: Watchdog) -> int:
+def _train(start: Start, world: World, device: Device, guards: RankGuards) -> int:
     """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
@@ -91,8 +89,7 @@ def _train(start: Start, world: World, device: Device, lock: RunLock, launcher: 
 
     watch = MemoryWatch.start(plan, world)
     try:
-        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), lock, launcher, watchdog,
-                     start.weights)
+        return train(plan, world, StepCallbacks(watch.before_step, watch.after_step), guards, start.weights)
     except (MemoryError, RuntimeError, OSError) as error:
         lines = advice(watch, error)
         if not lines:

@@ -40,7 +40,7 @@ from pretrain.monitor.meter import Meter
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
-from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.rank_guards import RankGuards
 from pretrain.resilience.replica_check import ReplicaCheck
 from pretrain.resilience.requests import Request, Requests
 from pretrain.resilience.rollback import roll_back
@@ -63,7 +63,7 @@ class StepCallbacks:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """The loop over optimizer steps: train, watch, log, evaluate, save, and stop on request."""
+    """The loop over optimizer steps: train, log, check, evaluate, save, and stop on request."""
 
     plan: Plan
     engine: DeepSpeedEngine
@@ -72,7 +72,7 @@ class StepLoop:
     saver: Saver
     requests: Requests
     data_watch: DataWatch
-    guard: Guard
+    guard: Guard  # against bad steps
     replicas: ReplicaCheck
     watchdog: Watchdog
     lock: RunLock
@@ -96,9 +96,9 @@ class StepLoop:
             consumed_samples += self.plan.layout.global_batch_size
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
-            verdict = self.guard.observe(step, loss, consumed_samples)
-            if verdict.rollback is not None:
-                step, consumed_samples = self._roll_back(verdict.rollback)
+            bad_steps = self.guard.observe(step, loss, consumed_samples)
+            if bad_steps is not None:
+                step, consumed_samples = self._roll_back(bad_steps)
                 continue
             self.replicas.check(step)
             eval_loss = self._evaluate_if_due(step, consumed_samples)
@@ -110,6 +110,16 @@ class StepLoop:
         if step == self.plan.train_steps:
             self._evaluate("test", step, consumed_samples)
         return step, request.stop
+
+    def close(self, step: int, stopped_by: str) -> None:
+        """Finish background work, and announce the end. The arguments are the results of `run`."""
+        self.watchdog.enter("end", step)
+        for loader in self.loaders.values():
+            loader.close()
+        self.saver.close(wait_for_copies=not stopped_by)
+        self.requests.close()
+        self.data_watch.close()
+        announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
 
     def _is_due(self, step: int, interval: int) -> bool:
         return step == self.plan.last_step or (interval > 0 and step % interval == 0)
@@ -133,8 +143,9 @@ class StepLoop:
         self.meter.restart(step)
 
     def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
-        return self._evaluate("valid", step, consumed_samples) if self._is_due(step, self.plan.args.eval_interval) \
-            else None
+        if not self._is_due(step, self.plan.args.eval_interval):
+            return None
+        return self._evaluate("valid", step, consumed_samples)
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
         """Report and return the mean loss of the first --eval_steps global batches; None if the split has no data."""
@@ -156,13 +167,41 @@ def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int,
     return torch.stack(losses).mean()
 
 
-def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, launcher: LauncherWatch,
-          watchdog: Watchdog, weights: InitialWeights | None = None) -> int:
+def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards,
+          weights: InitialWeights | None = None) -> int:
     """Run the plan, resuming from the newest good checkpoint if there is one. Returns the exit code.
 
-    Without a checkpoint, the run begins with `weights`, or with random weights if this is None. `lock` is that of the
-    run folder.
+    Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
     """
+    resume = _connect(plan, world, guards.watchdog, weights)
+    if resume is not None and resume.manifest.step >= plan.last_step:
+        return _report_complete(plan, resume)
+    if resume is not None:
+        plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
+    start = _build(plan, resume, weights, guards.watchdog)
+    with Screen(active=world.rank == 0) as screen:
+        loop = _begin_loop(plan, world, start, callbacks, guards, screen)
+        step, stopped_by = loop.run(start.step, start.consumed_samples)
+        loop.close(step, stopped_by)
+    dist.barrier()
+    if world.local_rank == 0:
+        remove_swap_files(plan)
+    dist.destroy_process_group()
+    return STOPPED if step < plan.last_step else FINISHED
+
+
+@dataclass(frozen=True)
+class _StartPoint:
+    """The engine with its weights, and the data position, before the first step of this process."""
+
+    engine: DeepSpeedEngine
+    resume: Resume | None  # None: the run begins with new or initial weights
+    step: int  # number of steps done
+    consumed_samples: int
+
+
+def _connect(plan: Plan, world: World, watchdog: Watchdog, weights: InitialWeights | None) -> Resume | None:
+    """Connect the ranks, which then choose the checkpoint to resume from. Without one, they verify the weights."""
     with deepspeed_output(plan.args.deepspeed_log_level):
         status(f"connecting {world.size} rank{'s' * (world.size > 1)}")
         init_process_group(world, watchdog.time_outs.longest_s)
@@ -174,47 +213,42 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, lock: RunLock, lau
         if resume is None and weights is not None:
             verify_weights(weights)
     clear_status()
-    if resume is not None and resume.manifest.step >= plan.last_step:
-        return _report_complete(plan, resume)
-    if resume is not None:
-        plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
+    return resume
+
+
+def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, watchdog: Watchdog) -> _StartPoint:
+    """Build the engine, and load the checkpoint or the initial weights, if any."""
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
         engine = build_engine(plan, initialize=resume is None and weights is None)
         watchdog.enter("load", 0)
-        first_step, consumed_samples = _restore(engine, plan, resume, weights)
+        step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()
-    with Screen(active=world.rank == 0) as screen:
-        folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=lock.confirm,
-                           warn=screen.line)
-        meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=first_step)
-        saver = Saver(plan, folder, screen)
-        requests = Requests(engine.device, folder, launcher, exit_after_minutes=plan.args.exit_after_minutes,
-                            committed_step=lambda: saver.committed_step, report=screen.line)
-        loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
-        announce_start(plan, world, screen, folder, first_step=first_step,
-                       resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
-                       warnings=resume.warnings if resume else ())
-        guard = Guard(plan, engine, folder, screen)
-        guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
-        data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen,
-                               active=world.rank == 0)
-        loop = StepLoop(plan, engine, loaders, meter, saver, requests, data_watch, guard,
-                        ReplicaCheck(plan, engine, folder), watchdog, lock, callbacks)
-        step, stopped_by = loop.run(first_step, consumed_samples)
-        watchdog.enter("end", step)
-        for loader in loaders.values():
-            loader.close()
-        saver.close(wait_for_copies=not stopped_by)
-        requests.close()
-        data_watch.close()
-        announce_end(plan, step, stopped_by, meter.losses, screen, folder)
-    dist.barrier()
-    if world.local_rank == 0:
-        remove_swap_files(plan)
-    dist.destroy_process_group()
-    return STOPPED if step < plan.last_step else FINISHED
+    return _StartPoint(engine, resume, step, consumed_samples)
+
+
+def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCallbacks, guards: RankGuards,
+                screen: Screen) -> StepLoop:
+    """Announce the start, and create the parts of the step loop."""
+    engine, resume = start.engine, start.resume
+    folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
+                       warn=screen.line)
+    meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step)
+    saver = Saver(plan, folder, screen)
+    requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
+                        committed_step=lambda: saver.committed_step, report=screen.line)
+    loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
+    # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
+    announce_start(plan, world, screen, folder, first_step=start.step,
+                   resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
+                   warnings=resume.warnings if resume else ())
+    guard = Guard(plan, engine, folder, screen)
+    guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
+    data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
+    return StepLoop(plan, engine, loaders, meter=meter, saver=saver, requests=requests, data_watch=data_watch,
+                    guard=guard, replicas=ReplicaCheck(plan, engine, folder), watchdog=guards.watchdog,
+                    lock=guards.lock, callbacks=callbacks)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:

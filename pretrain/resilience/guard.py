@@ -30,13 +30,6 @@ class BadSteps:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Decision of the guard after a step; the same on all ranks."""
-
-    rollback: BadSteps | None = None  # None: the run continues
-
-
-@dataclass(frozen=True)
 class _Step:
     """A trained step. `loss` and `grad_norm` are valid once they have been read from the device."""
 
@@ -49,12 +42,12 @@ class _Step:
 
     @property
     def is_normal_overflow(self) -> bool:
-        """Whether the update was skipped only to lower the loss scale of fp16."""
+        """True if the update was skipped only to lower the loss scale of fp16."""
         return self.skipped is not None and not self.skipped.is_bad
 
     @property
     def is_bad(self) -> bool:
-        """Whether the step counts for --max_bad_steps."""
+        """True if the step counts for --max_bad_steps."""
         if self.skipped is not None:
             return self.skipped.is_bad
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
@@ -86,10 +79,11 @@ class Guard:
         return any(window.find(float(value)) is not None
                    for window, value in zip(self._windows, (loss, grad_norm), strict=True))
 
-    def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> Verdict:
+    def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> BadSteps | None:
         """Record a finished step. `loss`: scalar on the device; `consumed_samples`: including those of this step.
 
-        Raises GuardError if the run cannot continue.
+        Returns the bad steps because of which the run has to be rolled back; None: it continues. Raises GuardError if
+        it cannot continue.
         """
         finished = self._read()
         self._begin_read(step, loss, consumed_samples)
@@ -98,8 +92,8 @@ class Guard:
         for each in finished:
             bad_steps = self._decide(each)
             if bad_steps is not None:
-                return Verdict(bad_steps)
-        return Verdict()
+                return bad_steps
+        return None
 
     def return_to(self, step: int) -> None:
         """Forget the steps after `step`, because the run was rolled back."""

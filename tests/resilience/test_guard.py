@@ -36,7 +36,7 @@ class Run:
         self.step += 1
         self.engine.update_guard.skipped = skipped
         self.engine.get_global_grad_norm = lambda: norm
-        return self.guard.observe(self.step, torch.tensor(loss), 8 * self.step).rollback
+        return self.guard.observe(self.step, torch.tensor(loss), 8 * self.step)
 
     def events(self) -> list[dict[str, Any]]:
         return read_rows(self.folder / "events.jsonl")

@@ -4,6 +4,7 @@ The main function of its processes never returns.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +18,11 @@ from pretrain.distributed.world import running_environment
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import train_batch
 from pretrain.memory.report.memory_watch import MemoryWatch
-from pretrain.resilience.guard import Verdict
 from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.replica_check import compare_copies
 from pretrain.resilience.requests import Request
-from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watchdog import TimeOuts, Watchdog
+from pretrain.resilience.watchdog import TimeOuts
 
 
 class _Switch:
@@ -73,11 +73,10 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
     trainer.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
-    with RunLock(Path(plan.args.save), active=world.rank == 0) as lock:
-        watchdog: Any = _Switchable(Watchdog(Path(plan.args.save), world, TimeOuts.from_flags(plan.args)), switch,
-                                    {"enter": None})
-        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock,
-                      LauncherWatch(world), watchdog)
+    with rank_guards(Path(plan.args.save), world, TimeOuts.from_flags(plan.args), LauncherWatch(world)) as guards:
+        watchdog: Any = _Switchable(guards.watchdog, switch, {"enter": None})
+        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step),
+                      replace(guards, watchdog=watchdog))
     requests.end()
 
 
@@ -92,7 +91,7 @@ def _make_switchable(switch: _Switch) -> None:
         setattr(trainer, name, create_switchable)
 
     make("Requests", {"poll": Request()})
-    make("Guard", {"observe": Verdict()})
+    make("Guard", {"observe": None})
     make("ReplicaCheck", {"check": None})
     guard_updates = trainer.guard_updates
 

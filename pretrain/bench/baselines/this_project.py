@@ -28,8 +28,8 @@ from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
-from pretrain.resilience.run_lock import RunLock
-from pretrain.resilience.watchdog import NO_LIMITS, Watchdog
+from pretrain.resilience.rank_guards import rank_guards
+from pretrain.resilience.watchdog import NO_LIMITS
 from pretrain.terminal.screen import Screen
 
 _COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
@@ -103,9 +103,8 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
     trainer.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
-    with RunLock(Path(plan.args.save), active=world.rank == 0) as lock:
-        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), lock,
-                      LauncherWatch(world), Watchdog(Path(plan.args.save), world, NO_LIMITS))
+    with rank_guards(Path(plan.args.save), world, NO_LIMITS, LauncherWatch(world)) as guards:
+        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), guards)
     requests.end()
 
 
