@@ -1,7 +1,7 @@
 """Files and messages about a hang: each rank writes one file, then one of them names the ranks that did not arrive.
 
-Ranks meet through files in the run folder, because collectives and the store of rank 0 may be what hangs. Imports only
-the standard library: see `watcher.py`.
+Ranks meet through files in the run folder, because collectives and the store of rank 0 may be what hangs. Imports
+only the standard library and process_info.py: see `watcher.py`.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pretrain.distributed.process_info import process_state
+
 PHASES = ("connect", "checkpoint", "build", "load", "data", "step", "rollback", "eval", "save", "end")
 FLAGS = ("--step_timeout", "--first_step_timeout", "--save_timeout")
 _WAIT_S = 4.0  # for the files of other ranks
@@ -26,7 +28,7 @@ _STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank was doing when it or another rank made no progress."""
+    """Phase and state of one rank when it or another rank made no progress."""
 
     rank: int
     host: str
@@ -66,20 +68,6 @@ def hang_folder(run: Path) -> Path:
     with contextlib.suppress(OSError):
         numbers += [int(name) for name in os.listdir(run / "hangs") if name.isdecimal()]
     return run / "hangs" / str(max(numbers) + 1)
-
-
-def process_state(pid: int) -> str:
-    """Return the state letter of a process (proc(5)), or "" if there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or None if there is no such process."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return None
 
 
 def thread_states(pid: int) -> str:

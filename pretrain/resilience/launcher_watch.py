@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from pretrain.distributed.process_info import ENDED, boot_id, pid_namespace, start_time, state_and_start
 from pretrain.distributed.world import ALONE, World
 
 LAUNCHER_VARIABLE = "DS_PRETRAIN_LAUNCHER"  # process id, start time, host and namespace of `ds-pretrain`
@@ -25,7 +26,7 @@ _FILES = {f"{module.replace('.', '/')}.py" for module in _MODULES}
 @dataclass(frozen=True)
 class _Launcher:
     pid: int
-    started: str  # start time as /proc/PID/stat shows it: another process may get the same id later
+    started: int  # start time in clock ticks since boot: another process may get the same id later
     name: str
 
 
@@ -60,14 +61,12 @@ class LauncherWatch:
 def launcher_variable() -> dict[str, str]:
     """Return the variable by which ranks on this host watch this process. It also works if a launcher in between dies.
     """
-    state = _state_and_start(os.getpid())
-    return {LAUNCHER_VARIABLE: f"{os.getpid()}:{state[1]}:{_namespace()}"} if state is not None else {}
+    return {LAUNCHER_VARIABLE: f"{os.getpid()}:{start_time(os.getpid())}:{_namespace()}"}
 
 
 def _namespace() -> str:
     """Identify the host (since its last boot) and the namespace in which process ids are valid."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot_id()}:{pid_namespace()}"
 
 
 def launcher_name(words: Sequence[str]) -> str:
@@ -91,15 +90,15 @@ def _find_launchers() -> list[_Launcher]:
     found: list[_Launcher] = []
     pid, _, rest = os.environ.get(LAUNCHER_VARIABLE, "").partition(":")
     started, _, namespace = rest.partition(":")
-    named = [_Launcher(int(pid), started, "ds-pretrain")] if pid and namespace == _namespace() else []
+    named = [_Launcher(int(pid), int(started), "ds-pretrain")] if pid and namespace == _namespace() else []
     for process in psutil.Process().parents():
         try:
             name = launcher_name(process.cmdline())
-            state = _state_and_start(process.pid)
+            start = start_time(process.pid)
         except (psutil.Error, OSError):
             break
-        if name and state is not None:
-            found.append(_Launcher(process.pid, state[1], name))
+        if name and start is not None:
+            found.append(_Launcher(process.pid, start, name))
         elif found:
             break
     return named + found
@@ -107,16 +106,9 @@ def _find_launchers() -> list[_Launcher]:
 
 def _runs(launcher: _Launcher) -> bool:
     try:
-        state = _state_and_start(launcher.pid)
+        state, start = state_and_start(launcher.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
     except OSError:  # for example too many open files: unknown
         return True
-    return state is not None and state[1] == launcher.started and state[0] not in "ZX"
-
-
-def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """Return the state (one letter) and the start time of a process as in /proc/PID/stat; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return fields[0], fields[19]
+    return start == launcher.started and state not in ENDED

@@ -8,7 +8,7 @@ A lease that is released or whose owner is dead has one successor, a file whose 
 Of several candidates only one can create it. The successor then replaces the lease by rename(2). A lease is never
 deleted, so that a slow candidate cannot take over a lease that is no longer the newest.
 
-Imports only the standard library.
+Imports neither torch nor DeepSpeed.
 """
 
 import contextlib
@@ -21,39 +21,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pretrain.distributed.process_info import ENDED, boot_id, pid_namespace, start_time, state_and_start
+
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _ABANDONED_S = 3600.0  # age of a temporary file that no candidate uses any more
-
-
-def _boot_id() -> str:
-    """Return an identifier of this boot of the kernel, or "" if it is unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> int:
-    """Return the number of this process's PID namespace, or 0 if it is unknown.
-
-    Containers on one host have the same boot id, but each has its own process ids.
-    """
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _process_state(pid: int) -> tuple[str, int]:
-    """Return (state, start time in ticks since boot) of proc_pid_stat(5). Raises OSError."""
-    words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    return words[0], int(words[19])
-
-
-def _own_start() -> int:
-    with contextlib.suppress(OSError):
-        return _process_state(os.getpid())[1]
-    return 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +34,9 @@ class Owner:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     time: float = field(default_factory=time.time)  # when the process asked for the lease, in seconds since 1970
-    process_start: int = field(default_factory=_own_start)  # ticks since boot: a later process may have the same pid
-    boot_id: str = field(default_factory=_boot_id)
-    pid_namespace: int = field(default_factory=_pid_namespace)
+    process_start: int = field(default_factory=lambda: start_time(os.getpid()) or 0)  # in clock ticks since boot
+    boot_id: str = field(default_factory=boot_id)
+    pid_namespace: int = field(default_factory=pid_namespace)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __str__(self) -> str:
@@ -75,16 +46,16 @@ class Owner:
     def runs(self) -> bool | None:
         """Return whether the process runs; None if that cannot be seen from here (another host or container)."""
         is_known = self.boot_id != "" and self.pid_namespace != 0
-        if not is_known or (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
+        if not is_known or (self.boot_id, self.pid_namespace) != (boot_id(), pid_namespace()):
             return None
         try:
             os.kill(self.pid, 0)
-            state, start = _process_state(self.pid)
+            state, start = state_and_start(self.pid)
         except ProcessLookupError:
             return False
         except OSError:  # a process of another user
             return None
-        return start == self.process_start and state not in "ZX"
+        return start == self.process_start and state not in ENDED
 
 
 @dataclass(frozen=True)

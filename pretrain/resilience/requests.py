@@ -5,12 +5,12 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from pretrain.distributed.process_info import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
@@ -26,7 +26,7 @@ _LAUNCHER_DIED, _TIME_IS_OVER, _STOP_FILE = 100, 101, 102
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks have agreed to do after a step."""
+    """Actions that the ranks have agreed on after a step."""
 
     stop: str = ""  # why the run saves and stops, such as "SIGTERM"; "": it continues
     save: bool = False  # save a checkpoint, and continue
@@ -151,5 +151,5 @@ class Requests:
 
 def process_age_s() -> float:
     """Return the seconds since this process started. A change of the host's clock has no effect."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    _, start_ticks = state_and_start(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

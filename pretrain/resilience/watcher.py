@@ -2,8 +2,8 @@
 
     python -m pretrain.resilience.watcher REQUEST   (REQUEST: the JSON that `Watchdog` writes)
 
-It ends together with its rank. It imports only the standard library, so that it starts in milliseconds and needs a few
-MB of memory.
+It ends together with its rank. It imports little more than the standard library, so that it starts in milliseconds and
+needs a few MB of memory.
 """
 
 import contextlib
@@ -20,15 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pretrain.distributed.process_info import STOPPED, process_state, start_time
 from pretrain.resilience.hang_report import (
     FLAGS,
     PHASES,
     RankRecord,
     hang_folder,
-    process_state,
     read_records,
     report_hang,
-    start_time,
     thread_states,
     wait_for_ranks,
     wait_for_report,
@@ -49,7 +48,7 @@ _KILL_STOPPED_AFTER_S = 4.0  # the launcher must see the other ranks' exit code 
 
 
 class State(NamedTuple):
-    """What a rank has recorded last."""
+    """Phase, step and counts that a rank has recorded last."""
 
     entered: int  # number of phases that the rank has entered so far
     beats: int
@@ -121,7 +120,7 @@ class Watcher:
         threading.Thread(target=self._look_for_folder, args=[look, declared], daemon=True).start()
         while self._wait(self.tick_s):
             before = idle._then
-            stopped = process_state(self.pid) in ("T", "t")
+            stopped = process_state(self.pid) in STOPPED
             seconds = idle.update(self._progress(), time.monotonic(), stopped=stopped)
             limit_s = self.state.limit_ms / 1000
             resumed = time.monotonic() - before > 10 * self.tick_s
@@ -130,7 +129,7 @@ class Watcher:
                 reporter = threading.Thread(target=self._report, args=[seconds, stopped], daemon=True)
                 reporter.start()
                 reporter.join(_REPORT_S)
-                self.end_rank(stopped=process_state(self.pid) in ("T", "t"))
+                self.end_rank(stopped=process_state(self.pid) in STOPPED)
                 return
 
     def _progress(self) -> tuple[int, ...]:
