@@ -11,6 +11,7 @@ from pretrain.config.layout import Layout
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
+from pretrain.errors import GUARD, GuardError
 from pretrain.monitor.write_run_folder import RunFolder, run_record
 from pretrain.paths import STOP_FILE
 from pretrain.terminal.screen import Screen
@@ -48,6 +49,12 @@ def _layout_text(layout: Layout) -> str:
     parts += [f"{what} on {device}" for what, device in
               (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     return ", ".join(parts)
+
+
+def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
+    """Write the event "stop" with exit code 76, and return the error with which all ranks end the run."""
+    folder.event("stop", step=step, reason=line, exit_code=GUARD)
+    return GuardError(line)
 
 
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,

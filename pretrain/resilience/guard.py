@@ -11,7 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.config.validate import Plan
 from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
-from pretrain.errors import GUARD, GuardError
+from pretrain.errors import GuardError
+from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.spikes import Spike, SpikeWindow
 from pretrain.terminal.screen import Screen
@@ -198,7 +199,5 @@ def _reason(step: _Step, spikes: Sequence[Spike]) -> str:
 
 
 def guard_error(folder: RunFolder, step: int, problem: str, remedy: str) -> GuardError:
-    """Write the event "stop", and return the error with which all ranks end the run."""
-    line = f"step {step}: {problem}. {remedy[:1].upper()}{remedy[1:]}."
-    folder.event("stop", step=step, reason=line, exit_code=GUARD)
-    return GuardError(line)
+    """Report a problem after `step`, and return the error with which all ranks end the run."""
+    return stopped_by_guard(folder, step, f"step {step}: {problem}. {remedy[:1].upper()}{remedy[1:]}.")

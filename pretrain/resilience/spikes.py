@@ -2,7 +2,6 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +64,3 @@ class SpikeWindow:
         """Remove the values of later steps, because the run has returned to `step`."""
         while self._entries and self._entries[-1][0] > step:
             self._entries.pop()
-
-
-def count_spikes(values: Sequence[float], *, length: int, threshold: float) -> int:
-    """Return the number of spikes in a series of values, one per step."""
-    window = SpikeWindow("loss", length=length, threshold=threshold)
-    return sum(window.add(step, value) is not None for step, value in enumerate(values))

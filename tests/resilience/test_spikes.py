@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.resilience.spikes import SpikeWindow, count_spikes
+from pretrain.resilience.spikes import SpikeWindow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quickstart_curve.txt"  # of a run of launch/quickstart.yaml, 300 steps
 LENGTH, THRESHOLD = 32, 6.0
@@ -82,6 +82,12 @@ def test_steps_after_a_rollback_are_forgotten() -> None:
     assert found.mean == expected.mean == 3.0
     returned.forget_after(-1)
     assert returned.find(9.0) is None
+
+
+def count_spikes(values: list[float], *, length: int, threshold: float) -> int:
+    """Return the number of spikes in a series of values, one per step."""
+    window = SpikeWindow("loss", length=length, threshold=threshold)
+    return sum(window.add(step, value) is not None for step, value in enumerate(values))
 
 
 def test_noise_gives_no_false_alarms() -> None:

@@ -15,7 +15,8 @@ from pretrain.checkpoint.save.writer import AfterSave, SaveJob, SnapshotFiles
 from pretrain.checkpoint.save.writer_locks import has_ended
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
-from pretrain.errors import GuardError, SaveError
+from pretrain.errors import SaveError
+from pretrain.monitor.announce import stopped_by_guard
 from pretrain.monitor.write_run_folder import RunFolder, versions
 from pretrain.terminal.screen import Screen
 
@@ -182,5 +183,4 @@ class Saver:
         if not is_good and wait_for_copies:
             line = f"{self._folder.path}: in the last checkpoint, {NOT_FINITE}. The newest good checkpoint remains. " \
                 "Lower the learning rate, and start another run with --init_from, or examine the checkpoint."
-            self._folder.event("stop", step=self.committed_step, reason=line)
-            raise GuardError(line)
+            raise stopped_by_guard(self._folder, self.committed_step, line)
