@@ -1,4 +1,6 @@
-"""What keeps a run healthy: stop requests, the guard against bad steps, the watchdog, the replica check, the run lock.
+"""Guards of a run: requests to stop, bad steps and rollback, hangs, the run lock, equal replicas, unchanged data.
 
-Imports checkpoint/, engine/, config/, monitor/, distributed/ and errors; never cluster/.
+Imports checkpoint/, engine/, config/, data/, monitor/, distributed/, terminal/, paths and errors; never cluster/. The
+guards of one process (`rank_guards.py`), which start before torch is imported, and the modules that launchers use
+import neither torch nor DeepSpeed.
 """

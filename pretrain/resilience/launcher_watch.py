@@ -61,7 +61,8 @@ class LauncherWatch:
 def launcher_variable() -> dict[str, str]:
     """Return the variable by which ranks on this host watch this process. It also works if a launcher in between dies.
     """
-    return {LAUNCHER_VARIABLE: f"{os.getpid()}:{start_time(os.getpid())}:{_namespace()}"}
+    start = start_time(os.getpid())
+    return {} if start is None else {LAUNCHER_VARIABLE: f"{os.getpid()}:{start}:{_namespace()}"}
 
 
 def _namespace() -> str:
