@@ -1,4 +1,4 @@
-"""Apply the faults of a schedule to a supervised run, each at its moment."""
+"""Apply the faults of a schedule to a supervised run, each at its scheduled step or phase."""
 
 import os
 import signal
@@ -237,7 +237,7 @@ class FaultInjector(threading.Thread):
         self._wait(lambda: time.monotonic() >= deadline)
 
     def _poll(self) -> None:
-        """Sleep for a moment and read new rows. Raises RunEndedError if the run has ended."""
+        """Sleep for a short time and read new rows. Raises RunEndedError if the run has ended."""
         if self._finished.wait(_POLL_S):
             raise RunEndedError
         self._watch.poll()

@@ -17,7 +17,7 @@ _FEWEST_STEPS = 8
 
 @dataclass(frozen=True)
 class ChaosSettings:
-    """What to run, and with which faults."""
+    """Commands and run folders of a chaos run, and its faults."""
 
     command: list[str]  # of the run with faults
     run: Path

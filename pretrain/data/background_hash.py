@@ -33,7 +33,7 @@ class BackgroundHash:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended. The hashes that it printed last may still be unread."""
+        """True if the process has ended. The hashes that it printed last may still be unread."""
         return self._process.poll() is not None
 
     def close(self) -> None:

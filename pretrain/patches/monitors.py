@@ -1,4 +1,4 @@
-"""Failing monitors and profilers end a run: DeepSpeed lets their exceptions through, on rank 0 alone.
+"""Failing monitors and profilers end a run: DeepSpeed does not catch their exceptions, which occur on rank 0 alone.
 
 Guarded by tests/engine/test_monitors.py.
 """

@@ -74,9 +74,9 @@ def _seconds() -> float:
 class RunLock:
     """The lease on a run folder, held by rank 0. On other ranks it is not active and does nothing.
 
-    A thread sets the heartbeat. It needs the interpreter's lock for a moment: code that holds this lock for longer than
-    `STALE_S` lets the run look dead to another host. If another start has taken the lease over, this process ends at
-    once, without another byte written into the run folder.
+    A thread sets the heartbeat, for which it needs the interpreter's lock: if other code holds this lock for longer
+    than `STALE_S`, another host regards the run as dead. If another start has taken the lease over, this process ends
+    at once, without another byte written into the run folder.
     """
 
     def __init__(self, run: Path, *, active: bool = True,
@@ -143,7 +143,7 @@ class RunLock:
                 return True
             if silent_for_s == WATCH_S:
                 left_s = min(STALE_S - age_s, watch_until - time.monotonic())
-                self._report(f"{self._run}: an earlier start gives no sign of life ({lease.owner}); waiting "
+                self._report(f"{self._run}: an earlier start has no heartbeat ({lease.owner}); waiting "
                              f"{left_s:.0f} s before its lock is taken over")
             silent_for_s = 1.0
 

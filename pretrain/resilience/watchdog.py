@@ -105,7 +105,6 @@ class Watchdog:
         ask, asked = os.pipe(), os.pipe()
         self._stacks = stacks  # faulthandler writes to this descriptor: keep it open
         request = {"pid": os.getpid(), "rank": world.rank, "world_size": world.size, "run": str(run.absolute()),
-                   "start": f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
                    "shortest_s": self.time_outs.shortest_s, "state": shared, "stacks": stacks, "exit": asked[1],
                    "collectives": ask[1]}
         self.enter("connect", 0)

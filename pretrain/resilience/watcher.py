@@ -67,13 +67,13 @@ class IdleTime:
     """
 
     def __init__(self, tick_s: float, now: float) -> None:
-        self._tick_s, self._then = tick_s, now
+        self._tick_s, self.last_tick = tick_s, now
         self._progress: object = None
         self.seconds = 0.0
 
     def update(self, progress: object, now: float, *, stopped: bool) -> float:
         """Return the seconds since `progress` had another value. Call it once per tick."""
-        passed, self._then = min(now - self._then, 2 * self._tick_s), now
+        passed, self.last_tick = min(now - self.last_tick, 2 * self._tick_s), now
         if progress != self._progress:
             self._progress, self.seconds = progress, 0.0
         elif not stopped:
@@ -89,7 +89,6 @@ class Watcher:
     rank: int
     world_size: int
     run: Path
-    start: str  # MASTER_ADDR:MASTER_PORT
     shortest_s: float
     memory: mmap.mmap
     stacks: int  # descriptor of the file into which faulthandler writes
@@ -119,7 +118,7 @@ class Watcher:
         look = threading.Event()  # set while another rank may have declared a hang
         threading.Thread(target=self._look_for_folder, args=[look, declared], daemon=True).start()
         while self._wait(self.tick_s):
-            before = idle._then
+            before = idle.last_tick
             stopped = process_state(self.pid) in STOPPED
             seconds = idle.update(self._progress(), time.monotonic(), stopped=stopped)
             limit_s = self.state.limit_ms / 1000

@@ -115,7 +115,7 @@ def check_same_tokenizer(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Compare the tokenizer with that of the checkpoint.
 
     Returns a note if it differs and --allow_other_data accepts this, or if only one of them has a tokenizer, else "".
-    Raises ConfigError for another tokenizer: the same token ids would stand for other text.
+    Raises ConfigError for another tokenizer: the same token ids would mean other text.
     """
     saved, current = manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)
     if saved == current:
