@@ -139,7 +139,9 @@ class StepLoop:
         self.watchdog.enter("save", step)
         self.replicas.check(step, force=True)
         self.lock.confirm(now=True)
-        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait)
+        # a checkpoint between bad steps has the weights from before them: it must not replace those to roll back to
+        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
+                        prune=not self.guard.in_bad_steps)
         self.meter.restart(step)
 
     def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:

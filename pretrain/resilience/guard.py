@@ -80,6 +80,11 @@ class Guard:
         return any(window.find(float(value)) is not None
                    for window, value in zip(self._windows, (loss, grad_norm), strict=True))
 
+    @property
+    def in_bad_steps(self) -> bool:
+        """Whether the newest step that was read is bad; the same on all ranks."""
+        return bool(self._bad)
+
     def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> BadSteps | None:
         """Record a finished step. `loss`: scalar on the device; `consumed_samples`: including those of this step.
 

@@ -1,6 +1,7 @@
 """Save checkpoints of the training loop, synchronously or in the background; then mirror and prune them."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ class Saver:
         self._locks_are_shared = not any(gather(self._writer is not None and has_ended(self._checkpoints, 0)))
 
     def save(self, engine: DeepSpeedEngine, *, step: int, consumed_samples: int, eval_loss: float | None,
-             wait: bool) -> None:
+             wait: bool, prune: bool = True) -> None:
         """Save a checkpoint, or with --async_save copy it to host memory and write it in the background.
 
-        If the previous checkpoint is still being written, `wait` overrides `--save_busy skip`.
+        If the previous checkpoint is still being written, `wait` overrides `--save_busy skip`. Without `prune`, all
+        older checkpoints remain until the next save.
         """
         start = time.perf_counter()
         self._screen.status(f"step {step}  saving a checkpoint")
@@ -56,15 +58,15 @@ class Saver:
                                     "eval_loss": eval_loss}
         try:
             if not self._plan.args.async_save:
-                self._write(engine, position, start)
+                self._write(engine, position, start, prune=prune)
             elif self._memory_is_free(step, wait=wait or self._plan.args.save_busy == "wait"):
-                self._begin(engine, position)
+                self._begin(engine, position, prune=prune)
                 dist.barrier()  # after this the checkpoint is not lost even if all training processes are killed
                 self._folder.event("snapshot", step=step, seconds=round(time.perf_counter() - start, 3))
         except SaveError as error:
             self._report({"event": "save_failed", "step": step, "reason": str(error)})
 
-    def _write(self, engine: DeepSpeedEngine, position: dict[str, Any], start: float) -> None:
+    def _write(self, engine: DeepSpeedEngine, position: dict[str, Any], start: float, *, prune: bool) -> None:
         """Write and commit a checkpoint, then send the writer a job to mirror and prune."""
         saved = save_checkpoint(engine, self._plan, self._checkpoints, **position)
         self._report({"event": "save", "step": position["step"], "path": str(saved.folder),
@@ -73,9 +75,10 @@ class Saver:
         if self._writer is not None:
             self._writer.restart_if_ended()
             names = files_of_rank(saved.sizes, dist.get_rank(), dist.get_world_size())
-            self._writer.submit(self._job(position["step"], saved.save_id, names, snapshot=None))
+            self._writer.submit(self._job(position["step"], saved.save_id, names, snapshot=None,
+                                          prune=prune))
 
-    def _begin(self, engine: DeepSpeedEngine, position: dict[str, Any]) -> None:
+    def _begin(self, engine: DeepSpeedEngine, position: dict[str, Any], *, prune: bool) -> None:
         """Copy this rank's files into host memory, then send the writer a job to write and commit them."""
         assert self._writer is not None
         self._writer.restart_if_ended()
@@ -88,12 +91,14 @@ class Saver:
         names = [region.name for region in memory.files]
         files = SnapshotFiles(str(temporary), list(memory.files), error,
                               finite, manifest.to_json() if dist.get_rank() == 0 else None)
-        self._writer.submit(self._job(position["step"], save_id, names, snapshot=files))
+        self._writer.submit(self._job(position["step"], save_id, names, snapshot=files, prune=prune))
 
-    def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None) -> SaveJob:
+    def _job(self, step: int, save_id: str, names: list[str], snapshot: SnapshotFiles | None, *,
+             prune: bool) -> SaveJob:
+        after = self._after if prune else replace(self._after, keep_checkpoints=0)
         return SaveJob(step=step, final=str(self._checkpoints / f"global_step{step}"), rank=dist.get_rank(),
                        save_id=save_id, timeout_s=self._plan.args.save_timeout,
-                       locks_are_shared=self._locks_are_shared, names=names, after=self._after,
+                       locks_are_shared=self._locks_are_shared, names=names, after=after,
                        snapshot=snapshot)
 
     def _memory_is_free(self, step: int, *, wait: bool) -> bool:

@@ -128,6 +128,16 @@ def test_a_restart_before_the_next_save_skips_the_same_samples(rolled_back: tupl
     assert len(again) == STEPS - saved_step
 
 
+def test_a_save_between_bad_steps_keeps_the_older_checkpoints(corpus: str, tmp_path: Path) -> None:
+    """With --keep_checkpoints 2, checkpoint 12 is saved between bad steps. The second rollback needs checkpoint 4."""
+    factors = dict.fromkeys(range(10 * BATCH, 16 * BATCH, BATCH), "nan")
+    done = train(tmp_path, corpus, config(0, **DATA2), factors, 1, max_bad_steps=3, keep_checkpoints=2)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout[-3000:]
+    run = tmp_path / "run"
+    assert [(row["step"], row["to_step"]) for row in events(run, "rollback")] == [(13, 8), (11, 4)]
+    assert [manifest.step for _, manifest in complete_checkpoints(run / "checkpoints")[0]] == [20, 16]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["pretrain.checkpoint.save.rollbacks:write_latest",
                                       "pretrain.checkpoint.save.rollbacks:move_abandoned",
