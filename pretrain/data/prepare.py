@@ -3,6 +3,7 @@
 The output does not depend on the number of workers: the batches are the same, and results are written in order.
 """
 
+import concurrent.futures
 import functools
 import math
 import multiprocessing
@@ -27,6 +28,8 @@ from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar
+
+_CHECK_WORKERS_S = 5.0  # time without a result, after which the workers are checked
 
 
 @dataclass(frozen=True)
@@ -144,15 +147,34 @@ def _map_in_order(batches: Iterator[list[Chunk]], settings: _WorkerSettings,
             pending.append((batch, pool.submit(_tokenize, batch, settings)))
             if len(pending) > 3 * workers:
                 done, future = pending.popleft()
-                yield done, future.result()
+                yield done, _result(pool, future)
         while pending:
             done, future = pending.popleft()
-            yield done, future.result()
+            yield done, _result(pool, future)
     except BrokenProcessPool:
         raise ConfigError("--workers", problem=f"one of {workers} worker processes was killed",
                           remedy="if memory is short, give fewer workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(pool: ProcessPoolExecutor, future: "Future[_TokenizedBatch]") -> _TokenizedBatch:
+    """Return the result of a future. Raises BrokenProcessPool if a worker was killed.
+
+    If a worker is killed while it writes a result, the executor waits forever for the rest of it (Python 3.10 to 3.13,
+    concurrent/futures/process.py, `wait_result_broken_or_wakeup`): the pipe remains open, because this process and the
+    other workers can write to it. In this case the other workers are killed and the pipes are closed here.
+    """
+    while True:
+        try:
+            return future.result(timeout=_CHECK_WORKERS_S)
+        except concurrent.futures.TimeoutError:  # a class of its own in Python 3.10
+            workers = list((pool._processes or {}).values())
+            if not all(worker.is_alive() for worker in workers):
+                for worker in workers:
+                    worker.kill()
+                pool._result_queue._writer.close()  # type: ignore[attr-defined]
+                pool._call_queue._reader.close()  # type: ignore[attr-defined]
 
 
 def _start_worker() -> None:
