@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.abc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,8 @@ _ZEROS = {  # flags for which 0 is valid
     "launch/supervise.py": ("max_restarts", "backoff_s", "backoff_max_s", "grace_s"),
     "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
                           "keep_every", "keep_best", "weight_decay", "adam_epsilon", "embedding_dropout",
-                          "attention_dropout", "residual_dropout"),
+                          "attention_dropout", "residual_dropout", "rollback_skip_steps", "max_rollbacks",
+                          "step_timeout", "first_step_timeout", "replica_check_interval"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
@@ -55,7 +57,8 @@ _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/train_tokenizer.py": ("max_megabytes",),
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
     "tools/chaos.py": ("stall_s",),
-    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std", "exit_after_minutes"),
+    "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std", "exit_after_minutes",
+                          "spike_threshold", "step_timeout", "first_step_timeout"),
 }
 
 
@@ -154,12 +157,15 @@ def actions_of(program: str, main: Callable[[], Any]) -> list[argparse.Action]:
 
     original, sys.argv = Parser.parse_known_args, [program, "--", "true"]
     Parser.parse_known_args = stop  # type: ignore[assignment,method-assign]
+    environment = dict(os.environ)
     try:
         main()
     except _ParsedError as parsed:
         parser = parsed.args[0]
     finally:
         Parser.parse_known_args = original  # type: ignore[method-assign]
+        os.environ.clear()  # some programs export RANK, which would turn the processes of later tests into ranks
+        os.environ.update(environment)
     words = program.split(" ")
     if len(words) > 1:
         parser = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)

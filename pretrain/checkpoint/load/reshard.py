@@ -183,7 +183,7 @@ def _state_template(engine: DeepSpeedEngine, like: torch.Tensor) -> dict[str, An
     try:
         for i, group in enumerate(optimizer.param_groups):
             group["params"] = [dummy] if i == 0 else []
-        optimizer.step()
+        type(optimizer).step(optimizer)  # not optimizer.step, which is patched to check the model's gradients
     finally:
         optimizer._optimizer_step_pre_hooks = hooks
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):

@@ -51,6 +51,9 @@ def check_flags(args: RunArguments) -> None:
 def _check_ranges(args: RunArguments) -> None:
     if args.spike_window < _SHORTEST_SPIKE_WINDOW:
         raise ConfigError("--spike_window", found=args.spike_window, expected=f"at least {_SHORTEST_SPIKE_WINDOW}")
+    for name in ("step_timeout", "first_step_timeout"):
+        if 0 < getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", found=getattr(args, name), expected="at least 1 s, or 0 for no limit")
     for names, low, above in ((_AT_LEAST_ONE, 1, False), (_AT_LEAST_ZERO, 0, False), (_ABOVE_ZERO, 0, True)):
         for name in names:
             value = getattr(args, name)
