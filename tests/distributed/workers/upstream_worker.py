@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -45,9 +46,10 @@ def gathered(value: Any) -> list[Any]:
 def plain_deepspeed() -> Iterator[None]:
     """Run our model and loop in unpatched DeepSpeed."""
 
-    def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int, **_: Any) -> tuple[Path]:
+    def save(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, *, step: int,
+             **_: Any) -> SimpleNamespace:
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
-        return (folder / f"global_step{step}",)
+        return SimpleNamespace(folder=folder / f"global_step{step}")
 
     def load(engine: deepspeed.DeepSpeedEngine, plan: Plan, folder: Path, manifest: None) -> None:
         engine.load_checkpoint(str(folder.parent), tag=folder.name)
