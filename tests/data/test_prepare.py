@@ -1,6 +1,5 @@
 """Tokenizing files: the output does not depend on the number of workers, and errors name file and line."""
 
-import concurrent.futures
 import gzip
 import itertools
 import json
@@ -295,17 +294,15 @@ def test_no_process_remains_after_a_kill(tmp_path: Path, tokenizer: Tokenizer, w
 
 def _die_within_a_result() -> None:
     """Write a part of a result, as a worker does that is killed while it writes."""
-    result_queue = sys._getframe(1).f_locals["result_queue"]  # of concurrent.futures.process._process_worker
-    os.write(result_queue._writer.fileno(), struct.pack("!i", 1000) + b"part")
+    queue = sys._getframe(1).f_locals["result_queue"]  # of concurrent.futures.process._process_worker
+    os.write(queue._writer.fileno(), struct.pack("!i", 1000) + b"part")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_worker_that_is_killed_within_a_result_is_noticed() -> None:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(time.sleep, 0.01) for _ in range(2)]
-        concurrent.futures.wait(waiting)  # both workers run
-        with pytest.raises(BrokenProcessPool):
-            pretrain.data.prepare._result(pool, pool.submit(_die_within_a_result))  # type: ignore[arg-type]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool, \
+            pytest.raises(BrokenProcessPool):
+        pretrain.data.prepare._result(pool, pool.submit(_die_within_a_result))  # type: ignore[arg-type]
 
 
 def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],
