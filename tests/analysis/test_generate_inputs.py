@@ -113,7 +113,10 @@ def test_damaged_transformers_folders_are_rejected(tmp_path: Path, capsys: pytes
 
 
 def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
-    """34 million parameters in fp32 (136 MB) are loaded as bf16 (68 MB); the largest tensor has 16 MB."""
+    """34 million parameters in fp32 (136 MB) are loaded as bf16 (71 MB); the largest tensor has 17 MB.
+
+    A copy of the model, in bf16 or in fp32, would need 136 MB or more. Modules imported on the way need some memory.
+    """
     folder = tmp_path / "hf"
     save_hf_model(folder, {"model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8,
                            "num_attention_heads": 8, "intermediate_size": 1536, "max_position_embeddings": 64})
@@ -125,7 +128,7 @@ def test_host_memory_holds_the_model_and_one_tensor(tmp_path: Path) -> None:
     size = sum(parameter.numel() * 2 for parameter in model.parameters())
     print(f"model {size / 1e6:.0f} MB, peak {(watch.peak - watch.before) / 1e6:.0f} MB")
     assert 60e6 < size < 80e6
-    assert watch.peak - watch.before < size + 1.5 * 16.8e6
+    assert watch.peak - watch.before < size + 2.5 * 16.8e6
 
 
 def test_layers_are_spread_over_the_memory_of_several_devices(tmp_path: Path) -> None:
