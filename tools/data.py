@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from pretrain.cli import Parser, prefix, run_main
-from pretrain.data.verify import store_hashes, verify_data
+from pretrain.data.files.verify import store_hashes, verify_data
 from pretrain.terminal.progress import ProgressBar
 
 

@@ -4,7 +4,7 @@
 import argparse
 
 from pretrain.cli import Parser, path_text, prefix, run_main, text, whole_number
-from pretrain.data.prepare import prepare
+from pretrain.data.prepare.prepare import prepare
 
 
 def main() -> None:

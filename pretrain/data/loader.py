@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.data.dataset import SampleDataset
+from pretrain.data.samples.dataset import SampleDataset
 
 MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
 """(tokens_BT int64, (labels_BT int64, weights_BT float32))"""
@@ -75,8 +74,8 @@ class Loader:
         for number in range(self.gradient_accumulation_steps):
             offset = (number * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
             first = consumed_samples + offset
-            rows = [self.dataset.sample(index) for index in range(first, first + self.micro_batch_size)]
-            samples = torch.from_numpy(np.stack(rows))
+            rows = self.dataset.samples(range(first, first + self.micro_batch_size))
+            samples = torch.from_numpy(rows)
             tokens_BT, labels_BT = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
             if self._eod_token is None:
                 weights_BT = torch.ones(tokens_BT.shape)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.dataset import SampleDataset, open_datasets
-from pretrain.data.indexed import IndexedDataset, read_meta
+from pretrain.data.files.indexed import IndexedDataset, read_meta
+from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
@@ -42,7 +43,7 @@ def open_run_data(train_data: str, *, valid_data: str | None, test_data: str | N
     for name, prefix in (("train", train_data), ("valid", valid_data), ("test", test_data)):
         if not prefix:
             continue
-        token = check_prepared_data(datasets[name].indexed, f"--{name}_data {prefix}", vocab_size=vocab_size,
+        token = check_prepared_data(datasets[name].sources[0], f"--{name}_data {prefix}", vocab_size=vocab_size,
                                     tokenizer=loaded)
         if loaded is None and token is not None:
             eod_token = token

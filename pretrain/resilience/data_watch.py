@@ -13,9 +13,9 @@ from pretrain.checkpoint.load.same_data import (
     stored_hashes,
 )
 from pretrain.config.validate import Plan
-from pretrain.data.background_hash import BackgroundHash
-from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
-from pretrain.data.identity import hash_if_fast
+from pretrain.data.files.background_hash import BackgroundHash
+from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
+from pretrain.data.files.identity import hash_if_fast
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 
@@ -37,7 +37,7 @@ class DataWatch:
         self._process: BackgroundHash | None = None
         if not active:
             return
-        self._indexed = plan.datasets["train"].indexed
+        self._indexed = plan.datasets["train"].sources[0]
         self._status, self._sampled = self._indexed.file.status(), self._indexed.sampled_bytes()
         self._expected, self._origin = None, ""  # hash that the data must have, and the source of this hash
         if resume is not None and not resume.manifest.weights_only and not resume.other_data:

@@ -16,7 +16,7 @@ from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
-from pretrain.data.hashes import hashes_path, read_hashes, write_hashes
+from pretrain.data.files.hashes import hashes_path, read_hashes, write_hashes
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
@@ -64,7 +64,7 @@ def _write_checkpoint(plan: Plan, **changes: object) -> Manifest:
 
 
 def _hash(plan: Plan) -> None:
-    same_data.hash_if_fast(plan.datasets["train"].indexed, seconds=600)
+    same_data.hash_if_fast(plan.datasets["train"].sources[0], seconds=600)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: 
     monkeypatch.setattr("pretrain.resilience.data_watch._STORE_S", 0.0)
     starts = [start(data), start(data)]
     runs = [_watch(each) for each in starts]
-    hashed = [each.plan.datasets["train"].indexed for each in starts]
+    hashed = [each.plan.datasets["train"].sources[0] for each in starts]
     deadline = time.monotonic() + 900
     while any(data.hashes is None for data in hashed) and time.monotonic() < deadline:
         for watch, _, _ in runs:
@@ -241,14 +241,14 @@ def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: 
 
 def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = start(data).plan
-    indexed = plan.datasets["train"].indexed
+    indexed = plan.datasets["train"].sources[0]
     _hash(plan)
     assert indexed.hashes is not None
     complete = indexed.hashes
     write_hashes(hashes_path(data), replace(complete, blocks=complete.blocks[:5]))
     monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
     again = start(data)
-    assert again.plan.datasets["train"].indexed.hashes is None
+    assert again.plan.datasets["train"].sources[0].hashes is None
     watch, _, _ = _watch(again)
     assert watch._process is not None
     assert watch._process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
@@ -271,7 +271,7 @@ def test_hashes_of_read_only_data_are_kept_in_the_run_folder(start: Starter, dat
         _, output, _ = _watch(start(folder / "corpus"))
         assert output.lines == [same_data.HASHED_EVENT]
         assert not hashes_path(folder / "corpus").exists()
-        again = start(folder / "corpus").plan.datasets["train"].indexed
+        again = start(folder / "corpus").plan.datasets["train"].sources[0]
         assert again.hashes is not None, "the hashes in the run folder were not found"
         _, output, _ = _watch(start(folder / "corpus"))
         assert output.lines == []

@@ -2,28 +2,29 @@
 
 import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pretrain.data.dataset import SampleDataset
-from pretrain.data.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.files.indexed import IndexedDataset, IndexedWriter
 from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
+from pretrain.data.samples.shuffled import ShuffledWindows
 
 EOD = 0
 
 
-def dataset_of(tmp_path: Path, tokens: np.ndarray, seq_length: int = 4) -> SampleDataset:
+def dataset_of(tmp_path: Path, tokens: np.ndarray, seq_length: int = 4) -> ShuffledWindows:
     with IndexedWriter(tmp_path / "data", "int32") as writer:
         writer.add_document(tokens)
         writer.finalize()
-    return SampleDataset(IndexedDataset(tmp_path / "data"), seq_length=seq_length, seed=5)
+    return ShuffledWindows(IndexedDataset(tmp_path / "data"), seq_length=seq_length, seed=5)
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> SampleDataset:
+def dataset(tmp_path: Path) -> ShuffledWindows:
     return dataset_of(tmp_path, np.arange(400))
 
 
@@ -31,7 +32,7 @@ def first_tokens(micro_batches: list[MicroBatch]) -> list[list[int]]:
     return [tokens_BT[:, 0].tolist() for tokens_BT, _ in micro_batches]
 
 
-def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: list[int]) -> list[list[int]]:
+def global_steps(dataset: ShuffledWindows, dp: int, mbs: int, gas: int, starts: list[int]) -> list[list[int]]:
     """Return the first tokens of the global batch at each start, in sample order."""
     loaders = [Loader(dataset, micro_batch_size=mbs, gradient_accumulation_steps=gas, data_parallel_rank=rank,
                       data_parallel_size=dp) for rank in range(dp)]
@@ -45,20 +46,20 @@ def global_steps(dataset: SampleDataset, dp: int, mbs: int, gas: int, starts: li
 
 
 @pytest.mark.parametrize(("dp", "mbs", "gas"), [(1, 1, 8), (1, 8, 1), (2, 4, 1), (2, 1, 4), (4, 2, 1), (8, 1, 1)])
-def test_every_layout_reads_the_same_global_batches(dataset: SampleDataset, dp: int, mbs: int, gas: int) -> None:
+def test_every_layout_reads_the_same_global_batches(dataset: ShuffledWindows, dp: int, mbs: int, gas: int) -> None:
     starts = [0, 8, 16, 24, 8, 96, 104, 3]  # forward, back, across the end of an epoch (98 samples), not aligned
-    expected = [[int(dataset.sample(start + i)[0]) for i in range(8)] for start in starts]
+    expected = [[int(dataset.samples([start + i])[0][0]) for i in range(8)] for start in starts]
     assert global_steps(dataset, dp, mbs, gas, starts) == expected
 
 
-def test_micro_batches_have_tokens_labels_and_weights(dataset: SampleDataset) -> None:
+def test_micro_batches_have_tokens_labels_and_weights(dataset: ShuffledWindows) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=3)
     micro_batches = loader.step(12)
     loader.close()
     assert len(micro_batches) == 3
     for number, (tokens_BT, (labels_BT, weights_BT)) in enumerate(micro_batches):
         for row in range(2):
-            sample = dataset.sample(12 + number * 2 + row).tolist()
+            sample = dataset.samples([12 + number * 2 + row])[0].tolist()
             assert (tokens_BT[row].tolist(), labels_BT[row].tolist()) == (sample[:-1], sample[1:])
         assert tokens_BT.dtype == labels_BT.dtype == torch.int64
         assert tokens_BT.is_contiguous()
@@ -73,7 +74,7 @@ def test_weights_give_the_mean_over_the_tokens_of_the_global_batch(
     tokens = np.random.default_rng(0).integers(0, 3, 400)  # a third is EOD, so that micro-batches have different masks
     tokens[100:300] = EOD
     dataset = dataset_of(tmp_path, tokens)
-    samples = np.stack([dataset.sample(40 + index) for index in range(8)])
+    samples = np.stack([dataset.samples([40 + index])[0] for index in range(8)])
     masks = samples[:, :-1] != EOD
     assert 0 in masks.sum(axis=1), "the case needs a micro-batch without any unmasked token"
     loss_of_place = torch.linspace(1, 2, 8 * 4).reshape(8, 4)
@@ -124,25 +125,25 @@ def test_only_the_prediction_after_eod_is_masked(tmp_path: Path) -> None:
     assert weights_BT.tolist() == [[pytest.approx(1 / 3), 0.0, pytest.approx(1 / 3), pytest.approx(1 / 3)]]
 
 
-class Recorder(SampleDataset):
+class Recorder(ShuffledWindows):
     """A dataset that records the samples that are read, and fails at sample `fails_at`."""
 
     fails_at = -1
 
-    def sample(self, index: int) -> np.ndarray:
-        self.read = [*getattr(self, "read", []), index]
-        if index == self.fails_at:
+    def samples(self, indices: Sequence[int]) -> np.ndarray:
+        self.read = [*getattr(self, "read", []), *indices]
+        if self.fails_at in indices:
             raise OSError("the disk is gone")
-        return super().sample(index)
+        return super().samples(indices)
 
 
-def recorder(dataset: SampleDataset, fails_at: int = -1) -> Recorder:
+def recorder(dataset: ShuffledWindows, fails_at: int = -1) -> Recorder:
     data = Recorder(dataset.indexed, seq_length=dataset.seq_length, seed=dataset.seed)
     data.fails_at = fails_at
     return data
 
 
-def test_reads_one_step_ahead_and_each_sample_once(dataset: SampleDataset) -> None:
+def test_reads_one_step_ahead_and_each_sample_once(dataset: ShuffledWindows) -> None:
     data = recorder(dataset)
     loader = Loader(data, micro_batch_size=2, gradient_accumulation_steps=1)
     for start in (0, 2, 4):
@@ -152,16 +153,16 @@ def test_reads_one_step_ahead_and_each_sample_once(dataset: SampleDataset) -> No
     assert len(data.read) in (6, 8)
 
 
-def test_errors_of_the_reading_thread_are_raised_by_step(dataset: SampleDataset) -> None:
+def test_errors_of_the_reading_thread_are_raised_by_step(dataset: ShuffledWindows) -> None:
     loader = Loader(recorder(dataset, fails_at=3), micro_batch_size=2, gradient_accumulation_steps=1)
     loader.step(0)  # the reading thread prefetches samples 2 and 3, and fails
     with pytest.raises(OSError, match="the disk is gone"):
         loader.step(2)
-    assert first_tokens(loader.step(4)) == [[int(dataset.sample(i)[0]) for i in (4, 5)]]
+    assert first_tokens(loader.step(4)) == [[int(dataset.samples([i])[0][0]) for i in (4, 5)]]
     loader.close()
 
 
-def test_close_ends_the_thread_and_may_be_called_twice(dataset: SampleDataset) -> None:
+def test_close_ends_the_thread_and_may_be_called_twice(dataset: ShuffledWindows) -> None:
     before = threading.active_count()
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=1)
     loader.step(0)
@@ -170,10 +171,10 @@ def test_close_ends_the_thread_and_may_be_called_twice(dataset: SampleDataset) -
     assert threading.active_count() == before
 
 
-def test_every_evaluation_reads_the_same_batches(dataset: SampleDataset) -> None:
+def test_every_evaluation_reads_the_same_batches(dataset: ShuffledWindows) -> None:
     loader = Loader(dataset, micro_batch_size=2, gradient_accumulation_steps=2)
     runs = [[first_tokens(step) for step in evaluation_batches(loader, 3)] for _ in range(2)]
     loader.close()
     assert runs[0] == runs[1]
-    starts = [[int(dataset.sample(i)[0]) for i in range(first, first + 2)] for first in range(0, 12, 2)]
+    starts = [[int(dataset.samples([i])[0][0]) for i in range(first, first + 2)] for first in range(0, 12, 2)]
     assert list(itertools.chain.from_iterable(runs[0])) == starts

@@ -2,8 +2,8 @@
 
 import torch
 
-from pretrain.data.dataset import open_datasets
 from pretrain.data.loader import Loader
+from pretrain.data.samples.open_datasets import open_datasets
 
 
 def first_batch(prefix: str, *, split: str, seq_length: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.evaluate.source import EvaluationSource
-from pretrain.data.indexed import IndexedDataset
+from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
+from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.samples.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.data.text import check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.data.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.errors import ConfigError
 
 _LONGEST_DEFAULT = 2048  # tokens; longest default --seq_length for weights that no run of this program trained
@@ -164,6 +165,7 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
             raise ConfigError(f"--split {name}", problem=f"the run of {source.path} has no {name} data",
                               remedy="give --data with the prefix of a .bin/.idx pair or a text file")
         dataset = data.datasets[name]
+        assert isinstance(dataset, ShuffledWindows)
         if flags.split:
             sets.append(_rolling(name, dataset.indexed, dataset.first_token, dataset.last_token, length=length,
                                  stride=stride, masked_after=masked_after))

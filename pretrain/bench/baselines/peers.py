@@ -16,7 +16,7 @@ from pretrain.bench.baselines.this_project import training_loader
 from pretrain.bench.processes.baseline_job import LEARNING_RATE, BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.config.validate import Plan
-from pretrain.data.dataset import SampleDataset
+from pretrain.data.samples.dataset import SampleDataset
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import running_environment
 from pretrain.engine.build import deepspeed_output
@@ -101,7 +101,7 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = torch.from_numpy(self._dataset.sample(index))
+        sample = torch.from_numpy(self._dataset.samples([index])[0])
         return {"input_ids": sample[:-1], "labels": sample[1:], "shift_labels": sample[1:]}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.validate import Plan
-from pretrain.data.identity import FoundHashes, check_blocks, find_hashes, hash_if_fast
-from pretrain.data.indexed import IndexedDataset
+from pretrain.data.files.identity import FoundHashes, check_blocks, find_hashes, hash_if_fast
+from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 
@@ -25,7 +25,7 @@ def stored_hashes(plan: Plan, indexed: IndexedDataset) -> FoundHashes:
 
 def fallback_path(plan: Plan, indexed: IndexedDataset) -> Path:
     """Return the path of the hashes in the run folder."""
-    name = next(name for name, dataset in plan.datasets.items() if dataset.indexed is indexed)
+    name = next(name for name, dataset in plan.datasets.items() if indexed in dataset.sources)
     return Path(plan.args.save) / f"{name}_data.sha256.json"
 
 
@@ -35,7 +35,7 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
     Returns notes about stored hashes that cannot be used.
     """
     notes: list[str] = []
-    for indexed in {id(dataset.indexed): dataset.indexed for dataset in plan.datasets.values()}.values():
+    for indexed in {id(indexed): indexed for dataset in plan.datasets.values() for indexed in dataset.sources}.values():
         found = stored_hashes(plan, indexed)
         notes += found.notes
         check_blocks(indexed, found)
@@ -64,8 +64,8 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return how the training data differs from that of the checkpoint; "": it does not, as far as is known."""
     dataset = plan.datasets["train"]
     expected = expected_sha256(manifest, plan)
-    if expected is not None and dataset.indexed.hashes is None:
-        hash_if_fast(dataset.indexed, _FAST_S)
+    if expected is not None and dataset.sources[0].hashes is None:
+        hash_if_fast(dataset.sources[0], _FAST_S)
     record, saved = dataset.record(), manifest.data or {}
     if expected is None or record["sha256"] is None:
         if manifest.data_fingerprint == dataset.fingerprint:
@@ -100,7 +100,7 @@ def expected_sha256(manifest: Manifest, plan: Plan) -> str | None:
     for row in read_rows(Path(plan.args.save) / "events.jsonl"):
         if row.get("event") == HASHED_EVENT and (row.get("bin_bytes"), row.get("bin_mtime_ns")) == key:
             return _text(row.get("sha256"))
-    found = stored_hashes(plan, plan.datasets["train"].indexed)
+    found = stored_hashes(plan, plan.datasets["train"].sources[0])
     for hashes in (found.current, found.earlier):
         if hashes is not None and hashes.is_complete and (hashes.bin_bytes, hashes.bin_mtime_ns) == key:
             return hashes.sha256

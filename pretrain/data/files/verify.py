@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes, write_hashes
-from pretrain.data.indexed import IndexedDataset
+from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes, write_hashes
+from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 
 Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from pretrain.data.token_file import TokenFile
+from pretrain.data.files.token_file import TokenFile
 from pretrain.distributed.process import package_environment
 
 
@@ -13,7 +13,8 @@ class BackgroundHash:
 
     def __init__(self, file: TokenFile, *, first: int, num_blocks: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pretrain.data.hash_worker", str(file.descriptor), str(first), str(num_blocks)],
+            [sys.executable, "-m", "pretrain.data.files.hash_worker", str(file.descriptor), str(first),
+             str(num_blocks)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.descriptor],
             env=package_environment())
         assert self._process.stdout is not None

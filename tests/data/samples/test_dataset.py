@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.dataset import SampleDataset, open_datasets, parse_split, permute, split_documents
-from pretrain.data.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.files.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.samples.open_datasets import open_datasets
+from pretrain.data.samples.permutation import permute
+from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.samples.split import parse_split, split_documents
 from pretrain.errors import ConfigError
 
 
@@ -50,7 +53,7 @@ def test_permutation_of_a_huge_range() -> None:
 
 @pytest.mark.parametrize("seq_length", [1, 7, 8, 64, 499, 999])
 def test_each_epoch_visits_each_window_once(counting: IndexedDataset, seq_length: int) -> None:
-    data = SampleDataset(counting, seq_length=seq_length, seed=1)
+    data = ShuffledWindows(counting, seq_length=seq_length, seed=1)
     for epoch in range(4):
         first = epoch * data.samples_per_epoch
         starts = sorted(data.sample_start(first + index) for index in range(data.samples_per_epoch))
@@ -60,15 +63,15 @@ def test_each_epoch_visits_each_window_once(counting: IndexedDataset, seq_length
 
 
 def test_a_sample_has_the_tokens_of_its_window(counting: IndexedDataset) -> None:
-    data = SampleDataset(counting, seq_length=8, seed=1)
+    data = ShuffledWindows(counting, seq_length=8, seed=1)
     start = data.sample_start(5)
-    assert data.sample(5).tolist() == list(range(start, start + 9))
-    assert data.sample(5).dtype == np.int64
+    assert data.samples([5])[0].tolist() == list(range(start, start + 9))
+    assert data.samples([5])[0].dtype == np.int64
 
 
 def test_order_and_start_change_with_epoch_and_seed(counting: IndexedDataset) -> None:
     def starts(seed: int, epoch: int) -> list[int]:
-        data = SampleDataset(counting, seq_length=8, seed=seed)
+        data = ShuffledWindows(counting, seq_length=8, seed=seed)
         return [data.sample_start(epoch * data.samples_per_epoch + i) for i in range(data.samples_per_epoch)]
 
     orders = [starts(seed, epoch) for seed in (0, 1, -1, 2**70) for epoch in range(8)]
@@ -78,28 +81,28 @@ def test_order_and_start_change_with_epoch_and_seed(counting: IndexedDataset) ->
 
 
 def test_all_tokens_are_seen_over_the_epochs(counting: IndexedDataset) -> None:
-    data = SampleDataset(counting, seq_length=8, seed=3)
-    seen = {int(token) for index in range(40 * data.samples_per_epoch) for token in data.sample(index)}
+    data = ShuffledWindows(counting, seq_length=8, seed=3)
+    seen = {int(token) for index in range(40 * data.samples_per_epoch) for token in data.samples([index])[0]}
     assert seen == set(range(1000))
 
 
 def test_windows_stay_in_their_range(counting: IndexedDataset) -> None:
-    data = SampleDataset(counting, seq_length=8, seed=1, first_token=300, last_token=350)
-    tokens = np.concatenate([data.sample(index) for index in range(200)])
+    data = ShuffledWindows(counting, seq_length=8, seed=1, first_token=300, last_token=350)
+    tokens = np.concatenate([data.samples([index])[0] for index in range(200)])
     assert (tokens.min(), tokens.max()) == (300, 349)
 
 
 def test_the_smallest_dataset_has_one_sample(counting: IndexedDataset) -> None:
-    data = SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=14)
+    data = ShuffledWindows(counting, seq_length=8, seed=1, first_token=5, last_token=14)
     assert data.samples_per_epoch == 1
-    assert data.sample(0).tolist() == data.sample(77).tolist() == list(range(5, 14))
+    assert data.samples([0])[0].tolist() == data.samples([77])[0].tolist() == list(range(5, 14))
     with pytest.raises(ConfigError, match="found 8 tokens; expected at least 9 for one sample"):
-        SampleDataset(counting, seq_length=8, seed=1, first_token=5, last_token=13)
+        ShuffledWindows(counting, seq_length=8, seed=1, first_token=5, last_token=13)
 
 
 def test_the_fingerprint_depends_on_tokens_length_and_range(tmp_path: Path, counting: IndexedDataset) -> None:
     def of(data: IndexedDataset, **changes: int) -> str:
-        return SampleDataset(data, **{"seq_length": 8, "seed": 1, **changes}).fingerprint
+        return ShuffledWindows(data, **{"seq_length": 8, "seed": 1, **changes}).fingerprint
 
     same = IndexedDataset(write_counting(tmp_path / "same", [100] * 10))
     other = IndexedDataset(write_counting(tmp_path / "other", [100] * 10, first=1))

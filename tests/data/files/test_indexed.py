@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.indexed import IndexedDataset, IndexedWriter, dtype_for_vocab, read_meta
+from pretrain.data.files.indexed import IndexedDataset, IndexedWriter, dtype_for_vocab, read_meta
 from pretrain.errors import ConfigError
 
 LENGTHS = [3, 1, 4]

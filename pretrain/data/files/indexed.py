@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
-from pretrain.data.token_file import TokenFile
+from pretrain.data.files.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
+from pretrain.data.files.token_file import TokenFile
 from pretrain.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"

@@ -1,6 +1,6 @@
 """Hash the blocks of a .bin file in a process of low priority, next to a training run.
 
-    python -m pretrain.data.hash_worker DESCRIPTOR FIRST_BLOCK NUM_BLOCKS
+    python -m pretrain.data.files.hash_worker DESCRIPTOR FIRST_BLOCK NUM_BLOCKS
 
 It prints one line per block: its number and its SHA-256. It ends when its stdin is closed, also if the training process
 was killed. A thread of the training process would compete for the GIL; a preempted thread that holds the GIL would stop
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-from pretrain.data.hashes import hash_block
+from pretrain.data.files.hashes import hash_block
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes
-from pretrain.data.indexed import IndexedDataset
+from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes
+from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 
 _CHECK_S = 0.2  # time in which a start checks blocks

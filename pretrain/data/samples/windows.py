@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.dataset import SampleDataset
+from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
@@ -149,7 +149,12 @@ def rolling_windows(name: str, tokens: Callable[[int, int], Tokens], ranges: Seq
 
 def sample_windows(name: str, dataset: SampleDataset, number: int, *, masked_after: int | None) -> WindowSet:
     """Return the first `number` samples of a dataset, as training and its evaluations read them."""
-    starts = np.array([dataset.sample_start(index) for index in range(number)], np.int64)
+    width = dataset.seq_length + 1
+
+    def tokens(start: int, stop: int) -> Tokens:
+        index, first = divmod(start, width)
+        return dataset.samples([index])[0][first:first + stop - start]
+
     full = np.full(number, dataset.seq_length, np.int64)
-    return WindowSet(name, dataset.indexed.tokens, dataset.seq_length, dataset.seq_length, starts, full, full,
-                     np.zeros_like(full), masked_after)
+    return WindowSet(name, tokens, dataset.seq_length, dataset.seq_length, np.arange(number, dtype=np.int64) * width,
+                     full, full, np.zeros_like(full), masked_after)

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
-import pretrain.data.prepare
-from pretrain.data.indexed import IndexedDataset, read_meta
-from pretrain.data.prepare import PreparedData, entropy_nats, prepare
+import pretrain.data.prepare.prepare
+from pretrain.data.files.indexed import IndexedDataset, read_meta
+from pretrain.data.prepare.prepare import PreparedData, entropy_nats, prepare
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
 
-TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
+TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
 SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
 TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
 
@@ -99,7 +99,7 @@ def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: Tokenizer,
                                                    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     """Chunks may end inside long lines, multi-byte characters and line ends."""
-    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", chunk_bytes)
     texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
     inputs = [jsonl(tmp_path / "a.jsonl", texts)]
     for number, text in enumerate(texts):
@@ -111,7 +111,7 @@ def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: To
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: Tokenizer,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", 4096)
     inputs = [jsonl(tmp_path / "a.jsonl", TEXTS * 2), *map(str, SOURCES)]
     written = []
     for workers in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_is_reported_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", 4096)
     good = jsonl(tmp_path / "good.jsonl", TEXTS)
     prepare([good], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
@@ -302,7 +302,7 @@ def _die_within_a_result() -> None:
 def test_a_worker_that_is_killed_within_a_result_is_noticed() -> None:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool, \
             pytest.raises(BrokenProcessPool):
-        pretrain.data.prepare._result(pool, pool.submit(_die_within_a_result))  # type: ignore[arg-type]
+        pretrain.data.prepare.prepare._result(pool, pool.submit(_die_within_a_result))  # type: ignore[arg-type]
 
 
 def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data import identity
-from pretrain.data.background_hash import BackgroundHash
-from pretrain.data.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
-from pretrain.data.identity import check_blocks, find_hashes, hash_if_fast
-from pretrain.data.indexed import IndexedDataset
+from pretrain.data.files import identity
+from pretrain.data.files.background_hash import BackgroundHash
+from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hashes_path, read_hashes, write_hashes
+from pretrain.data.files.identity import check_blocks, find_hashes, hash_if_fast
+from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 from tests.support.big_data import BYTE, NUM_BLOCKS, change_token, write_big_data
 from tests.wrong_inputs.case import main_of

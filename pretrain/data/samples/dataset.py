@@ -1,0 +1,42 @@
+"""The interface of all datasets: samples of a fixed length, each a pure function of its index.
+
+The samples depend on the data, the settings and the index only: not on ranks, batch sizes, workers or resumes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.files.indexed import IndexedDataset
+
+PADDING = -1
+"""in samples: no token. Padding ends a sample; the loader excludes it from the loss"""
+
+
+class SampleDataset(Protocol):
+    """Samples of seq_length + 1 tokens. The label of each token is the next one."""
+
+    name: str
+    """name of its losses: train, valid, test, or valid/NAME"""
+    seq_length: int
+    samples_per_epoch: int
+
+    @property
+    def sources(self) -> tuple[IndexedDataset, ...]:
+        """The token files that the samples come from."""
+
+    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples as int64 [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in these token files that samples are taken from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of data and settings. These and the seed determine the samples."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts about the data that a checkpoint records besides the fingerprint."""

@@ -1,0 +1,76 @@
+"""Samples in the default order, a pure function of (tokens, seed, index).
+
+A range of tokens is divided into windows of seq_length + 1 tokens that overlap by one token. Each epoch starts the
+first window at another token and visits the windows in another order. The order is not stored: it is a keyed
+permutation that is computed on demand.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.permutation import MASK_64, mix, permute
+from pretrain.errors import ConfigError
+
+
+class ShuffledWindows:
+    """Windows of seq_length + 1 tokens from the tokens [first_token, last_token) of a `.bin/.idx` pair.
+
+    Raises ConfigError if the range is shorter than one window.
+    """
+
+    def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
+                 last_token: int | None = None, name: str = "train") -> None:
+        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
+        self.first_token = first_token
+        self.last_token = indexed.num_tokens if last_token is None else last_token
+        if self.num_tokens < seq_length + 1:
+            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
+                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
+                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
+        # One window fewer than would fit, so that each epoch has at least seq_length choices for its first token.
+        self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last_token - self.first_token
+
+    @property
+    def sources(self) -> tuple[IndexedDataset, ...]:
+        return (self.indexed,)
+
+    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples (indices count over all epochs) as int64 [n, seq_length + 1]."""
+        starts = map(self.sample_start, indices)
+        return np.stack([self.indexed.tokens(start, start + self.seq_length + 1) for start in starts])
+
+    def sample_start(self, index: int) -> int:
+        """Return the position of the first token of sample `index` in the flat stream."""
+        assert index >= 0
+        epoch, position = divmod(index, self.samples_per_epoch)
+        key = mix(mix(self.seed & MASK_64) ^ epoch)
+        spare = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length
+        shift = mix(key) % (spare + 1)
+        return self.first_token + shift + permute(position, self.samples_per_epoch, key) * self.seq_length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of data, token range and seq_length. These and the seed determine the samples."""
+        content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts about the data that a checkpoint records besides the fingerprint.
+
+        `sha256` covers every byte of the data; None: not known yet. In that case, size and modification time of the
+        .bin identify it.
+        """
+        status, hashes = self.indexed.file.status(), self.indexed.hashes
+        is_known = hashes is not None and hashes.describes(status, self.indexed.idx_sha256)
+        return {"sha256": hashes.sha256 if hashes is not None and is_known else None, "bin_bytes": status.st_size,
+                "bin_mtime_ns": status.st_mtime_ns, "first_token": self.first_token, "last_token": self.last_token}
