@@ -21,7 +21,8 @@ class Summary:
 
     step: int  # of the last logged training step
     train_steps: int
-    loss: float | None  # of the last logged training step
+    loss: float | None  # of `loss_step`
+    loss_step: int  # the last logged training step whose loss is finite; 0: none
     valid_loss: float | None
     # loss of a model that only knows the token frequencies of --valid_data, or of --train_data without that flag
     unigram_entropy: float | None
@@ -43,14 +44,38 @@ def summarize(run: Path) -> Summary:
     training = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if row.get("split") == "valid"]
     last, evaluation = training[-1] if training else {}, evaluations[-1] if evaluations else {}
+    # null: NaN or infinity
+    finite: dict[str, Any] = next((row for row in reversed(training) if row["loss"] is not None), {})
     flags, metrics = start["flags"], run / "metrics.jsonl"
     data = flags.get("valid_data") or flags.get("train_data")
     meta = read_meta(data) or {} if isinstance(data, str) else {}
     return Summary(step=int(_number(metrics, last, "step") or 0),
                    train_steps=int(_number(run / "run.json", start, "train_steps") or 0),
-                   loss=_number(metrics, last, "loss"), valid_loss=_number(metrics, evaluation, "eval_loss"),
+                   loss=_number(metrics, finite, "loss"), loss_step=int(_number(metrics, finite, "step") or 0),
+                   valid_loss=_number(metrics, evaluation, "eval_loss"),
                    unigram_entropy=_number(Path(f"{data}.meta.json"), meta, "entropy_nats"),
                    tokens_per_second=_number(metrics, last, "tokens_per_second"))
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """Return one line for each value."""
+    def text(value: float | None, form: str) -> str:
+        return "not known" if value is None else format(value, form)
+
+    return [f"steps done            {summary.step} of {summary.train_steps}",
+            f"training loss         {text(summary.loss, '.4f')}{_not_finite(summary)}",
+            f"validation loss       {text(summary.valid_loss, '.4f')} nats per token",
+            f"unigram entropy       {text(summary.unigram_entropy, '.4f')} nats per token",
+            f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s"]
+
+
+def _not_finite(summary: Summary) -> str:
+    """Return a note if the last logged steps have no finite loss."""
+    if summary.loss_step == summary.step:
+        return ""
+    if summary.loss is None:
+        return ": it is NaN or infinite in all logged steps"
+    return f" at step {summary.loss_step}; it is NaN or infinite in all later steps"
 
 
 def _number(path: Path, row: dict[str, Any], key: str) -> float | None:

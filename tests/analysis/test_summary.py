@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.analysis.summary import summarize
+from pretrain.analysis.summary import summarize, summary_lines
 from pretrain.errors import ConfigError
 
 
@@ -21,6 +21,18 @@ def test_the_summary_of_a_killed_run(tmp_path: Path) -> None:
     summary = summarize(tmp_path)
     assert (summary.step, summary.train_steps, summary.valid_loss, summary.unigram_entropy) == (4, 9, 4.75, 5.0)
     assert summary.below_unigram_entropy
+
+
+def test_the_last_finite_loss_is_shown_with_its_step(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"flags": {}, "train_steps": 9}]))
+    for losses, line in (([4.5, 4.25], "training loss         4.2500"),
+                         ([4.5, None, None], "training loss         4.5000 at step 1; it is NaN or infinite in all "
+                                             "later steps"),
+                         ([None, None], "training loss         not known: it is NaN or infinite in all logged steps"),
+                         ([], "training loss         not known")):
+        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert summary_lines(summarize(tmp_path))[:2] == [f"steps done            {len(losses)} of 9", line]
 
 
 @pytest.mark.parametrize(("valid_loss", "below"), [(4.75, True), (5.0, False), (5.25, False), (None, False)])
