@@ -94,7 +94,7 @@ class RunLock:
                                                 f"({error.strerror or error})",
                               remedy="make space, or choose a folder that can be written to") from None
         self._confirmed_s = _seconds()
-        self._ended = threading.Event()
+        self._ended, self._is_lost = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._heartbeat, name="run-lock", daemon=True)
         self._thread.start()
 
@@ -167,6 +167,7 @@ class RunLock:
 
     def _end_process(self) -> None:
         """End at once. The other ranks end with this one: their launcher or their next collective notices."""
+        self._is_lost.acquire()  # never released: the heartbeat's thread and a write may notice this together
         other = read_lease(self._file.path)
         os.write(2, f"ds-pretrain: error: {self._run}: this process was silent for more than {STALE_S:.0f} s, and "
                     f"another start has taken over the run folder ({other.owner if other else 'unknown'}); this one "

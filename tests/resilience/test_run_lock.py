@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.distributed.process_info import state_and_start
 from pretrain.errors import ConfigError
 from pretrain.resilience import lease_file, run_lock
 from pretrain.resilience.lease_file import Owner, read_lease
@@ -153,12 +154,11 @@ def test_a_stopped_start_that_lost_its_lock_writes_nothing_more(
         tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
     """The first start is stopped (SIGSTOP) until another host has taken its lease over, and then continued.
 
-    It is stopped between two writes: no lease can prevent a write that had been checked before the stop.
+    It stops itself between two writes: no lease can prevent a write that had been checked before the stop.
     """
     run, rows = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    first = holder("elsewhere", str(STALE_S))
-    wait_until(rows.exists)
-    first.send_signal(signal.SIGSTOP)
+    first = holder("stopped", str(STALE_S))
+    wait_until(lambda: state_and_start(first.pid)[0] == "T")
     second = holder("here", str(STALE_S))
     lease = read_lease(run / LOCK)
     assert lease is not None

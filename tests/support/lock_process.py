@@ -1,13 +1,15 @@
 """A process that takes the lock of a run folder and then writes into the folder, for tests/resilience/test_run_lock.py.
 
-    python -m tests.support.lock_process RUN SECONDS [here|elsewhere] [STALE_S]
+    python -m tests.support.lock_process RUN SECONDS [here|stopped] [STALE_S]
 
 It prints a line when it holds the lock, or why it does not. It then appends a line to RUN/metrics.jsonl every 0.2 s.
-"elsewhere": it pretends to run on another host, so that only its heartbeat shows whether it lives. With STALE_S, all
-time-outs are scaled down, so that the lease is stale after this time.
+"stopped": it pretends to run on another host, so that only its heartbeat shows whether it lives, and stops itself
+(SIGSTOP) after its first line. With STALE_S, all time-outs are scaled down, so that the lease is stale after this time.
 """
 
 import functools
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ def scale_time(stale_s: float) -> None:
 
 def main(run: Path, seconds: float, where: str = "here", stale_s: float = 60) -> int:
     scale_time(stale_s)
-    if where == "elsewhere":
+    if where == "stopped":
         lease_file.Owner = functools.partial(lease_file.Owner, boot_id="another boot")  # type: ignore[misc,assignment]
     try:
         with run_lock.RunLock(run) as lock:
@@ -33,6 +35,9 @@ def main(run: Path, seconds: float, where: str = "here", stale_s: float = 60) ->
             folder, end = RunFolder(run, active=True, before_write=lock.confirm), time.monotonic() + seconds
             while time.monotonic() < end:
                 folder.metrics({"owner": lock._file.owner.token})
+                if where == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    where = "here"  # after SIGCONT
                 time.sleep(0.2)
     except ConfigError as error:
         print(error, flush=True)
