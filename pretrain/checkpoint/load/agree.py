@@ -100,37 +100,46 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     move_abandoned(checkpoints)  # if the run was killed during a rollback
     local = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
     mirrored: dict[int, str] = {}
-    if mirror is not None:
-        try:
-            check_mirror(mirror)
-            tags = mirrored_checkpoints(mirror, abandoned_save_ids(checkpoints))
-            mirrored = {step_of(Path(tag)): tag for tag in tags}
-        except ConfigError as error:
-            yield str(error)  # the run can still resume from a local checkpoint
+    try:
+        mirrored = _mirrored_tags(mirror, checkpoints)
+    except ConfigError as error:
+        yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
-    not_finite: list[Path] = []
+    not_finite: list[Path] = []  # of steps above this one, not reported yet: one line reports all of them
     for step in sorted(local.keys() | mirrored.keys(), reverse=True):
-        if step in local:
-            found = manifest_or_error(local[step])
-            if isinstance(found, ConfigError):
-                yield str(found)
-            elif not found.is_good:
-                not_finite.append(local[step])
-            else:
-                yield from not_finite_lines(not_finite)
-                not_finite.clear()
-                yield local[step], found.to_json()
-        if step in mirrored and mirror is not None:
+        found = manifest_or_error(local[step]) if step in local else None
+        if isinstance(found, ConfigError):
+            yield str(found)
+        elif found is not None and not found.is_good:
+            not_finite.append(local[step])
+        good = found if isinstance(found, Manifest) and found.is_good else None
+        if good is not None or step in mirrored:
             yield from not_finite_lines(not_finite)
-            not_finite.clear()
-            log(f"fetching {mirrored[step]} from {without_credentials(mirror)}")
-            try:
-                folder = fetch(mirror, checkpoints, mirrored[step])
-                yield folder, read_manifest(folder).to_json()
-            except (ConfigError, SaveError) as error:
-                yield str(error)
+            not_finite = []
+        if good is not None:
+            yield local[step], good.to_json()
+        if step in mirrored:
+            log(f"fetching {mirrored[step]} from {without_credentials(str(mirror))}")
+            yield _fetch_candidate(str(mirror), checkpoints, mirrored[step])
     yield from not_finite_lines(not_finite)
+
+
+def _mirrored_tags(mirror: str | None, checkpoints: Path) -> dict[int, str]:
+    """Return step -> name of the checkpoints in the mirror that no rollback has abandoned. Raises ConfigError."""
+    if mirror is None:
+        return {}
+    check_mirror(mirror)
+    return {step_of(Path(tag)): tag for tag in mirrored_checkpoints(mirror, abandoned_save_ids(checkpoints))}
+
+
+def _fetch_candidate(mirror: str, checkpoints: Path, tag: str) -> Candidate:
+    """Copy a checkpoint from the mirror."""
+    try:
+        folder = fetch(mirror, checkpoints, tag)
+        return folder, read_manifest(folder).to_json()
+    except (ConfigError, SaveError) as error:
+        return str(error)
 
 
 def _repair_latest(chosen: Resume) -> list[str]:
