@@ -1,4 +1,4 @@
-"""What a run reports about itself: metrics rows, the progress line, MFU, and the files of the run folder.
+"""Reports of a run about itself: metrics rows, the progress line, MFU, and the files of the run folder.
 
 Imports engine/, config/, data/, model/, terminal/, distributed/ and errors; never checkpoint/, resilience/
 or cluster/.

@@ -82,7 +82,7 @@ class Guard:
 
     @property
     def in_bad_steps(self) -> bool:
-        """Whether the newest step that was read is bad; the same on all ranks."""
+        """True if the newest step that was read is bad. The same on all ranks."""
         return bool(self._bad)
 
     def observe(self, step: int, loss: torch.Tensor, consumed_samples: int) -> BadSteps | None:

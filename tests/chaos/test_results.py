@@ -1,4 +1,4 @@
-"""What counts as lost and as wrong: a chaos run that loses a checkpoint or trains something else must fail."""
+"""Results of a chaos run: it fails if a checkpoint was lost, or if a loss or the final weights are wrong."""
 
 import contextlib
 import json

@@ -1,14 +1,12 @@
 """A checkpoint with NaN or infinity is never chosen, and does not push good ones out of the run folder."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pretrain.checkpoint.format.files import HashedFile
 from pretrain.checkpoint.format.fragments import FileLocation, FlatTensor, Fragment
 from pretrain.checkpoint.format.manifest import (
     LATEST_FILE,
@@ -20,10 +18,8 @@ from pretrain.checkpoint.format.manifest import (
     read_manifest,
 )
 from pretrain.checkpoint.save.commit import commit, temporary_folder, write_part
-from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.checkpoint.save.finite import FiniteCheck
 from pretrain.checkpoint.save.retention import prune
-from pretrain.checkpoint.save.snapshot import Snapshot
 from pretrain.errors import ConfigError, SaveError
 from tests.checkpoint.test_commit import RANKS, manifest, save, steps_of, write_files
 
@@ -156,27 +152,3 @@ def test_a_damaged_latest_is_found(tmp_path: Path) -> None:
     assert "there is no such file" in str(latest_problem(tmp_path, newest))
     latest.mkdir()
     assert "cannot be read" in str(latest_problem(tmp_path, newest))
-
-
-@pytest.mark.slow
-def test_cost_of_the_check(tmp_path: Path) -> None:
-    """Print the CPU time of the check as a fraction of a save and of a snapshot for --async_save."""
-    state = {"flat": torch.randn(2**26), "exp_avg": torch.randn(2**26), "weights": torch.randn(2**26).bfloat16()}
-    seconds: dict[str, list[float]] = {"check": [], "save": [], "snapshot": []}
-    memory = Snapshot()
-    for number in range(4):
-        opened = {"save": lambda path: HashedFile(path), "snapshot": lambda path: memory.open_file(path.name)}
-        for kind, open_file in opened.items():
-            begin = time.process_time()
-            FileEngine(open_file).save(state, str(tmp_path / f"{number}.pt"))
-            seconds[kind].append(time.process_time() - begin)
-        memory.clear()
-        (tmp_path / f"{number}.pt").unlink()
-        check, begin = FiniteCheck(), time.process_time()
-        check.add("x.pt", state)
-        assert check.is_finite()
-        seconds["check"].append(time.process_time() - begin)
-    check_s, save_s, snapshot_s = (min(values) for values in seconds.values())
-    print(f"0.67 GB on a CPU: check {check_s:.3f} s, {check_s / save_s:.1%} of a save ({save_s:.2f} s), "
-          f"{check_s / snapshot_s:.1%} of a snapshot ({snapshot_s:.2f} s)")
-    assert check_s < save_s

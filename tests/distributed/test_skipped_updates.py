@@ -118,10 +118,10 @@ def assert_faults_change_nothing(layout: str, result: dict[str, Any]) -> None:
     norm, applied = result["zero"]
     assert norm == 0 or is_muon, "the gradients of the last step are not zero"
     assert applied == [True, True], "an update with zero gradients was skipped"
-    assert len(result["judged"]) == len(result["rows"]) + 1
+    assert len(result["veto_inputs"]) == len(result["rows"]) + 1
     for asked in result["asked"]:
         assert [value for pair in asked for value in pair] == pytest.approx(
-            [value for pair in result["judged"] for value in pair], rel=1e-5), "veto got another loss or norm"
+            [value for pair in result["veto_inputs"] for value in pair], rel=1e-5), "veto got another loss or norm"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_BYTES = 2**24
-_CHUNK_BYTES = 2**20  # of a block, read at once: it stays in the CPU cache while it is hashed
+_CHUNK_BYTES = 2**20  # bytes read before they are hashed: few, so that they are still in the CPU's cache
 _LARGEST_FILE_BYTES = 2**28  # of PREFIX.sha256.json; 10 TB of tokens need 40 MB
 
 
@@ -41,7 +41,7 @@ class DataHashes:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of both files, wherever they are and whenever they were written. Of complete hashes only."""
+        """SHA-256 of the content of both files. Their paths and times have no effect. Valid only if `is_complete`."""
         return _digest(self)
 
     def describes(self, status: os.stat_result, idx_sha256: str) -> bool:
@@ -67,7 +67,7 @@ class DataHashes:
             raise ValueError("a key is missing or malformed")
         hashes = cls(values["bin_bytes"], values["bin_mtime_ns"], values["idx_sha256"], tuple(blocks))
         if values.get("block_bytes") != BLOCK_BYTES or len(blocks) > hashes.num_blocks:
-            raise ValueError("it has other blocks")
+            raise ValueError("the size or the number of its blocks is wrong")
         if values.get("sha256") != _digest(hashes):
             raise ValueError("its content does not match the SHA-256 in it")
         return hashes

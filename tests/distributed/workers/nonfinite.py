@@ -35,18 +35,18 @@ def found_by_each_rank(engine: DeepSpeedEngine) -> dict[str, list[bool]]:
     are recorded only if the last rank writes them, and "padding" only if the tensor has padding between
     parameters.
     """
-    results = {"nothing": _judge(engine)}
+    results = {"nothing": _write_and_check(engine)}
     flat = [flat for flat in flat_tensors(engine) if flat.fragments][-1]
     last = flat.fragments[-1].offset + flat.fragments[-1].length - 1
     for place, value, location in (("weights", torch.nan, flat.weights), ("state", -torch.inf, flat.states)):
         if not gather(location is not None)[-1]:
             continue
         with _poisoned(engine, flat, place, last, value):
-            results[place] = _judge(engine)
+            results[place] = _write_and_check(engine)
     padding = gather(_padding(flat))[-1]
     if padding is not None:
         with _poisoned(engine, flat, "weights", padding, torch.nan):
-            results["padding"] = _judge(engine)
+            results["padding"] = _write_and_check(engine)
     return results
 
 
@@ -56,8 +56,8 @@ def _padding(flat: FlatTensor) -> int | None:
     return next((end for end, after in zip(ends, flat.fragments[1:], strict=False) if end < after.offset), None)
 
 
-def _judge(engine: DeepSpeedEngine) -> list[bool]:
-    """Write the checkpoint's files to memory, and return each rank's judgement."""
+def _write_and_check(engine: DeepSpeedEngine) -> list[bool]:
+    """Write the checkpoint's files to memory, and return each rank's result."""
     memory = Snapshot()
     error, finite = write_files(engine, Path("global_step0").absolute(), lambda path: memory.open_file(path.name),
                                 step=0, consumed_samples=0)

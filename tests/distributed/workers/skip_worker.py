@@ -96,15 +96,15 @@ def skip(case: Case) -> dict[str, Any]:
     engine = engine_of(plan)
     faults = Faults(engine)
     guard_updates(engine, faults.veto if "veto" in case["faults"] else None)
-    rows, judged = [], []
+    rows, veto_inputs = [], []
     for step, fault in enumerate(["", *case["faults"]]):
         row: dict[str, Any] = {"fault": fault}
         if fault:
             row |= faulty_step(engine, faults, fault, loader.step((step + 50) * samples))
             if fault == "veto":
-                judged.append(row["reported"])
+                veto_inputs.append(row["reported"])
         good = [float(train_batch(engine, loader.step(step * samples))), grad_norm(engine), snapshot(engine)]
-        judged.append(good[:2])
+        veto_inputs.append(good[:2])
         row |= {"applied": everywhere(skipped_update(engine) is None), "next_is_equal": good == clean[step]}
         rows.append(row)
     micro_batches = loader.step(0)
@@ -112,7 +112,7 @@ def skip(case: Case) -> dict[str, Any]:
         weights_BT.zero_()
     train_batch(engine, micro_batches)
     result = {"rows": rows, "optimizer": type(engine.optimizer).__name__, "asked": everywhere(faults.asked[:-1]),
-              "judged": judged,
+              "veto_inputs": veto_inputs,
               "zero": [grad_norm(engine), everywhere(skipped_update(engine) is None)]}
     loader.close()
     end(engine)
