@@ -20,17 +20,14 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader, evaluation_batches
-from pretrain.data.samples.dataset import SampleDataset
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import (
-    data_parallel_rank,
-    data_parallel_size,
     eval_batch,
     learning_rate,
-    sum_over_data_parallel,
     train_batch,
 )
 from pretrain.engine.update_guard import guard_updates
@@ -240,7 +237,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line)
-    loaders = {name: _loader(engine, plan, dataset) for name, dataset in plan.datasets.items()}
+    loaders = {name: open_loader(engine, plan, name) for name in plan.datasets}
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
@@ -277,12 +274,3 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
         return 0, 0
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))
-
-
-def _loader(engine: DeepSpeedEngine, plan: Plan, dataset: SampleDataset) -> Loader:
-    return Loader(dataset, micro_batch_size=plan.layout.micro_batch_size,
-                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
-                  data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
-                  eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
-                  sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
-                  pin_memory=engine.device.type == "cuda")

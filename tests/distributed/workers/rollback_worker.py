@@ -13,13 +13,14 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
+from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.rollback import roll_back
 from pretrain.terminal.screen import Screen
-from tests.distributed.workers.worker import Case, end, engine_of, loader_of, plan_of, state_hash
+from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 from tests.support.layouts import anonymous_bytes
 
@@ -31,7 +32,7 @@ def train(engine: Any, plan: Plan, first: int, last: int, *, position: int, fact
 
     `factor` multiplies the losses of this run's second rank; with pipeline stages, those of the last stage.
     """
-    loader, rows = loader_of(engine, plan), []
+    loader, rows = open_loader(engine, plan, "train"), []
     for _ in range(first, last):
         micro_batches = loader.step(position)
         if dist.get_rank() == 1:

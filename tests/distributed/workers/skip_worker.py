@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import grad_norm, learning_rate, loss_scale, train_batch
 from pretrain.engine.update_guard import guard_updates, skipped_update
 from tests.distributed.workers.upstream_worker import plain_deepspeed
-from tests.distributed.workers.worker import Case, end, engine_of, loader_of, plan_of, state_hash, weights_hash
+from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash, weights_hash
 from tests.support.cases_loop import each_case
 
 BAD_RANK, BAD_MICRO_BATCH = 1, 0  # of 2 ranks and 2 micro-batches; in a pipeline, rank 1 is the last stage
@@ -87,7 +88,7 @@ def skip(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     guard_updates(engine)
-    loader = loader_of(engine, plan)
+    loader = open_loader(engine, plan, "train")
     samples, clean = plan.layout.global_batch_size, []
     for step in range(len(case["faults"]) + 1):
         clean.append([float(train_batch(engine, loader.step(step * samples))), grad_norm(engine), snapshot(engine)])
@@ -142,7 +143,7 @@ def unpatched(case: Case) -> dict[str, Any]:
     with plain_deepspeed():
         plan = plan_of(case)
         engine = engine_of(plan)
-        faults, loader = Faults(engine), loader_of(engine, plan)
+        faults, loader = Faults(engine), open_loader(engine, plan, "train")
         result: dict[str, Any] = {"skipped": [], "changed": [], "error": ""}
         for step, fault in enumerate(("", "nan_gradient", "")):
             before = snapshot(engine)

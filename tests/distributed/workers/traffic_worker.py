@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.distributed.collectives import gather
+from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import train_batch
-from tests.distributed.workers.worker import end, engine_of, loader_of, plan_of
+from tests.distributed.workers.worker import end, engine_of, plan_of
 from tests.support.cases_loop import each_case
 
 # c10d operator -> (name, index of the argument with the complete tensor, factor: a ring of n ranks sends factor(n)
@@ -59,7 +60,7 @@ def traffic(case: dict[str, Any]) -> list[dict[str, float]]:
     """Run two steps; return the bytes of each rank's second step, by collective and for its disk."""
     plan = plan_of(case)
     engine = engine_of(plan)
-    loader = loader_of(engine, plan)
+    loader = open_loader(engine, plan, "train")
     train_batch(engine, loader.step(0))
     before = disk_bytes()
     with ByteCounter() as counter:

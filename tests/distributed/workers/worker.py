@@ -22,19 +22,16 @@ from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
-from pretrain.data.loader import Loader
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.device import detect_device
 from pretrain.engine.build import build_engine
+from pretrain.engine.loaders import open_loader
 from pretrain.engine.replicas import replicated_tensors
 from pretrain.engine.steps import (
-    data_parallel_rank,
-    data_parallel_size,
     eval_batch,
     grad_norm,
     learning_rate,
     loss_scale,
-    sum_over_data_parallel,
     train_batch,
 )
 from pretrain.errors import CorruptionError
@@ -66,17 +63,9 @@ def engine_of(plan: Plan) -> deepspeed.DeepSpeedEngine:
     return build_engine(plan)
 
 
-def loader_of(engine: deepspeed.DeepSpeedEngine, plan: Plan, split: str = "train") -> Loader:
-    return Loader(plan.datasets[split], micro_batch_size=plan.layout.micro_batch_size,
-                  gradient_accumulation_steps=plan.layout.gradient_accumulation_steps,
-                  data_parallel_rank=data_parallel_rank(engine), data_parallel_size=data_parallel_size(engine),
-                  eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
-                  sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value))
-
-
 def steps(engine: deepspeed.DeepSpeedEngine, plan: Plan, first: int, last: int) -> dict[str, list[float]]:
     """Train the steps `first` to `last` - 1, and return the metrics of each step."""
-    loader = loader_of(engine, plan)
+    loader = open_loader(engine, plan, "train")
     rows: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": [], "loss_scale": [], "skipped": []}
     for step in range(first, last):
         rows["lr"].append(learning_rate(engine))
@@ -126,7 +115,7 @@ def losses(case: Case) -> dict[str, Any]:
     plan = plan_of(case)
     engine = engine_of(plan)
     rows: dict[str, Any] = steps(engine, plan, 0, plan.train_steps)
-    loader = loader_of(engine, plan, "valid")
+    loader = open_loader(engine, plan, "valid")
     rows["eval_loss"] = float(eval_batch(engine, loader.step(0)))
     rows["optimizer"] = type(engine.optimizer).__name__
     rows["muon"] = [name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)]
@@ -164,7 +153,7 @@ def overflow(case: Case) -> dict[str, Any]:
     """Train six steps in fp16, of which the second overflows because of loss weights of 1e30."""
     plan = plan_of(case)
     engine = engine_of(plan)
-    loader = loader_of(engine, plan)
+    loader = open_loader(engine, plan, "train")
     rows: dict[str, Any] = {"scale": [], "skipped": [], "lr": [], "state": []}
     for step in range(6):
         micro_batches = loader.step(step * plan.layout.global_batch_size)
