@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.checkpoint import checkpoint_stall
+from pretrain.bench.sections.data import data
 from pretrain.bench.sections.guards import RANKS, guards
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead
@@ -19,7 +20,8 @@ from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
     "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_stall,
-    "startup": startup, "scaling": scaling, "offload": offload, "profile": profile,
+    "startup": startup, "scaling": scaling, "offload": offload, "data": data,
+    "profile": profile,
 }
 
 

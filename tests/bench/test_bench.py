@@ -196,7 +196,7 @@ def test_explain_profiles_a_step() -> None:
 def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload",
+    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload,data",
                  "--nvme_path", str(disk), "--ranks", "1,2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["sections"]
@@ -217,6 +217,7 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert found["offload"]["aio"].items() >= {key: found["offload"]["settings"][0][key] for key in
                                                ("block_size", "queue_depth", "intra_op_parallelism")}.items()
     assert not list(disk.iterdir())
+    assert all(figure["ratio"] > 0 for figure in found["data"]["figures"].values())
 
 
 def test_the_performance_page_names_files_and_flags_that_exist() -> None:

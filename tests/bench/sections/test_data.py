@@ -1,0 +1,24 @@
+"""--what data: the figures, and the measurements with little data. The tests check what is compared, but no speeds."""
+
+from pathlib import Path
+
+from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
+from pretrain.bench.sections.data_tokenizing import tokenizing
+
+
+def test_ratio_is_above_1_if_this_project_is_better() -> None:
+    assert DataFigure("speed", 3.0, 2.0, "M tokens/s", "loop").ratio == 1.5
+    assert DataFigure("time", 2.0, 3.0, "s", "loop", higher_is_better=False).ratio == 1.5
+
+
+def test_functions_are_called_in_turn() -> None:
+    calls: list[str] = []
+    seconds = least_cpu_seconds([lambda: calls.append("ours"), lambda: sum(range(10**6))], 3)
+    assert calls == ["ours"] * 3
+    assert 0 <= seconds[0] < seconds[1]
+
+
+def test_tokenizing(tmp_path: Path) -> None:
+    figures = tokenizing(DataBench(tmp_path, repetitions=1, scale=0.05))
+    assert [figure.name.split(", ")[1] for figure in figures] == ["SentencePiece BPE", "Hugging Face BPE"]
+    assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
