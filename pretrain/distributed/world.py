@@ -65,6 +65,8 @@ def world_from_environment(environ: Mapping[str, str]) -> World:
             continue  # srun --mpi=pmi2 also sets PMI_RANK, but only SLURM's variables have the local rank
         if launcher == "slurm" and environ.get("SLURM_STEP_ID", "batch") in ("batch", "extern", "4294967291"):
             continue
+        if launcher == "torch" and local_size not in environ:
+            local_size = "LOCAL_SIZE"  # the name in DeepSpeed's launcher (launcher/launch.py, main, 0.19.8)
         read_local_size = _slurm_local_size if launcher == "slurm" else _integer
         world = World(rank=_integer(environ, rank), size=_integer(environ, size),
                       local_rank=_integer(environ, local_rank) if local_rank in environ else 0,

@@ -109,6 +109,21 @@ def test_signals_to_ds_pretrain_lose_no_step(config: Path, corpus: str, tmp_path
 
 
 @pytest.mark.slow
+def test_a_killed_rank_ends_the_other_rank_without_a_request_to_save(corpus: str, tmp_path: Path) -> None:
+    """The launcher sends SIGTERM to the other rank, which cannot save any more."""
+    run = tmp_path / "run"
+    flags = _flags(corpus, run, "--train_steps", "100000", "--save_interval", "0", config=ZERO1)
+    process, others = start(deepspeed(flags), run)
+    (rank_1,) = [each for each in others[0].children() if "--local_rank=1" in each.cmdline()]
+    rank_1.kill()
+    assert end(process, others) == 256 - signal.SIGKILL
+    log = run.with_suffix(".log").read_text()
+    assert "rank 0 on " in log
+    assert "lost the connection to another rank" in log
+    assert "SIGTERM" not in log
+
+
+@pytest.mark.slow
 def test_a_run_in_the_background_survives_its_shell(corpus: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = _flags(corpus, run, "--train_steps", "60", config=PIPELINE)
