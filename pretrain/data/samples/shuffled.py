@@ -17,6 +17,10 @@ from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.errors import ConfigError
 
+_AHEAD = 4096  # sample starts computed at once: 0.8 us each; 64 at once: 24 us each
+_LARGEST_GAP = _AHEAD // 16
+_Starts = npt.NDArray[np.int64]
+
 
 class ShuffledWindows:
     """Windows of seq_length + 1 tokens from the tokens [first_token, last_token) of a `.bin/.idx` pair.
@@ -35,6 +39,8 @@ class ShuffledWindows:
                               remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
         # One window fewer than would fit, so that each epoch has at least seq_length choices for its first token.
         self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
+        self._next = 0  # the index after those of the last call
+        self._ahead: tuple[int, _Starts] = 0, np.zeros(0, np.int64)
 
     @property
     def num_tokens(self) -> int:
@@ -46,17 +52,30 @@ class ShuffledWindows:
 
     def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return samples (indices count over all epochs) as int64 [n, seq_length + 1]."""
-        starts = map(self.sample_start, indices)
+        starts = self.sample_starts(np.asarray(indices, np.int64)).tolist()
         return np.stack([self.indexed.tokens(start, start + self.seq_length + 1) for start in starts])
 
-    def sample_start(self, index: int) -> int:
-        """Return the position of the first token of sample `index` in the flat stream."""
-        assert index >= 0
-        epoch, position = divmod(index, self.samples_per_epoch)
-        key = mix(mix(self.seed & MASK_64) ^ epoch)
+    def sample_starts(self, indices: npt.NDArray[np.int64]) -> _Starts:
+        """Return the positions of the first tokens of these samples in the flat stream."""
+        low, high = int(indices.min()), int(indices.max()) + 1
+        assert low >= 0
+        first, starts = self._ahead
+        if low < first or high > first + len(starts):
+            # Compute starts ahead only for a reader that uses most of them, in order.
+            is_sequential = low >= self._next and high - self._next <= _LARGEST_GAP
+            self._next = high
+            if not is_sequential:
+                return self._compute_starts(indices)
+            first, starts = self._ahead = low, self._compute_starts(np.arange(low, low + _AHEAD))
+        self._next = high
+        return starts[indices - first]
+
+    def _compute_starts(self, indices: npt.NDArray[np.int64]) -> _Starts:
+        epochs, positions = np.divmod(indices, self.samples_per_epoch)
+        keys = mix(mix(np.array([self.seed & MASK_64], np.uint64)) ^ epochs.astype(np.uint64))
         spare = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length
-        shift = mix(key) % (spare + 1)
-        return self.first_token + shift + permute(position, self.samples_per_epoch, key) * self.seq_length
+        shifts = (mix(keys) % np.uint64(spare + 1)).astype(np.int64)
+        return self.first_token + shifts + permute(positions, self.samples_per_epoch, keys) * self.seq_length
 
     @cached_property
     def fingerprint(self) -> str:
