@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedWriter
+from pretrain.data.files.writer import IndexedWriter
 
 VOCAB_SIZE = 256
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.files.indexed import read_meta
+from pretrain.data.files.meta import read_meta
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 

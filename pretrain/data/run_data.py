@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.files.indexed import IndexedDataset, read_meta
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.meta import read_meta
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

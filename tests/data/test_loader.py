@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data.files.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
 from pretrain.data.samples.shuffled import ShuffledWindows
 

@@ -9,6 +9,8 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.validate import Plan
 from pretrain.data.files.identity import FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
 
@@ -37,7 +39,7 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
     notes: list[str] = []
     for indexed in {id(indexed): indexed for dataset in plan.datasets.values() for indexed in dataset.sources}.values():
         found = stored_hashes(plan, indexed)
-        notes += found.notes
+        notes += (*indexed.notes, *found.notes)
         check_blocks(indexed, found)
         if found.current is not None and found.current.is_complete:
             indexed.hashes = found.current
@@ -68,7 +70,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
         hash_if_fast(dataset.sources[0], _FAST_S)
     record, saved = dataset.record(), manifest.data or {}
     if expected is None or record["sha256"] is None:
-        if manifest.data_fingerprint == dataset.fingerprint:
+        if _has_fingerprint(dataset, manifest.data_fingerprint):
             return ""
         if saved.get("bin_bytes") not in (None, record["bin_bytes"]):
             return _other_content(folder, f"{saved['bin_bytes']:,} bytes", f"{record['bin_bytes']:,} bytes")
@@ -76,11 +78,17 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
                               f"fingerprint {dataset.fingerprint[:_SHOWN]}")
     if expected != record["sha256"]:
         return _other_content(folder, f"SHA-256 {expected[:_SHOWN]}", f"SHA-256 {record['sha256'][:_SHOWN]}")
-    if manifest.data_fingerprint == dataset.fingerprint:
+    if _has_fingerprint(dataset, manifest.data_fingerprint):
         return ""
     ranges = [f"{values.get('first_token'):,} to {values.get('last_token'):,}" for values in (saved, record)]
     return f"{folder.name} was trained on tokens {ranges[0]} of this data, and this run would train on tokens " \
            f"{ranges[1]}: --split or the validation data is another one"
+
+
+def _has_fingerprint(dataset: SampleDataset, recorded: str) -> bool:
+    """Return whether a checkpoint recorded this fingerprint. Earlier versions hashed the whole index of large data."""
+    return dataset.fingerprint == recorded or \
+        (isinstance(dataset, ShuffledWindows) and dataset.earlier_fingerprint() == recorded)
 
 
 def _other_content(folder: Path, saved: str, current: str) -> str:

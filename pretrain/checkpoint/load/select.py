@@ -14,7 +14,7 @@ from pretrain.checkpoint.format.manifest import (
     read_manifest,
     step_of,
 )
-from pretrain.data.files.indexed import read_meta
+from pretrain.data.files.meta import read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.hub import snapshot_in

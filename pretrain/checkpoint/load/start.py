@@ -14,7 +14,7 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_flags import check_folders
 from pretrain.config.saved_model import SavedModel, check_same_parameters
 from pretrain.config.validate import Plan, check_run
-from pretrain.data.files.indexed import read_meta
+from pretrain.data.files.meta import read_meta
 from pretrain.data.tokenizers.tokenizer_fit import check_tokenizer_fits
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError

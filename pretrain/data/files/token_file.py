@@ -1,22 +1,30 @@
-"""A .bin file, open for reading."""
+"""A .bin or .idx file, open for reading."""
 
+import contextlib
+import errno
 import os
+import resource
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from pretrain.errors import ConfigError
 
 
 class TokenFile:
-    """An open .bin file. Threads may read it at the same time.
+    """An open .bin or .idx file. Threads may read it at the same time.
 
     It is read, not mapped into memory: if a mapped file is truncated, the next access kills the process with SIGBUS. If
-    the file is replaced by another one of the same name, the old one remains readable.
+    the file is replaced by another one of the same name, the old one remains readable. All processes of a host share
+    the pages that the kernel caches.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = _open(path)
         weakref.finalize(self, os.close, self.descriptor)
 
     def status(self) -> os.stat_result:
@@ -35,9 +43,38 @@ class TokenFile:
             data += part
         return data
 
+    def read_rows(self, starts: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
+        """Fill each row of `rows` [n, bytes] with the bytes from starts[i] on. Raises ConfigError as `read` does."""
+        num_bytes, descriptor, preadv = rows.shape[1], self.descriptor, os.preadv
+        view = rows.reshape(-1).data
+        first = 0
+        for start in starts:
+            row = view[first:first + num_bytes]
+            try:
+                count = preadv(descriptor, (row,), start)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
+            if count < num_bytes:
+                row[count:] = self.read(start + count, num_bytes - count)
+            first += num_bytes
+
     def _read(self, start: int, num_bytes: int) -> bytes:
         try:
             return os.pread(self.descriptor, num_bytes, start)
         except OSError as error:
             error.filename = str(self.path)
             raise
+
+
+def _open(path: Path) -> int:
+    """Open a file. If the process has too many open files, raise its limit: a blend may have hundreds of files."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

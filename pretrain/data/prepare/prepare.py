@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.cli import bad_path
-from pretrain.data.files.indexed import IndexedWriter, dtype_for_vocab
+from pretrain.data.files.index_format import dtype_for_vocab
+from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.text import CHUNK_BYTES, Chunk, check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError

@@ -30,7 +30,8 @@ def open_datasets(train_data: str, *, valid_data: str | None = None, test_data: 
     for name, (first, last) in zip(_SPLITS, ranges, strict=True):
         prefix = own.get(name)
         source = IndexedDataset(prefix) if prefix else indexed
-        start, stop = (0, source.num_tokens) if prefix else indexed.document_offsets[[first, last]].tolist()
+        start = 0 if prefix else indexed.document_offset(first)
+        stop = source.num_tokens if prefix else indexed.document_offset(last)
         if prefix or stop - start >= fewest_tokens[name]:
             datasets[name] = ShuffledWindows(source, seq_length=seq_length, seed=seed, first_token=start,
                                            last_token=stop, name=name)

@@ -197,7 +197,7 @@ def test_a_truncated_file_is_an_error_and_a_replaced_one_remains_readable(big: P
 def test_the_file_is_closed_with_the_data_set(big: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     data = IndexedDataset(big)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(os.listdir("/proc/self/fd")) == before + 2
     del data
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -18,7 +18,8 @@ import pytest
 from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
 import pretrain.data.prepare.prepare
-from pretrain.data.files.indexed import IndexedDataset, read_meta
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.meta import read_meta
 from pretrain.data.prepare.prepare import PreparedData, entropy_nats, prepare
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +43,7 @@ def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
 
 def documents(prefix: Path, tokenizer: Tokenizer, *, eod: bool = True) -> list[str]:
     data = IndexedDataset(prefix)
-    bounds = data.document_offsets.tolist()
+    bounds = data.document_offsets().tolist()
     texts = []
     for start, stop in itertools.pairwise(bounds):
         tokens = data.tokens(start, stop).tolist()

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.samples.split import parse_split, split_documents

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.data.files.indexed import IndexedDataset, IndexedWriter
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.data.samples.shuffled import ShuffledWindows
 
