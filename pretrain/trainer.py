@@ -25,11 +25,7 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.loaders import open_loader
-from pretrain.engine.steps import (
-    eval_batch,
-    learning_rate,
-    train_batch,
-)
+from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_end, announce_start

@@ -14,9 +14,9 @@ import pytest
 from pretrain.checkpoint.format.manifest import MANIFEST, newest_good
 from tests.support.launch import ROOT, free_port, train_ranks
 
-METRICS = {"step", "consumed_samples", "consumed_tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps",
-           "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu", "memory_bytes",
-           "peak_memory_bytes", "eta_seconds"}
+METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
+           "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
+           "memory_bytes", "peak_memory_bytes", "eta_seconds"}
 CONFIG = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 
 

@@ -16,6 +16,7 @@ from pretrain.config.rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
@@ -36,6 +37,7 @@ class Plan:
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None
     eod_token: int | None  # end-of-document token
+    seq_lengths: SeqLengths  # of training; evaluations always use --seq_length
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
     origin: Origin | None = None  # source of the weights at step 0; None: random weights
@@ -78,6 +80,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
     _check_deepspeed()
     check_flags(args)
     check_initialization_flags(args)
+    parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length)
     if world_size < 1:
         raise ConfigError("world size", found=world_size, expected="at least 1 rank")
     file = read_ds_config(args.deepspeed_config)
@@ -96,7 +99,9 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
 def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) -> Plan:
     return Plan(args=resolved.args, ds_config=resolved.config, model=resolved.model, layout=resolved.layout,
                 train_steps=resolved.train_steps, datasets=data.datasets, tokenizer=data.tokenizer,
-                eod_token=data.eod_token, schedule=resolved.schedule, notes=notes)
+                eod_token=data.eod_token,
+                seq_lengths=parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length),
+                schedule=resolved.schedule, notes=notes)
 
 
 def _check_deepspeed() -> None:

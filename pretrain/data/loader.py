@@ -37,17 +37,22 @@ class Loader:
 
     With `eod_token`, the prediction that follows this token is masked. In this case `step` sums the number of unmasked
     tokens over the data-parallel ranks, in the calling thread.
+
+    With `seq_length_at`, each sample of the step at `consumed` is divided into sequences of `seq_length_at(consumed)`
+    tokens, which must divide seq_length.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
                  data_parallel_rank: int = 0, data_parallel_size: int = 1, eod_token: int | None = None,
-                 sum_over_data_parallel: Callable[[float], float] = float, pin_memory: bool = False) -> None:
+                 sum_over_data_parallel: Callable[[float], float] = float,
+                 seq_length_at: Callable[[int], int] | None = None, pin_memory: bool = False) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self.dataset = dataset
         self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * data_parallel_size
         self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
+        self._seq_length_at = seq_length_at
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: tuple[int, Future[_Step]] | None = None
 
@@ -71,12 +76,13 @@ class Loader:
 
     def _read(self, consumed_samples: int) -> _Step:
         micro_batches, unmasked_tokens = [], 0.0
+        length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
         for number in range(self.gradient_accumulation_steps):
             offset = (number * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
             first = consumed_samples + offset
             rows = self.dataset.samples(range(first, first + self.micro_batch_size))
             samples = torch.from_numpy(rows)
-            tokens_BT, labels_BT = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+            tokens_BT, labels_BT = (x.contiguous().view(-1, length) for x in (samples[:, :-1], samples[:, 1:]))
             if self._eod_token is None:
                 weights_BT = torch.ones(tokens_BT.shape)
             else:

@@ -20,6 +20,7 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
         Mean loss over the unmasked tokens of the global batch, before the update: a scalar on the device, on each rank.
     """
     if isinstance(engine, PipelineEngine):
+        _fit_buffers(engine, micro_batches)
         return engine.train_batch(iter(micro_batches)).reshape(())
 
     def step(*inputs: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,18 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
 def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
     """Return the mean loss over the unmasked tokens of a global batch, without dropout: a scalar, on each rank."""
     if isinstance(engine, PipelineEngine):
+        _fit_buffers(engine, micro_batches)
         return engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches)).reshape(())
     engine.eval()
     return _mean_loss(engine, micro_batches, engine)
+
+
+def _fit_buffers(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> None:
+    """Let the pipeline stages exchange the shape of activations again if it differs from that of the last step."""
+    shape = micro_batches[0][1][0].shape
+    if shape != getattr(engine, "last_shape", shape):
+        engine.reset_activation_shape()
+    engine.last_shape = shape
 
 
 def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],

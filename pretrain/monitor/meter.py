@@ -66,7 +66,6 @@ class Meter:
     def __init__(self, plan: Plan, engine: DeepSpeedEngine, folder: RunFolder, screen: Screen, *, rank: int,
                  first_step: int) -> None:
         self.plan, self.engine, self.folder, self.screen, self.rank = plan, engine, folder, screen, rank
-        self._flops_per_token = flops_per_token(plan.model, plan.args.seq_length)
         self._peak_tflops = _device_peak_tflops(plan)
         self._step_seconds: float | None = None  # step time of the last row
         self.losses: dict[str, float] = {}  # last value of "loss", "valid loss", "test loss"
@@ -126,11 +125,13 @@ class Meter:
         steps = max(step - self._last_step, 1)
         step_seconds = (time.perf_counter() - self._last_time) / steps
         tokens = self.plan.layout.tokens_per_step
-        tflops = tokens * self._flops_per_token / step_seconds / self.plan.layout.world_size / 1e12
+        length = self.plan.seq_lengths.at(consumed_samples - self.plan.layout.global_batch_size)
+        tflops = tokens * flops_per_token(self.plan.model, length) / step_seconds / self.plan.layout.world_size / 1e12
         now_bytes, peak_bytes = memory_bytes()
         return {
             "step": step, "consumed_samples": consumed_samples,
-            "consumed_tokens": consumed_samples * self.plan.args.seq_length, "loss": loss, "lr": lr,
+            "consumed_tokens": consumed_samples * self.plan.args.seq_length, "seq_length": length, "loss": loss,
+            "lr": lr,
             "grad_norm": grad_norm(self.engine), "loss_scale": loss_scale(self.engine),
             "skipped_steps": self.engine.skipped_steps, "step_time_ms": step_seconds * 1e3,
             "data_time_ms": self._data_seconds / steps * 1e3, "tokens_per_second": tokens / step_seconds,

@@ -18,6 +18,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermedi
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 # representative layouts for the variants of the model
 REPRESENTATIVE = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
+SHORTER = "0:16,3e3:32,6144:64"  # tokens; a step has 1024
 BF16_LAYOUTS = (*REPRESENTATIVE,
                 "zero1", "zero3_cpu_all", "zero3_nvme_all", "pipeline2_zero0", "pipeline2_checkpointing")
 
@@ -55,6 +56,8 @@ def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: 
     of_llama = {**flags(corpus), "model": str(llama)}
     del of_llama["model_overrides"]
     cases += [case(f"llama_{name}", "losses", layouts[name], of_llama) for name in chosen]
+    lengths = flags(corpus, seq_length_schedule=SHORTER)
+    cases += [case(f"lengths_{name}", "losses", layouts[name], lengths) for name in chosen]
     for name in layouts:
         if name in BF16_LAYOUTS and (ranks != 1 or name == "zero0"):
             values = {**layouts[name], "bf16": {"enabled": True}}
@@ -106,7 +109,7 @@ def _of(results: dict[str, dict[str, Any]], prefix: str) -> list[str]:
 
 def test_fp32_losses_are_equal_in_every_layout(results: dict[str, dict[str, Any]],
                                                subtests: pytest.Subtests) -> None:
-    names = [name for name in results if not name.startswith(("untied", "masked", "llama", "bf16"))]
+    names = [name for name in results if not name.startswith(("untied", "masked", "llama", "lengths", "bf16"))]
     assert len(names) >= (20 if NO_NVME else 22)
     _assert_parity(results, names, "zero0@1", FP32_TOLERANCE, subtests)
 
@@ -120,7 +123,7 @@ def test_copies_of_parameters_never_differ(results: dict[str, dict[str, Any]]) -
     assert compared["pipeline2_data2_zero1@4"][1] == 1, "the tied embedding"
 
 
-@pytest.mark.parametrize("kind", ["untied", "masked", "llama"])
+@pytest.mark.parametrize("kind", ["untied", "masked", "llama", "lengths"])
 def test_fp32_losses_of_model_variants_are_equal_in_every_layout(kind: str, results: dict[str, dict[str, Any]],
                                                                  subtests: pytest.Subtests) -> None:
     _assert_parity(results, _of(results, kind), f"{kind}_zero0@1", FP32_TOLERANCE, subtests)
@@ -128,6 +131,13 @@ def test_fp32_losses_of_model_variants_are_equal_in_every_layout(kind: str, resu
 
 def test_masking_changes_the_loss(results: dict[str, dict[str, Any]]) -> None:
     assert _worst(results["masked_zero0@1"], results["zero0@1"], "loss") > 100 * FP32_TOLERANCE
+
+
+def test_shorter_sequences_change_the_loss_until_the_schedule_ends_them(results: dict[str, dict[str, Any]]) -> None:
+    """The first token of a sequence has no context, so the loss is higher while sequences are short."""
+    short, full = results["lengths_zero0@1"]["loss"], results["zero0@1"]["loss"]
+    assert short[0] != full[0]
+    assert len(short) == len(full)
 
 
 def test_bf16_losses_are_close_in_every_layout(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:

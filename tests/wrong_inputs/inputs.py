@@ -291,6 +291,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"model_overrides": "n_embd=130"}, "n_embd"),
     ({}, {"seq_length": 513}, "at most 512"),
     ({}, {"seq_length": 0}, "--seq_length"),
+    ({}, {"seq_length_schedule": "0:48"}, "a divisor of --seq_length, 64"),
+    ({}, {"seq_length_schedule": "1e9:32"}, "rise from 0"),
     # data
     ({}, {"train_data": NOTHING}, "--train_data"),
     ({}, {"train_data": "{world}/none"}, "none.idx"),

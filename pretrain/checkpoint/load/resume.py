@@ -82,7 +82,7 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
         _reject_other_evaluation_data(plan, manifest.step)
     other_data = check_same_data(manifest, plan, folder)
     notes = [other_data, check_same_tokenizer(manifest, plan, folder), *evaluation_data_notes(plan),
-             _batch_note(manifest, plan, folder)]
+             _batch_note(manifest, plan, folder), _lengths_note(plan)]
     return Resume(folder, manifest, [*warnings, *filter(None, notes)], other_data)
 
 
@@ -156,6 +156,16 @@ def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -
         if saved != current:
             raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {current} in this run",
                               remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
+
+
+def _lengths_note(plan: Plan) -> str:
+    """Return a note if --seq_length_schedule is not that of the run's last start."""
+    with contextlib.suppress(ConfigError):
+        saved = newest_start(Path(plan.args.save))["flags"].get("seq_length_schedule")
+        if saved != plan.args.seq_length_schedule:
+            return f"--seq_length_schedule was {saved or 'not given'} at the run's last start, and is " \
+                   f"{plan.args.seq_length_schedule or 'not given'} now"
+    return ""
 
 
 def _batch_note(manifest: Manifest, plan: Plan, folder: Path) -> str:

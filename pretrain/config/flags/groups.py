@@ -51,6 +51,10 @@ class DataArguments:
     tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
                                         "checked against data and model, and used by tools/generate.py", metavar="PATH")
     seq_length: int = _flag(1024, "tokens in a sample")
+    seq_length_schedule: str | None = _flag(None, "begin with shorter sequences: 0:256,1e9:512,4e9:1024 means 256 "
+                                                  "tokens from the start, 512 after 1e9 tokens, ...; a sample is "
+                                                  "divided, so that no token is lost", metavar="TOKENS:LENGTH,...",
+                                            unset="always --seq_length")
     eod_mask_loss: bool = _flag(False, "ignore the prediction that follows an end-of-document token in the loss")
 
 

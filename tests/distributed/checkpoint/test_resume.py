@@ -25,6 +25,8 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
         "pipeline2_zero0": config(0, precision="bf16", stages=2), "pipeline2_zero1": config(1, stages=2),
     }
     cases = [case(name, "resume", values, small) for name, values in layouts.items()]
+    lengths = {**small, "seq_length_schedule": "0:16,2048:32,4096:64"}  # a step has 1024 tokens
+    cases.append(case("seq_length_schedule", "resume", config(1, precision="bf16", stages=2), lengths))
     cases += [case(name, "resume", config(stage, precision="fp16", stages=stages), {**small, "emulate_fp16": True})
               for name, stage, stages in (("fp16_pipeline2_zero0", 0, 2), ("fp16_zero2", 2, 1))]
     if not NO_NVME:

@@ -1,0 +1,56 @@
+"""Sequence lengths of a run: a curriculum that begins with short sequences (arXiv 2108.06084).
+
+A sample always has --seq_length tokens. While the length is smaller, each sample is divided into several sequences. So
+no token is lost, each step has the same number of tokens, and the position in the data does not depend on the lengths.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from pretrain.errors import ConfigError
+
+_FLAG = "--seq_length_schedule"
+_EXPECTED = "FROM_TOKENS:LENGTH,..., such as 0:256,1000000000:1024: from this number of consumed tokens on, this length"
+
+
+@dataclass(frozen=True)
+class SeqLengths:
+    """The sequence length at each position of a run. Without stages it is always that of the samples."""
+
+    samples: int  # tokens in a sample
+    stages: tuple[tuple[int, int], ...] = ()  # (first sample, length), in ascending order; the first begins at 0
+
+    def at(self, consumed_samples: int) -> int:
+        """Return the length of the sequences of the step that begins at this sample."""
+        reached = [length for first, length in self.stages if first <= consumed_samples]
+        return reached[-1] if reached else self.samples
+
+
+def parse_seq_lengths(text: str | None, *, seq_length: int) -> SeqLengths:
+    """Parse --seq_length_schedule. Raises ConfigError.
+
+    A stage begins with the first step at whose beginning its number of tokens is consumed. Tokens may be written as
+    1e9.
+    """
+    if text is None:
+        return SeqLengths(seq_length)
+    stages: list[tuple[int, int]] = []
+    for word in text.split(","):
+        tokens, _, length = word.partition(":")
+        stages.append((_whole_number(tokens, word), _whole_number(length, word)))
+    if stages[0][0] != 0 or any(after <= before for (before, _), (after, _) in itertools.pairwise(stages)):
+        raise ConfigError(_FLAG, found=text, expected="numbers of tokens that rise from 0")
+    wrong = [size for _, size in stages if size < 1 or seq_length % size]
+    if wrong:
+        raise ConfigError(_FLAG, found=f"length {wrong[0]}", expected=f"a divisor of --seq_length, {seq_length}")
+    return SeqLengths(seq_length, tuple((-(-begin // seq_length), size) for begin, size in stages))
+
+
+def _whole_number(text: str, word: str) -> int:
+    try:
+        value = int(text) if text.strip().isdecimal() else float(text)
+        if value == int(value) and 0 <= value < 2**63:
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(_FLAG, found=repr(word), expected=_EXPECTED)
