@@ -1,0 +1,94 @@
+"""Blends of several sources with exact quotas."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.quotas import Quotas
+
+
+class BlendedSamples:
+    """Samples of several datasets in proportion to their weights.
+
+    After any number n of samples, each dataset has contributed weight * n samples, within 2 (see quotas.py). Each
+    dataset is read in its own order by its own counter, thus each has its own epochs.
+
+    `schedule`: from this number of samples on, these weights. The counters continue from phase to phase.
+    """
+
+    def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], *,
+                 schedule: Sequence[tuple[int, Sequence[float]]] = (), name: str = "train") -> None:
+        assert len({data.seq_length for data in datasets}) == 1
+        assert all(len(datasets) == len(row) for row in (weights, *(row for _, row in schedule)))
+        self.datasets, self.name, self.seq_length = tuple(datasets), name, datasets[0].seq_length
+        self.weights, self.schedule = tuple(weights), tuple((start, tuple(row)) for start, row in schedule)
+        self._starts = np.array([0, *(start for start, _ in self.schedule)], np.int64)
+        assert bool((np.diff(self._starts) > 0).all()), "phases begin at rising numbers of samples above 0"
+        self._phases = [Quotas(row) for row in (weights, *(row for _, row in self.schedule))]
+        before = [np.zeros(len(datasets), np.int64)]
+        for quotas, length in zip(self._phases, np.diff(self._starts).tolist(), strict=False):
+            before.append(before[-1] + np.array(quotas.counts(length), np.int64))
+        self._before = before  # samples of each dataset before each phase
+        # Samples until each dataset would have been read once, if each were read in proportion to its size.
+        self.samples_per_epoch = sum(data.samples_per_epoch for data in datasets)
+
+    @property
+    def sources(self) -> tuple[IndexedDataset, ...]:
+        return tuple(source for data in self.datasets for source in data.sources)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(data.num_tokens for data in self.datasets)
+
+    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return samples as int64 [n, seq_length + 1]."""
+        numbers, counters = self.locate(np.asarray(indices, np.int64))
+        samples = np.empty((len(numbers), self.seq_length + 1), np.int64)
+        for number in np.unique(numbers).tolist():
+            rows = np.flatnonzero(numbers == number)
+            samples[rows] = self.datasets[number].samples(counters[rows])
+        return samples
+
+    def locate(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return for each sample the number of its dataset, and its index in that dataset."""
+        phase_of_index = np.searchsorted(self._starts, indices, side="right") - 1
+        numbers, counters = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+        for phase in np.unique(phase_of_index).tolist():
+            rows = np.flatnonzero(phase_of_index == phase)
+            numbers[rows], counters[rows] = self._phases[phase].locate(indices[rows] - self._starts[phase])
+            counters[rows] += self._before[phase][numbers[rows]]
+        return numbers, counters
+
+    def counts(self, num_samples: int) -> list[int]:
+        """Return for each dataset how many of the first `num_samples` samples it gives."""
+        phase = int(np.searchsorted(self._starts, num_samples, side="right")) - 1
+        counts = self._phases[phase].counts(num_samples - int(self._starts[phase]))
+        return [before + count for before, count in zip(self._before[phase].tolist(), counts, strict=True)]
+
+    def epochs(self, num_samples: int) -> list[float]:
+        """Return how often the first `num_samples` samples read each dataset."""
+        return [count / data.samples_per_epoch
+                for count, data in zip(self.counts(num_samples), self.datasets, strict=True)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the fingerprints of the datasets, the weights and the schedule."""
+        content = {"blend": [data.fingerprint for data in self.datasets], **self._proportions()}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts about the data that a checkpoint records besides the fingerprint."""
+        return {"sources": [{"prefix": str(data.sources[0].prefix), **data.record()} for data in self.datasets],
+                **self._proportions()}
+
+    def _proportions(self) -> dict[str, Any]:
+        # Equal proportions give equal fingerprints: the weights 1 1 and 50 50 are the same blend.
+        phases = [(start, [weight / sum(row) for weight in row]) for start, row in ((0, self.weights), *self.schedule)]
+        return {"proportions": [{"from_samples": start, "weights": row} for start, row in phases]}
