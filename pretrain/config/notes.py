@@ -8,6 +8,7 @@ from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
+from pretrain.data.seq_lengths import parse_seq_lengths
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
 
@@ -36,8 +37,8 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
-            *_epoch_notes(resolved, data), *_evaluation_notes(resolved, data), *_speed_notes(resolved),
-            *_mup_notes(resolved))
+            *_epoch_notes(resolved, data), *_evaluation_notes(resolved, data), *_length_notes(resolved),
+            *_speed_notes(resolved), *_mup_notes(resolved))
 
 
 def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
@@ -79,6 +80,14 @@ def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
     if available >= needed:
         return []
     return [f"an evaluation of {needed} samples wraps around the {available} validation samples"]
+
+
+def _length_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note stages of --seq_length_schedule that the run does not reach."""
+    lengths = parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length)
+    samples = resolved.train_steps * resolved.layout.global_batch_size
+    return [f"--seq_length_schedule: the run ends before its sequences have {length} tokens"
+            for first, length in lengths.stages if first >= samples]
 
 
 def _speed_notes(resolved: ResolvedConfig) -> list[str]:

@@ -203,6 +203,12 @@ def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_device().memory_bytes > 2**28
 
 
+def test_notes_name_lengths_that_the_run_does_not_reach(world: Path) -> None:
+    plan = plan_of(world, {}, seq_length_schedule="0:16,1e3:32,1e9:64", seq_length=64)
+    assert [note for note in plan.notes if "seq_length_schedule" in note] == [
+        "--seq_length_schedule: the run ends before its sequences have 64 tokens"]
+
+
 def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def first_words(device: Device, **flags: Any) -> list[str]:
         return [note.split(":")[0] for note in plan_of(world, {}, device=device, **flags).notes][1:]
