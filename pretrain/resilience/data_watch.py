@@ -68,13 +68,14 @@ class DataWatch:
 
     def _start_process(self) -> None:
         hashes = self._hashes()
-        self._process = BackgroundHash(self._indexed.file, first=len(self._blocks), num_blocks=hashes.num_blocks)
+        index = None if self._indexed.idx_sha256 else self._indexed.index.file
+        self._process = BackgroundHash(self._indexed.file, first=len(self._blocks), num_blocks=hashes.num_blocks,
+                                       index=index)
         self._next_store = time.monotonic() + _STORE_S
 
     def _hashes(self) -> DataHashes:
         """Return the hashes of the blocks that have been hashed."""
-        return DataHashes(self._status.st_size, self._status.st_mtime_ns, self._indexed.idx_sha256,
-                          tuple(self._blocks))
+        return self._indexed.new_hashes(self._status, tuple(self._blocks))
 
     def poll(self, step: int) -> None:
         """Read new hashes and look at the files, if it is time."""
@@ -92,7 +93,10 @@ class DataWatch:
         """Take the new hashes of the process, and compare them with those of an earlier version of the data."""
         assert self._process is not None
         has_ended = self._process.has_ended  # before reading, so that nothing is left unread
-        for digest in self._process.read():
+        digests = self._process.read()
+        if self._process.idx_sha256:
+            self._indexed.idx_sha256 = self._process.idx_sha256
+        for digest in digests:
             number = len(self._blocks)
             if number < len(self._reference) and digest != self._reference[number]:
                 start = number * BLOCK_BYTES
@@ -148,7 +152,7 @@ class DataWatch:
             self._end_process()
             self._blocks = list(found.blocks)
             self._finish(found)
-        elif not self._reference and (found is None or len(found.blocks) < len(self._blocks)):
+        elif self._blocks and not self._reference and (found is None or len(found.blocks) < len(self._blocks)):
             self._store(self._hashes())
 
     def _store(self, hashes: DataHashes) -> None:

@@ -9,13 +9,18 @@ from pretrain.distributed.process import package_environment
 
 
 class BackgroundHash:
-    """A process that hashes the blocks [first, num_blocks) of a file. No method waits for it."""
+    """A process that hashes `index`, if it is given, and the blocks [first, num_blocks) of `file`.
 
-    def __init__(self, file: TokenFile, *, first: int, num_blocks: int) -> None:
+    No method waits for it. `idx_sha256` is the hash of `index` from the first block on, and "" before.
+    """
+
+    def __init__(self, file: TokenFile, *, first: int, num_blocks: int, index: TokenFile | None = None) -> None:
+        descriptors = [file.descriptor] if index is None else [file.descriptor, index.descriptor]
+        self.idx_sha256 = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pretrain.data.files.hash_worker", str(file.descriptor), str(first),
-             str(num_blocks)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[file.descriptor],
+             str(num_blocks), *map(str, descriptors[1:])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=descriptors,
             env=package_environment())
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
@@ -30,7 +35,9 @@ class BackgroundHash:
         except BlockingIOError:
             pass
         *lines, self._unread = self._unread.split(b"\n")
-        return [line.split()[1].decode() for line in lines]
+        words = [line.decode().split() for line in lines]
+        self.idx_sha256 = next((digest for number, digest in words if number == "idx"), self.idx_sha256)
+        return [digest for number, digest in words if number != "idx"]
 
     @property
     def has_ended(self) -> bool:

@@ -1,10 +1,10 @@
 """Hash the blocks of a .bin file in a process of low priority, next to a training run.
 
-    python -m pretrain.data.files.hash_worker DESCRIPTOR FIRST_BLOCK NUM_BLOCKS
+    python -m pretrain.data.files.hash_worker DESCRIPTOR FIRST_BLOCK NUM_BLOCKS [DESCRIPTOR_OF_THE_IDX]
 
-It prints one line per block: its number and its SHA-256. It ends when its stdin is closed, also if the training process
-was killed. A thread of the training process would compete for the GIL; a preempted thread that holds the GIL would stop
-the training.
+It prints one line per block: its number and its SHA-256. If it hashes an .idx, this line comes first: idx and its
+SHA-256. It ends when its stdin is closed, also if the training process was killed. A thread of the training process
+would compete for the GIL; a preempted thread that holds the GIL would stop the training.
 """
 
 import contextlib
@@ -14,15 +14,17 @@ import signal
 import sys
 import time
 
-from pretrain.data.files.hashes import hash_block
+from pretrain.data.files.hashes import hash_block, hash_file
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # sent to all processes of the run
         signal.signal(number, signal.SIG_IGN)
-    descriptor, first, num_blocks = map(int, sys.argv[1:])
+    descriptor, first, num_blocks, *index = map(int, sys.argv[1:])
     _lower_priority()
     pause = _Pause()
+    for idx_descriptor in index:
+        print("idx", hash_file(idx_descriptor, after_chunk=pause), flush=True)
     for block in range(first, num_blocks):
         print(block, hash_block(descriptor, block, after_chunk=pause), flush=True)
 

@@ -20,15 +20,17 @@ _LARGEST_FILE_BYTES = 2**28  # of PREFIX.sha256.json; 10 TB of tokens need 40 MB
 
 @dataclass(frozen=True)
 class DataHashes:
-    """SHA-256 of the blocks of a .bin file that had this size and modification time, and of its .idx file.
+    """SHA-256 of the blocks of a .bin file and of its .idx file, which had these sizes and modification times.
 
     While a file is being hashed, `blocks` holds the first blocks only.
     """
 
     bin_bytes: int
     bin_mtime_ns: int
-    idx_sha256: str
-    blocks: tuple[str, ...]  # hexadecimal
+    idx_sha256: str  # hexadecimal; "": not known yet
+    blocks: tuple[str, ...]
+    idx_bytes: int | None = None  # None: written by an earlier version
+    idx_mtime_ns: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -37,22 +39,27 @@ class DataHashes:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.blocks) == self.num_blocks
+        return len(self.blocks) == self.num_blocks and bool(self.idx_sha256)
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the content of both files. Their paths and times have no effect. Valid only if `is_complete`."""
         return _digest(self)
 
-    def describes(self, status: os.stat_result, idx_sha256: str) -> bool:
-        """Return whether these are the hashes of a .bin with this status and an .idx with this hash."""
-        return (self.bin_bytes, self.bin_mtime_ns, self.idx_sha256) == (status.st_size, status.st_mtime_ns, idx_sha256)
+    def describes_bin(self, status: os.stat_result) -> bool:
+        """Return whether the .bin with this status is the one that was hashed."""
+        return (self.bin_bytes, self.bin_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+    def describes_idx(self, status: os.stat_result) -> bool:
+        """Return whether the .idx with this status is the one that was hashed. False also means: not known."""
+        return (self.idx_bytes, self.idx_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
     def to_json(self) -> str:
         """Return the text of PREFIX.sha256.json. `sha256` is also a checksum of this text."""
-        return json.dumps({"sha256": _digest(self), "bin_bytes": self.bin_bytes, "bin_mtime_ns": self.bin_mtime_ns,
-                           "idx_sha256": self.idx_sha256, "block_bytes": BLOCK_BYTES,
-                           "block_sha256": self.blocks}, indent=0) + "\n"
+        values = {"sha256": _digest(self), "bin_bytes": self.bin_bytes, "bin_mtime_ns": self.bin_mtime_ns,
+                  "idx_sha256": self.idx_sha256, "idx_bytes": self.idx_bytes, "idx_mtime_ns": self.idx_mtime_ns,
+                  "block_bytes": BLOCK_BYTES, "block_sha256": self.blocks}
+        return json.dumps({key: value for key, value in values.items() if value is not None}, indent=0) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "DataHashes":
@@ -60,12 +67,14 @@ class DataHashes:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
-        numbers = [values.get(key) for key in ("bin_bytes", "bin_mtime_ns")]
+        numbers = [values.get("bin_bytes"), values.get("bin_mtime_ns"), values.get("idx_bytes", 0),
+                   values.get("idx_mtime_ns", 0)]
         blocks, idx = values.get("block_sha256"), values.get("idx_sha256")
         if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers) or not _is_digest(idx) or \
                 not isinstance(blocks, list) or not all(map(_is_digest, blocks)):
             raise ValueError("a key is missing or malformed")
-        hashes = cls(values["bin_bytes"], values["bin_mtime_ns"], values["idx_sha256"], tuple(blocks))
+        hashes = cls(values["bin_bytes"], values["bin_mtime_ns"], values["idx_sha256"], tuple(blocks),
+                     values.get("idx_bytes"), values.get("idx_mtime_ns"))
         if values.get("block_bytes") != BLOCK_BYTES or len(blocks) > hashes.num_blocks:
             raise ValueError("the size or the number of its blocks is wrong")
         if values.get("sha256") != _digest(hashes):
@@ -127,6 +136,17 @@ def hash_block(descriptor: int, number: int, after_chunk: Callable[[], None] | N
             after_chunk()
         if count < _CHUNK_BYTES:
             break
+    return digest.hexdigest()
+
+
+def hash_file(descriptor: int, after_chunk: Callable[[], None] | None = None) -> str:
+    """Read an open file and return its SHA-256. `after_chunk` is called after each MiB. Raises OSError."""
+    digest, buffer, start = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES)), 0
+    while count := os.preadv(descriptor, [buffer], start):
+        digest.update(buffer[:count])
+        start += count
+        if after_chunk is not None:
+            after_chunk()
     return digest.hexdigest()
 
 

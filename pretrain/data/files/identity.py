@@ -24,7 +24,7 @@ class FoundHashes:
 
 def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
     """Read PREFIX.sha256.json and `fallback`, which is used if the folder of the data is read-only."""
-    status, notes = indexed.file.status(), []
+    notes: list[str] = []
     current: tuple[DataHashes, Path] | None = None
     earlier: DataHashes | None = None
     for path in (hashes_path(indexed.prefix), fallback):
@@ -35,7 +35,10 @@ def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
             continue
         if hashes is None:
             continue
-        if hashes.describes(status, indexed.idx_sha256):
+        if hashes.idx_mtime_ns is None and not indexed.index.is_small:
+            notes.append(f"{path} was written by an earlier version: each start reads the whole .idx to compare it; "
+                         f"python tools/data.py hash {indexed.prefix} writes it again")
+        if indexed.is_described_by(hashes):
             if current is None or len(hashes.blocks) > len(current[0].blocks):
                 current = hashes, path
         elif hashes.is_complete:
@@ -71,15 +74,20 @@ def damaged_block(indexed: IndexedDataset, number: int, path: Path | None) -> Co
 
 
 def hash_if_fast(indexed: IndexedDataset, seconds: float) -> None:
-    """Hash the .bin if this takes less than `seconds` at the speed of the first blocks; set `indexed.hashes`."""
+    """Hash the .bin if this takes less than `seconds` at the speed of the first blocks; set `indexed.hashes`.
+
+    Data with a large .idx that has no hash yet is left to the background.
+    """
+    if not indexed.idx_sha256:
+        return
     status = indexed.file.status()
     blocks: list[str] = []
     start = time.monotonic()
-    hashes = DataHashes(status.st_size, status.st_mtime_ns, indexed.idx_sha256, ())
+    hashes = indexed.new_hashes(status, ())
     for number in range(hashes.num_blocks):
         blocks.append(hash_block(indexed.file.descriptor, number))
         if (time.monotonic() - start) / len(blocks) * hashes.num_blocks > seconds and len(blocks) < hashes.num_blocks:
             return
     after = indexed.file.status()
     if (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns):
-        indexed.hashes = DataHashes(status.st_size, status.st_mtime_ns, indexed.idx_sha256, tuple(blocks))
+        indexed.hashes = indexed.new_hashes(status, tuple(blocks))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pretrain.data.files.hashes import hash_file
 from pretrain.data.files.index_format import DTYPES, HEADER, LENGTH_DTYPE, MAGIC, OFFSET_DTYPE, REWRITE
 from pretrain.data.files.token_file import TokenFile
 from pretrain.errors import ConfigError
@@ -28,7 +29,8 @@ class IndexFile:
         self.path = path
         try:
             self.file = TokenFile(path)
-            self.num_bytes = self.file.status().st_size
+            self.status = self.file.status()  # of the file that was opened
+            self.num_bytes = self.status.st_size
             header = self.file.read(0, min(self.num_bytes, HEADER.size))
         except OSError as error:
             raise ConfigError(str(path), problem=reason(error), remedy=_OPEN) from None
@@ -59,8 +61,8 @@ class IndexFile:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the whole file. This takes about a second per GB."""
-        return self.hash_with(b"")
+        """SHA-256 of the whole file. This takes about a second per GB. Raises OSError."""
+        return hash_file(self.file.descriptor)
 
     def hash_with(self, suffix: bytes) -> str:
         """Return the SHA-256 of the whole file, followed by `suffix`."""

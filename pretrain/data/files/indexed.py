@@ -1,6 +1,7 @@
 """Read token files: pairs of `.bin` and `.idx` (their format: index_format.py)."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ class IndexedDataset:
         self._check_last_document()
         self.file = self._open_bin()
         self.hashes: DataHashes | None = None
+        self._idx_sha256 = ""  # of a large .idx
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of the flat stream as int64 [stop - start]."""
@@ -133,8 +135,35 @@ class IndexedDataset:
 
     @property
     def idx_sha256(self) -> str:
-        """SHA-256 of the .idx file."""
-        return self.index.sha256
+        """SHA-256 of the .idx file; "": not known yet, because the file is large."""
+        return self.index.sha256 if self.index.is_small else self._idx_sha256
+
+    @idx_sha256.setter
+    def idx_sha256(self, sha256: str) -> None:
+        self._idx_sha256 = sha256
+
+    def new_hashes(self, status: os.stat_result, blocks: tuple[str, ...]) -> DataHashes:
+        """Return hashes of the .bin with this status."""
+        idx = self.index.status
+        return DataHashes(status.st_size, status.st_mtime_ns, self.idx_sha256, blocks, idx.st_size, idx.st_mtime_ns)
+
+    def is_described_by(self, hashes: DataHashes) -> bool:
+        """Return whether these are hashes of the files as they are.
+
+        A .bin and a large .idx are compared by size and modification time, a small .idx by its hash.
+        """
+        if not hashes.describes_bin(self.file.status()):
+            return False
+        if self.index.is_small or hashes.idx_mtime_ns is None:
+            return hashes.idx_sha256 == self.index.sha256
+        if hashes.describes_idx(self.index.file.status()):
+            self._idx_sha256 = hashes.idx_sha256
+            return True
+        return self._idx_sha256 != "" and self._idx_sha256 == hashes.idx_sha256
+
+    def known_sha256(self) -> str | None:
+        """Return the SHA-256 of every byte; None if it is not known of the files as they are."""
+        return self.hashes.sha256 if self.hashes is not None and self.is_described_by(self.hashes) else None
 
     def sampled_bytes(self) -> bytes:
         """Read 64 samples of 1024 tokens each, at fixed positions that are spread over the .bin."""

@@ -36,7 +36,9 @@ def verify_data(prefix: str, advance: Advance) -> list[str]:
         stored, problem = None, f"it is damaged: {error}"
     if stored is None or not stored.is_complete:
         raise ConfigError(str(path), problem=problem, remedy=f"python tools/data.py hash {prefix} writes it")
-    lines = [] if data.idx_sha256 == stored.idx_sha256 else [f"{data.idx_path}: it does not have the SHA-256 of {path}"]
+    lines = []
+    if data.index.sha256 != stored.idx_sha256:
+        lines.append(f"{data.idx_path}: it does not have the SHA-256 of {path}")
     found_bytes = data.file.status().st_size
     if found_bytes != stored.bin_bytes:
         return [*lines, f"{data.bin_path}: {found_bytes} bytes, and {stored.bin_bytes} in {path}"]
@@ -52,8 +54,9 @@ def verify_data(prefix: str, advance: Advance) -> list[str]:
 def _hash(data: IndexedDataset, advance: Advance) -> DataHashes:
     """Hash a data set. Raises ConfigError if it is changed at the same time."""
     status = data.file.status()
-    hashes = DataHashes(status.st_size, status.st_mtime_ns, data.idx_sha256, ())
     try:
+        data.idx_sha256 = data.index.sha256
+        hashes = data.new_hashes(status, ())
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             blocks = tuple(_with_progress(pool.map(lambda number: hash_block(data.file.descriptor, number),
                                                    range(hashes.num_blocks)), advance))
@@ -62,7 +65,7 @@ def _hash(data: IndexedDataset, advance: Advance) -> DataHashes:
     after = data.file.status()
     if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise ConfigError(str(data.bin_path), problem="it was changed while it was read", remedy="try again")
-    return DataHashes(status.st_size, status.st_mtime_ns, data.idx_sha256, blocks)
+    return data.new_hashes(status, blocks)
 
 
 def _with_progress(digests: Iterator[str], advance: Advance) -> Iterator[str]:

@@ -1,10 +1,9 @@
 """Write token files: pairs of `.bin` and `.idx` (their format: index_format.py)."""
 
 import contextlib
-import hashlib
+import fcntl
 import json
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,115 +13,160 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
-from pretrain.data.files.index_format import CODES, HEADER, MAGIC
+from pretrain.data.files.index_format import CODES, LENGTH_DTYPE, OFFSET_DTYPE
+from pretrain.data.files.meta import meta_path
+from pretrain.data.files.write_index import write_index
 from pretrain.errors import ConfigError
+
+_TEMPORARY = ("bin", "idx", "lengths", "documents")
 
 
 class IndexedWriter:
-    """Context manager that writes a `.bin/.idx` pair, one sequence per document, under temporary names.
+    """Context manager that writes a `.bin/.idx` pair under temporary names, with little memory for any size.
 
-    `finalize` renames the files. Without it, the temporary files are removed and existing files remain.
+    `finalize` renames the files. Without it, the temporary files are removed and existing files remain. Temporary files
+    of a writer that was killed are removed by the next writer of the same pair.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         assert self.dtype in CODES, f"{self.dtype} has no code in the .idx format"
-        self.num_tokens = 0
-        self._lengths, self._open_tokens, self._hasher = array("i"), 0, BlockHasher()
-        self._temporary = {ending: Path(f"{prefix}.{ending}.tmp-{os.getpid()}") for ending in ("bin", "idx", "meta")}
+        self.num_tokens = self.num_sequences = self.num_documents = 0
+        self._open_tokens, self._hasher = 0, BlockHasher()  # tokens of a document that has not ended
+        self._divided_tokens = self._last_end = 0  # of `add_sequences`
+        self._temporary = {name: Path(f"{prefix}.{name}.tmp-{os.getpid()}") for name in _TEMPORARY}
         folder = self.prefix.absolute().parent
         self._created = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self.prefix)
             self._bin = self._temporary["bin"].open("wb")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lengths = self._temporary["lengths"].open("wb")
+            self._documents = self._temporary["documents"].open("wb")
         except OSError as error:
             raise ConfigError(str(self.prefix), problem=f"{error.filename} cannot be written: {error.strerror}",
                               remedy="give a prefix in a writable folder") from None
 
-    @property
-    def num_documents(self) -> int:
-        return len(self._lengths)
-
-    def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int]) -> None:
-        """Append tokens [n]. A document ends before each position in `ends` (ascending, at most n).
+    def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Append tokens [n]. A document of one sequence ends before each position in `ends` (ascending, at most n).
 
         Tokens before the first end continue the document of the last call. Tokens after the last end belong to a
         document that the next call continues. Raises ConfigError for tokens that the dtype cannot hold.
         """
         values = np.asarray(tokens)
-        limits = np.iinfo(self.dtype)
-        if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
-            raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
-                              expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
-        content = values.astype(self.dtype.newbyteorder("<")).tobytes()
-        self._bin.write(content)
-        self._hasher.update(content)
-        start = -self._open_tokens
-        for end in ends:
-            self._end_document(end - start)
-            start = end
-        self._open_tokens = values.size - start
-        self.num_tokens += values.size
+        self.add_tokens(values)
+        bounds = np.asarray(ends, np.int64)
+        if not bounds.size:
+            self._open_tokens += values.size
+            return
+        lengths = np.diff(bounds, prepend=0)
+        lengths[0] += self._open_tokens
+        self._open_tokens = values.size - int(bounds[-1])
+        self.add_sequences(lengths)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Append one complete document, int [n]."""
         self.add_documents(tokens, [np.asarray(tokens).size])
 
-    def _end_document(self, num_tokens: int) -> None:
-        if num_tokens > np.iinfo(np.int32).max:
-            raise ConfigError(str(self.prefix), found=f"a document of {num_tokens} tokens",
+    def add_tokens(self, tokens: npt.ArrayLike) -> None:
+        """Append tokens [n]. `add_sequences` divides them. Raises ConfigError for tokens that the dtype cannot hold."""
+        values = np.asarray(tokens)
+        limits = np.iinfo(self.dtype)
+        if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
+            raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
+                              expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
+        content = values.astype(self.dtype.newbyteorder("<"), copy=False).tobytes()
+        self._bin.write(content)
+        self._hasher.update(content)
+        self.num_tokens += values.size
+
+    def add_sequences(self, lengths: npt.ArrayLike, document_ends: npt.ArrayLike | None = None) -> None:
+        """Divide the tokens that follow the last sequence into sequences of these lengths [n].
+
+        document_ends: a document ends before each of these positions in `lengths` (ascending, at most n); None: each
+            sequence is a document.
+        """
+        sizes = np.asarray(lengths, np.int64)
+        longest = int(sizes.max()) if sizes.size else 0
+        if longest > np.iinfo(np.int32).max:
+            raise ConfigError(str(self.prefix), found=f"a document of {longest} tokens",
                               expected="at most 2147483647 tokens", remedy="split the document into several")
-        self._lengths.append(num_tokens)
+        ends = np.arange(1, sizes.size + 1) if document_ends is None else np.asarray(document_ends, np.int64)
+        self._lengths.write(sizes.astype(LENGTH_DTYPE).tobytes())
+        self._documents.write((self.num_sequences + ends).astype(OFFSET_DTYPE).tobytes())
+        self._divided_tokens += int(sizes.sum())
+        self._last_end = self.num_sequences + int(ends[-1]) if ends.size else self._last_end
+        self.num_sequences += sizes.size
+        self.num_documents += ends.size
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names.
-
-        The .idx is renamed last: without it, no reader accepts the other files.
-        """
-        assert not self._open_tokens, "finalize() inside a document"
-        self._bin.flush()
+        """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names."""
+        assert (self._divided_tokens, self._last_end) == (self.num_tokens, self.num_sequences), "inside a document"
+        for file in (self._bin, self._lengths, self._documents):
+            file.flush()
         os.fsync(self._bin.fileno())
-        self._bin.close()
-        index = self._index_bytes()
-        _write_synced(self._temporary["idx"], index)
-        final = {ending: Path(f"{self.prefix}.{ending}") for ending in ("bin", "idx")}
-        final["meta"] = Path(f"{self.prefix}.meta.json")
-        final["idx"].unlink(missing_ok=True)
-        final["meta"].unlink(missing_ok=True)
-        os.replace(self._temporary["bin"], final["bin"])
-        status = final["bin"].stat()
-        write_hashes(hashes_path(self.prefix), DataHashes(status.st_size, status.st_mtime_ns,
-                                                          hashlib.sha256(index).hexdigest(), self._hasher.finish()))
-        if meta is not None:
-            _write_synced(self._temporary["meta"], json.dumps(meta, indent=1).encode() + b"\n")
-            os.replace(self._temporary["meta"], final["meta"])
-        os.replace(self._temporary["idx"], final["idx"])
-        folder = os.open(self.prefix.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def _index_bytes(self) -> bytes:
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-        offsets = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], out=offsets[1:])
-        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(lengths) + 1)
-        arrays = (lengths.astype("<i4"), (offsets * self.dtype.itemsize).astype("<i8"),
-                  np.arange(len(lengths) + 1, dtype="<i8"))
-        return header + b"".join(values.tobytes() for values in arrays)
+        idx_sha256 = write_index(self._temporary["idx"], self.dtype, self._temporary["lengths"],
+                                 self._temporary["documents"])
+        commit_pair(self.prefix, tokens=self._temporary["bin"], index=self._temporary["idx"], idx_sha256=idx_sha256,
+                    blocks=self._hasher.finish(), meta=meta)
 
     def __enter__(self) -> "IndexedWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._bin.close()
+        for file in (self._bin, self._lengths, self._documents):
+            with contextlib.suppress(OSError):  # a full disk, which an earlier write has already reported
+                file.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
         for folder in self._created:  # rmdir removes only empty folders
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: str, blocks: tuple[str, ...],
+                meta: Mapping[str, Any] | None) -> None:
+    """Rename complete files, which are on the disk, to PREFIX.bin and PREFIX.idx. Write the two .json files.
+
+    The .idx is renamed last: without it, no reader accepts the other files. `blocks`: the hashes of the blocks of the
+    .bin. Raises OSError.
+    """
+    final = {ending: Path(f"{prefix}.{ending}") for ending in ("bin", "idx")}
+    temporary_meta = Path(f"{prefix}.meta.tmp-{os.getpid()}")
+    try:
+        if meta is not None:
+            _write_synced(temporary_meta, json.dumps(meta, indent=1).encode() + b"\n")
+        final["idx"].unlink(missing_ok=True)
+        meta_path(prefix).unlink(missing_ok=True)
+        os.replace(tokens, final["bin"])
+        status, idx_status = final["bin"].stat(), index.stat()
+        write_hashes(hashes_path(prefix), DataHashes(status.st_size, status.st_mtime_ns, idx_sha256, blocks,
+                                                     idx_status.st_size, idx_status.st_mtime_ns))
+        if meta is not None:
+            os.replace(temporary_meta, meta_path(prefix))
+        os.replace(index, final["idx"])
+    finally:
+        temporary_meta.unlink(missing_ok=True)
+    folder = os.open(final["idx"].parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _remove_abandoned(prefix: Path) -> None:
+    """Remove the temporary files of writers that were killed. A living writer has locked its .bin."""
+    for path in list(prefix.absolute().parent.iterdir()):
+        name, separator, process = path.name.rpartition(".bin.tmp-")
+        if not separator or name != prefix.name or not process.isdigit():
+            continue
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for ending in (*_TEMPORARY, "meta"):
+                Path(f"{prefix}.{ending}.tmp-{process}").unlink(missing_ok=True)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

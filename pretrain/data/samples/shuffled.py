@@ -96,7 +96,6 @@ class ShuffledWindows:
         `sha256` covers every byte of the data; None: not known yet. In that case, size and modification time of the
         .bin identify it.
         """
-        status, hashes = self.indexed.file.status(), self.indexed.hashes
-        is_known = hashes is not None and hashes.describes(status, self.indexed.idx_sha256)
-        return {"sha256": hashes.sha256 if hashes is not None and is_known else None, "bin_bytes": status.st_size,
+        status = self.indexed.file.status()
+        return {"sha256": self.indexed.known_sha256(), "bin_bytes": status.st_size,
                 "bin_mtime_ns": status.st_mtime_ns, "first_token": self.first_token, "last_token": self.last_token}
