@@ -70,6 +70,7 @@ class Layout:
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens
+    document_attention: bool = False
     device_kind: str = "cuda"  # cpu, cuda
     notes: tuple[str, ...] = field(default=(), compare=False)  # remarks of lenient_layout about the JSON
 

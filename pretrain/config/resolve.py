@@ -1,7 +1,7 @@
 """Resolve a DeepSpeed JSON: validate each key, fill missing and "auto" values, and parse the layout."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.config.ds_json.check_keys import check_json_keys
@@ -82,7 +82,8 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     fill_scheduler(file, config, args, train_steps, rate)
     fill_nvme_path(file, config, args)
     fill_reports(config, args, zero_stage)
-    layout = parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind)
+    layout = replace(parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind),
+                     document_attention=args.document_attention)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
                           train_steps=train_steps, schedule=_schedule(file, config, args, train_steps),
                           ignored_keys=tuple(ignored))

@@ -252,6 +252,16 @@ def one_scheduler(run: ResolvedConfig) -> None:
                               remedy='remove the flag, or the "scheduler" block')
 
 
+def document_attention(run: ResolvedConfig) -> None:
+    """Reject frequencies that depend on the length of a sequence: a document would differ from the same one alone."""
+    if run.args.document_attention and run.args.seq_length > run.model.max_positions:
+        raise ConfigError("--document_attention", found=f"--seq_length {run.args.seq_length} with dynamic RoPE scaling",
+                          expected=f"at most {run.model.max_positions} tokens, the model's "
+                                   f"{run.model.key('max_positions')}",
+                          remedy="beyond them, the frequencies depend on the length of the sample; use a smaller "
+                                 "--seq_length, or another rope_type")
+
+
 def exit_step_within_run(run: ResolvedConfig) -> None:
     if run.args.exit_step is not None and run.args.exit_step > run.train_steps:
         raise ConfigError("--exit_step", found=run.args.exit_step,
@@ -293,5 +303,5 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     precision_of_device, offload_needs_a_zero_stage, stage_3_names, zero_plus_plus, even_allgather_bucket,
     accumulation_dtype, low_precision_master_weights, gradient_scaling, optimizer_of_device, muon, optimizer_params,
     dynamic_loss_scale, libaio, nvme_buffer_size, scheduler_params, one_scheduler, torch_optimizer_params, measuring,
-    writable_folders, tf32_needs_fp32_on_cuda, exit_step_within_run,
+    writable_folders, tf32_needs_fp32_on_cuda, document_attention, exit_step_within_run,
 )

@@ -65,6 +65,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                          seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss)
     _check_validation_data(resolved, data)
+    _check_document_end(args, data)
     return _make_plan(resolved, data, run_notes(resolved, data))
 
 
@@ -113,6 +114,14 @@ def _check_deepspeed() -> None:
     if found.split("+")[0] != DEEPSPEED_VERSION:
         raise ConfigError("deepspeed", found=f"version {found}", expected=DEEPSPEED_VERSION,
                           remedy=f"pip install deepspeed=={DEEPSPEED_VERSION}")
+
+
+def _check_document_end(args: RunArguments, data: RunData) -> None:
+    """Raise ConfigError for --document_attention on data whose end-of-document token is unknown."""
+    if args.document_attention and data.eod_token is None:
+        raise ConfigError("--document_attention", problem="the end-of-document token is unknown: there is no "
+                          "--tokenizer, and the data's .meta.json does not name the token",
+                          remedy="give --tokenizer, or leave --document_attention out")
 
 
 def _check_validation_data(resolved: ResolvedConfig, data: RunData) -> None:

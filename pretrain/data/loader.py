@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.positions import document_positions
 
-MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
-"""(tokens_BT int64, (labels_BT int64, weights_BT float32))"""
+MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(tokens_BT int64, (labels_BT int64, weights_BT float32)); with document attention the first element is
+(tokens_BT, positions_BT), both int64"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,16 @@ class Loader:
 
     With `seq_length_at`, each sample of the step at `consumed` is divided into sequences of `seq_length_at(consumed)`
     tokens, which must divide seq_length.
+
+    With `document_end`, the token that ends a document, the model also gets the positions of the tokens inside their
+    documents.
     """
 
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
                  data_parallel_rank: int = 0, data_parallel_size: int = 1, eod_token: int | None = None,
                  sum_over_data_parallel: Callable[[float], float] = float,
-                 seq_length_at: Callable[[int], int] | None = None, pin_memory: bool = False) -> None:
+                 seq_length_at: Callable[[int], int] | None = None, document_end: int | None = None,
+                 pin_memory: bool = False) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self.dataset = dataset
         self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
@@ -53,6 +59,7 @@ class Loader:
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * data_parallel_size
         self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
         self._seq_length_at = seq_length_at
+        self._document_end = document_end
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: tuple[int, Future[_Step]] | None = None
 
@@ -75,8 +82,9 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, consumed_samples: int) -> _Step:
-        micro_batches, unmasked_tokens = [], 0.0
         length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
+        micro_batches: list[MicroBatch] = []
+        unmasked_tokens = 0.0
         for number in range(self.gradient_accumulation_steps):
             offset = (number * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
             first = consumed_samples + offset
@@ -90,10 +98,16 @@ class Loader:
                 unmasked_tokens += float(weights_BT.sum())
             if self._pin_memory:
                 tokens_BT, labels_BT, weights_BT = (x.pin_memory() for x in (tokens_BT, labels_BT, weights_BT))
-            micro_batches.append((tokens_BT, (labels_BT, weights_BT)))
+            inputs = tokens_BT if self._document_end is None else (tokens_BT, self._positions(tokens_BT))
+            micro_batches.append((inputs, (labels_BT, weights_BT)))
         if self._eod_token is None:
             self._normalize(micro_batches, float(self.global_batch_size * self.dataset.seq_length))
         return _Step(micro_batches, unmasked_tokens)
+
+    def _positions(self, tokens_BT: Tensor) -> Tensor:
+        assert self._document_end is not None
+        positions_BT = torch.from_numpy(document_positions(tokens_BT.numpy(), self._document_end))
+        return positions_BT.pin_memory() if self._pin_memory else positions_BT
 
     def _normalize(self, micro_batches: list[MicroBatch], total_tokens: float) -> None:
         """Scale the weights in place; `total_tokens` counts the unmasked tokens of the global batch.

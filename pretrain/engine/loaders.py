@@ -18,4 +18,5 @@ def open_loader(engine: DeepSpeedEngine, plan: Plan, name: str) -> Loader:
                   eod_token=plan.eod_token if plan.args.eod_mask_loss else None,
                   sum_over_data_parallel=lambda value: sum_over_data_parallel(engine, value),
                   seq_length_at=plan.seq_lengths.at if name == "train" and plan.seq_lengths.stages else None,
+                  document_end=plan.eod_token if plan.args.document_attention else None,
                   pin_memory=engine.device.type == "cuda")

@@ -55,22 +55,24 @@ def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
                loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return the mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
 
+    With document attention, the positions are a fourth argument.
+
     PipelineEngine computes the same mean of the losses. Every engine computes the same mean of the gradients. The
     Loader's weights rely on this.
     """
     total = torch.zeros((), device=engine.device)
     for batch in micro_batches:
-        tokens_BT, (labels_BT, weights_BT) = _to_device(engine, batch)
-        total += loss_of(tokens_BT, labels_BT, weights_BT)
+        total += loss_of(*_to_device(engine, batch))
     mean = total / len(micro_batches)
     torch.distributed.all_reduce(mean, group=engine.data_parallel_group)
     return mean / data_parallel_size(engine)
 
 
-def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> MicroBatch:
-    tokens_BT, (labels_BT, weights_BT) = batch
-    move: dict[str, Any] = {"device": engine.device, "non_blocking": True}
-    return tokens_BT.to(**move), (labels_BT.to(**move), weights_BT.to(**move))
+def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> list[torch.Tensor]:
+    """Return tokens, labels, weights and, with document attention, positions on the engine's device."""
+    inputs, labels = batch
+    tokens_BT, *positions = (inputs,) if torch.is_tensor(inputs) else inputs
+    return [x.to(device=engine.device, non_blocking=True) for x in (tokens_BT, *labels, *positions)]
 
 
 def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:

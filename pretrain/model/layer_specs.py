@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
+from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import Labels
@@ -54,7 +55,7 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False) -> list[LayerSpec]:
     """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
 
-    Each layer takes one tensor.
+    Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
 
     Args:
         ends_in_loss: the head returns the hidden states. Called again with labels, it returns the loss. DeepSpeed's
@@ -98,6 +99,21 @@ class PipelineLM(PipelineModule):
     def __init__(self, specs: list[LayerSpec], work: list[int] | None, **settings: Any) -> None:
         self._work = work
         super().__init__(specs, activation_checkpoint_func=non_reentrant_checkpoint, **settings)
+
+    def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """Compute this pipeline stage. With documents, inputs and outputs are (x, positions_BT).
+
+        The last stage returns only the hidden states.
+        """
+        if torch.is_tensor(inputs):
+            return super().forward(inputs)
+        x, positions_BT = inputs
+        documents, interval = Documents(positions_BT), self.activation_checkpoint_interval or len(self.forward_funcs)
+        recomputed = self.is_checkpointable_results if self.activation_checkpoint_interval else [False]
+        for start, is_recomputed in zip(range(0, len(self.forward_funcs), interval), recomputed, strict=True):
+            group = partial(_run, self.forward_funcs[start : start + interval], documents=documents)
+            x = self.activation_checkpoint_func(group, x) if is_recomputed else group(x)
+        return x if self.stage_id == self.num_stages - 1 else (x, positions_BT)
 
     def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
         """Compute the loss on the last pipeline stage, whose last layer is the head."""
@@ -180,36 +196,49 @@ class CausalLM(nn.Module):
         module = self.tied_modules[spec.key]
         return module if spec.forward_fn is None else partial(spec.forward_fn, module)
 
-    def _hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def _hidden(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states [B, T, D] after the final norm."""
-        layers = self.layers[:-1]
+        layers, documents = self.layers[:-1], None if positions_BT is None else Documents(positions_BT)
         x, interval = tokens_BT, self.activation_checkpoint_interval or len(layers)
         for start in range(0, len(layers), interval):
             group = layers[start : start + interval]
             if self.activation_checkpoint_interval and torch.is_grad_enabled() and _worth_recomputing(group):
-                x = checkpoint(_run, group, x, use_reentrant=False)
+                x = checkpoint(_run, group, x, documents, use_reentrant=False)
             else:
-                x = _run(group, x)
+                x = _run(group, x, documents)
         return x
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
-                weights_BT: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits [B, T, V], or with labels and their weights (see loss.py) the scalar loss."""
+                weights_BT: torch.Tensor | None = None, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits [B, T, V], or with labels and their weights (see loss.py) the scalar loss.
+
+        Args:
+            positions_BT: int64 positions of the tokens inside their documents (kernels/documents.py). Then a token sees
+                only the tokens of its document.
+        """
+        hidden_BTD = self._hidden(tokens_BT, positions_BT)
         if labels_BT is None:
-            return self.layers[-1](self._hidden(tokens_BT))
+            return self.layers[-1](hidden_BTD)
         if weights_BT is None:
             raise ValueError("forward() got labels_BT without weights_BT; the loss needs both")
-        return self.layers[-1](self._hidden(tokens_BT), (labels_BT, weights_BT))
+        return self.layers[-1](hidden_BTD, (labels_BT, weights_BT))
 
-    def row_losses(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
+    def row_losses(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor,
+                   positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss of each row of the batch, [B] fp32: the sum of weight * cross-entropy over its tokens."""
-        rows = zip(self._hidden(tokens_BT).split(1), labels_BT.split(1), weights_BT.split(1), strict=True)
+        rows = zip(self._hidden(tokens_BT, positions_BT).split(1), labels_BT.split(1), weights_BT.split(1), strict=True)
         return torch.stack([self.layers[-1](x_1TD, (labels_1T, weights_1T)) for x_1TD, labels_1T, weights_1T in rows])
 
 
-def _run(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
+def _run(layers: list[Layer], x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    """Apply the layers in turn. Learned positions and blocks depend on the documents, if there are any."""
     for layer in layers:
-        x = layer(x)
+        if documents is None or not isinstance(layer, (PositionEmbedding, Block)):
+            x = layer(x)
+            continue
+        if isinstance(layer, Block) and layer.is_compiled:
+            layer.attention.prepare(documents, x)
+        x = layer(x, documents=documents)  # by name: ZeRO-3's hooks accept only tensors among the other arguments
     return x
 
 
@@ -230,3 +259,4 @@ def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, 
                 like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
                 block.attention.rope.tables(seq_length, like)
             block.compile(backend=backend, dynamic=False)
+            block.is_compiled = True

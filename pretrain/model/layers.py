@@ -12,7 +12,9 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu_attention import causal_attention
+from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
+from pretrain.model.kernels.torch_attention import make_mask
 from pretrain.model.loss import Labels, linear_cross_entropy
 from pretrain.model.rope import Rope
 
@@ -76,8 +78,10 @@ class PositionEmbedding(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
         self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.dropout(x_BTD + self.embedding[: x_BTD.shape[1]])
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        if documents is None:
+            return self.dropout(x_BTD + self.embedding[: x_BTD.shape[1]])
+        return self.dropout(x_BTD + F.embedding(documents.positions_BT, self.embedding))
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -124,7 +128,7 @@ class Attention(nn.Module):
         self.k_norm = build_norm(config, config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
         self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
         q_BTHE, k_BTKE, v_BTKE = self.qkv(x_BTD).view(batch, length, -1, self.head_size).split(
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
@@ -132,11 +136,17 @@ class Attention(nn.Module):
             q_BTHE, k_BTKE = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         if self.rope is not None:
-            q_BHTE, k_BKTE = self.rope.rotate(q_BHTE), self.rope.rotate(k_BKTE)
+            q_BHTE, k_BKTE = self.rope.rotate(q_BHTE, documents), self.rope.rotate(k_BKTE, documents)
         y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0,
                                   plain=self.plain_operators, scale=self.scale, window=self.window,
-                                  softcap=self.softcap, alibi_slopes=self.slopes_H)
+                                  softcap=self.softcap, alibi_slopes=self.slopes_H, documents=documents)
         return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
+
+    def prepare(self, documents: Documents, like: torch.Tensor) -> None:
+        """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""
+        if self.rope is not None:
+            self.rope.document_tables(documents, like)
+        make_mask(like, self.window, self.slopes_H, documents)
 
     def _normalized(self, norm: nn.Module, x_BTHE: torch.Tensor) -> torch.Tensor:
         """Apply a norm over each head, or over all heads together."""
@@ -190,6 +200,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0,
                  plain_operators: bool = False) -> None:
         super().__init__()
+        self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.norm1 = build_norm(config) if config.pre_norm else None
         self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators)
@@ -199,11 +210,14 @@ class Block(nn.Module):
         self.post_norm2 = build_norm(config) if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         if self.shared_norm:
             normed_BTD = _apply(self.norm1, x_BTD)
-            return x_BTD + self.dropout(self.attention(normed_BTD)) + self.dropout(self.mlp(normed_BTD))
-        after_BTD = x_BTD + self.dropout(_apply(self.post_norm1, self.attention(_apply(self.norm1, x_BTD))))
+            attended_BTD = self.dropout(self.attention(normed_BTD, documents=documents))
+            return x_BTD + attended_BTD + self.dropout(self.mlp(normed_BTD))
+        attended_BTD = self.attention(_apply(self.norm1, x_BTD), documents=documents)
+        after_BTD = x_BTD + self.dropout(_apply(self.post_norm1, attended_BTD))
+        del attended_BTD  # free the memory before the MLP
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
         return after_BTD + self.dropout(_apply(self.post_norm2, self.mlp(_apply(self.norm2, mlp_input_BTD))))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pretrain.model.config import ModelConfig
+from pretrain.model.kernels.documents import Documents
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -95,6 +96,7 @@ class Rope:
     """
 
     def __init__(self, config: ModelConfig, *, local: bool = False) -> None:
+        self._local = local
         self._config = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None) if local else config
         self._factor = table_factor(self._config)
         self._tables: dict[tuple[torch.device, torch.dtype, int], Tables] = {}
@@ -119,9 +121,24 @@ class Rope:
         dynamic = scaling is not None and scaling["rope_type"] == "dynamic"
         return length if dynamic and length > self._config.max_positions else 0
 
-    def rotate(self, x_BHTE: torch.Tensor) -> torch.Tensor:
-        """Rotate the first `rotary_size` elements of each head by position. Pairs are i and i + rotary_size / 2."""
-        cos, sin = self.tables(x_BHTE.shape[2], x_BHTE)
+    def document_tables(self, documents: Documents, like: torch.Tensor) -> Tables:
+        """Return cos and sin [B, 1, T, rotary_size / 2] for positions inside documents, made once a micro-batch."""
+        key = (self._local, like.dtype)
+        if key not in documents.rope_tables:
+            positions_BT = documents.positions_BT
+            cos, sin = self.tables(positions_BT.shape[1], like)
+            documents.rope_tables[key] = cos[positions_BT][:, None], sin[positions_BT][:, None]
+        return documents.rope_tables[key]
+
+    def rotate(self, x_BHTE: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """Rotate the first `rotary_size` elements of each head by position. Pairs are i and i + rotary_size / 2.
+
+        Positions begin at 0 with each sample, or with each of its `documents`.
+        """
+        if documents is None:
+            cos, sin = self.tables(x_BHTE.shape[2], x_BHTE)
+        else:
+            cos, sin = self.document_tables(documents, x_BHTE)
         size = self._config.rotary_size
         first, second = x_BHTE[..., :size].chunk(2, dim=-1)
         rotated = (first * cos - second * sin, second * cos + first * sin)

@@ -12,6 +12,7 @@ import torch
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
+from pretrain.data.samples.positions import document_positions
 from pretrain.data.samples.shuffled import ShuffledWindows
 
 EOD = 0
@@ -124,6 +125,20 @@ def test_only_the_prediction_after_eod_is_masked(tmp_path: Path) -> None:
     loader.close()
     assert labels_BT.tolist() == [[EOD, 8, 9, 7]]
     assert weights_BT.tolist() == [[pytest.approx(1 / 3), 0.0, pytest.approx(1 / 3), pytest.approx(1 / 3)]]
+
+
+def test_with_a_document_end_the_model_also_gets_positions(tmp_path: Path) -> None:
+    data = dataset_of(tmp_path, np.array([7, EOD, 8, 9, 7] * 20), 9)
+    loaders = [Loader(data, micro_batch_size=2, gradient_accumulation_steps=2, document_end=token)
+               for token in (EOD, None)]
+    with_positions, without = (loader.step(4) for loader in loaders)
+    for ((tokens_BT, positions_BT), labels), (plain_BT, plain_labels) in zip(with_positions, without, strict=True):
+        assert torch.equal(tokens_BT, plain_BT)
+        assert all(torch.equal(*pair) for pair in zip(labels, plain_labels, strict=True))
+        assert positions_BT.tolist() == document_positions(tokens_BT.numpy(), EOD).tolist()
+        assert 0 < positions_BT.max() < 5
+    for loader in loaders:
+        loader.close()
 
 
 class Recorder(ShuffledWindows):

@@ -50,6 +50,9 @@ def make_world(folder: Path) -> None:
             for _ in range(100):
                 writer.add_document(rng.integers(0, largest, 200))
             writer.finalize(meta)
+    (folder / "dynamic_rope.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": 32, "rope_scaling": {"type": "dynamic", "factor": 4.0}}))
     with IndexedWriter(folder / "short", np.uint16) as writer:
         writer.add_document(rng.integers(0, 500, 40))
         writer.finalize()
@@ -311,6 +314,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tokenizer": "{world}"}, "abababababab"),
     ({}, {"tokenizer": "{world}", "model_overrides": "vocab_size=200"}, "--tokenizer"),
     ({}, {"train_data": "{world}/foreign", "eod_mask_loss": True}, "--eod_mask_loss"),
+    ({}, {"train_data": "{world}/foreign", "document_attention": True}, "--document_attention"),
+    ({}, {"model": "{world}/dynamic_rope.json", "document_attention": True}, "max_position_embeddings"),
     # the run folder and the command line
     ({}, {"save": NOTHING}, "--save"),
     ({}, {"save": "{world}/file"}, "--save"),

@@ -48,6 +48,7 @@ def _batches(plan: Plan, device: torch.device) -> Any:
     loader, consumed_samples = training_loader(plan), 0
     while True:
         for tokens_BT, (labels_BT, _) in loader.step(consumed_samples):
+            assert isinstance(tokens_BT, torch.Tensor)  # this loader gives no positions
             yield tokens_BT.to(device, non_blocking=True), labels_BT.to(device, non_blocking=True)
         consumed_samples += plan.layout.global_batch_size
 

@@ -56,6 +56,8 @@ class DataArguments:
                                                   "divided, so that no token is lost", metavar="TOKENS:LENGTH,...",
                                             unset="always --seq_length")
     eod_mask_loss: bool = _flag(False, "ignore the prediction that follows an end-of-document token in the loss")
+    document_attention: bool = _flag(False, "attention sees only the tokens of the same document, and positions begin "
+                                            "at 0 with each document, also when a sample contains several documents")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils._pytree import tree_leaves
 
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
@@ -38,12 +39,15 @@ class EngineMemory:
 
 
 def random_batches(plan: Plan) -> list[MicroBatch]:
-    """Return the micro-batches of one step of one rank, with random tokens."""
+    """Return the micro-batches of one step of one rank, with random tokens. A sample is a single document."""
     shape = (plan.layout.micro_batch_size, plan.args.seq_length)
 
     def batch() -> MicroBatch:
         tokens_BT = torch.randint(plan.model.vocab_size, shape)
-        return tokens_BT, (tokens_BT.clone(), torch.full(shape, 1.0 / (shape[0] * shape[1])))
+        labels = (tokens_BT.clone(), torch.full(shape, 1.0 / (shape[0] * shape[1])))
+        if not plan.layout.document_attention:
+            return tokens_BT, labels
+        return (tokens_BT, torch.arange(shape[1]).repeat(shape[0], 1)), labels
 
     return [batch() for _ in range(plan.layout.gradient_accumulation_steps)]
 
@@ -56,8 +60,7 @@ def observe_steps(engine: DeepSpeedEngine, plan: Plan, *, steps: int, tracker: S
     """
     inventories: list[tuple[Footprint, int]] = []  # of each step: (footprint, unaccounted bytes)
     batches = random_batches(plan)
-    batch_storages = {tensor.untyped_storage()._cdata for tokens, (labels, weights) in batches
-                      for tensor in (tokens, labels, weights)}
+    batch_storages = {tensor.untyped_storage()._cdata for tensor in tree_leaves(batches)}
 
     def take_inventory() -> None:
         if tracker is None:

@@ -6,6 +6,7 @@ The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, w
 dV = P^T dO,  dS = P * (dO V^T - rowsum(P * dO V^T)),  dQ = scale dS K,  dK = scale dS^T Q.
 With a window, the keys before the window of query a are skipped. Soft-capping is S = cap tanh(scale Q K^T / cap), so
 that dS is multiplied by 1 - tanh^2. ALiBi (arXiv 2108.12409) adds slope * (key position - query position) to S.
+With documents, the keys before the document of query a are skipped, and those of other documents are at -inf.
 
 The tiles of torch's operator (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) are too small for these units.
 Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: 0.5 of the time of torch's operator at
@@ -14,12 +15,14 @@ Measured on an AVX512_BF16 core with 8 heads of size 64, forward and backward: 0
 Shapes: B batch, T positions, H query heads, K key/value heads, E elements per head.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import torch_causal_attention
 
 _ROWS = 128  # queries per block: a block of scores stays in the cache, and later keys are skipped
@@ -28,7 +31,7 @@ _SCORES_PER_THREAD = 2**20  # elements of P: the batch is split so that they sta
 
 def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
                      plain: bool = False, scale: float = 0.0, window: int = 0, softcap: float = 0.0,
-                     alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
+                     alibi_slopes: torch.Tensor | None = None, documents: Documents | None = None) -> torch.Tensor:
     """Return [B, H, T, E], computed by the fastest operator for this device and dtype. H is a multiple of K.
 
     On CPUs in bf16 without dropout only the three inputs are saved for the backward pass, whatever the other arguments
@@ -40,15 +43,16 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
         window: number of latest positions that a query sees, with its own; 0: all.
         softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
         alibi_slopes: fp32 [H] from kernels/alibi.py: slope * (key position - query position) is added to the scores.
+        documents: each query sees only the keys of its own document; None: of its sample.
     """
     window = 0 if window >= q_BHTE.shape[2] else window  # it would mask nothing
     custom = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
     if custom and not torch.compiler.is_compiling():  # torch.compile would unroll the loops into a huge graph
-        scores = Scores(scale or 1 / math.sqrt(q_BHTE.shape[-1]), window, softcap, alibi_slopes)
+        scores = Scores(scale or 1 / math.sqrt(q_BHTE.shape[-1]), window, softcap, alibi_slopes, documents)
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scores)
         return out
     return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
-                                  softcap=softcap, alibi_slopes=alibi_slopes)
+                                  softcap=softcap, alibi_slopes=alibi_slopes, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,31 @@ class Scores:
     window: int = 0
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
+    documents: Documents | None = None
 
-    def seen(self, rows: slice) -> slice:
-        """Return the keys that at least one query of `rows` sees."""
-        return slice(max(0, rows.start - self.window + 1) if self.window else 0, rows.stop)
+    def parts(self, q_BHTE: torch.Tensor) -> "list[tuple[slice, list[_Block]]]":
+        """Divide the batch into parts, and the queries of each part into blocks."""
+        batch, length = q_BHTE.shape[0], q_BHTE.shape[2]
+        if self.documents is not None:
+            return [(slice(sample, sample + 1),
+                     [_Block(block.rows, self._seen(block.rows, block.first_key), block.starts) for block in blocks])
+                    for sample, blocks in enumerate(self.documents.row_blocks(_ROWS))]
+        rows = [slice(start, min(start + _ROWS, length)) for start in range(0, length, _ROWS)]
+        blocks = [_Block(each, self._seen(each, 0)) for each in rows]
+        step = max(1, _SCORES_PER_THREAD * torch.get_num_threads() // (q_BHTE.shape[1] * _ROWS * length))
+        return [(slice(start, start + step), blocks) for start in range(0, batch, step)]
+
+    def _seen(self, rows: slice, first_key: int) -> slice:
+        return slice(max(first_key, rows.start - self.window + 1) if self.window else first_key, rows.stop)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries that are computed together."""
+
+    rows: slice
+    seen: slice  # keys that at least one of the queries sees
+    starts: tuple[int, ...] = ()  # documents begin here, after the first of the queries
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -75,12 +100,11 @@ class _CausalAttention(torch.autograd.Function):
         ctx.scores = scores  # type: ignore[attr-defined]
         out_BHTE = _empty_heads_last(q_BHTE)
         masks = _Masks(scores, q_BHTE)
-        for part in _parts_of_batch(q_BHTE):
+        for part, blocks in scores.parts(q_BHTE):
             q, k_NSE, v_NSE, out = q_BHTE[part], k_BKTE[part].flatten(0, 1), v_BKTE[part].flatten(0, 1), out_BHTE[part]
-            for start in range(0, q.shape[2], _ROWS):
-                rows = slice(start, min(start + _ROWS, q.shape[2]))
-                seen = scores.seen(rows)
-                p_NRS, _ = _probabilities(_rows(q, rows, k_NSE), k_NSE[:, seen], scores, masks, rows)
+            for block in blocks:
+                rows, seen = block.rows, block.seen
+                p_NRS, _ = _probabilities(_rows(q, rows, k_NSE), k_NSE[:, seen], scores, masks, block)
                 out[:, :, rows] = _unrows(torch.bmm(p_NRS, v_NSE[:, seen]), out, rows)
         return out_BHTE
 
@@ -92,22 +116,22 @@ class _CausalAttention(torch.autograd.Function):
         scores: Scores = ctx.scores  # type: ignore[attr-defined]
         masks = _Masks(scores, q_BHTE)
         dq_BHTE, dk_BKTE, dv_BKTE = map(_empty_heads_last, (q_BHTE, k_BKTE, v_BKTE))
-        for part in _parts_of_batch(q_BHTE):
+        for part, blocks in scores.parts(q_BHTE):
             inputs = (q_BHTE[part], k_BKTE[part], v_BKTE[part], grad_BHTE[part])
-            dk_BKTE[part], dv_BKTE[part] = _backward_of_part(*inputs, dq_BHTE[part], scores, masks)
+            dk_BKTE[part], dv_BKTE[part] = _backward_of_part(*inputs, dq_BHTE[part], scores, masks, blocks)
         return dq_BHTE, dk_BKTE, dv_BKTE, None
 
 
 def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, grad_BHTE: torch.Tensor,
-                      dq_BHTE: torch.Tensor, scores: Scores, masks: "_Masks") -> tuple[torch.Tensor, torch.Tensor]:
+                      dq_BHTE: torch.Tensor, scores: Scores, masks: "_Masks",
+                      blocks: list[_Block]) -> tuple[torch.Tensor, torch.Tensor]:
     """Write dq in place; return dk and dv in fp32, summed over the blocks of rows."""
     k_NSE, v_NSE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
     dk_NSE, dv_NSE = (torch.zeros(k_NSE.shape, dtype=torch.promote_types(k_NSE.dtype, torch.float32)) for _ in range(2))
-    for start in range(0, q_BHTE.shape[2], _ROWS):
-        rows = slice(start, min(start + _ROWS, q_BHTE.shape[2]))
-        seen = scores.seen(rows)
+    for block in blocks:
+        rows, seen = block.rows, block.seen
         q_NRE, grad_NRE = _rows(q_BHTE, rows, k_NSE), _rows(grad_BHTE, rows, k_NSE)
-        p_NRS, tanh_NRS = _probabilities(q_NRE, k_NSE[:, seen], scores, masks, rows)
+        p_NRS, tanh_NRS = _probabilities(q_NRE, k_NSE[:, seen], scores, masks, block)
         dv_NSE[:, seen] += torch.bmm(p_NRS.transpose(1, 2), grad_NRE)
         dp_NRS = torch.bmm(grad_NRE, v_NSE[:, seen].transpose(1, 2))
         ds_NRS = torch._softmax_backward_data(dp_NRS, p_NRS, -1, p_NRS.dtype)
@@ -119,7 +143,7 @@ def _backward_of_part(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.
 
 
 def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, scores: Scores, masks: "_Masks",
-                   rows: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+                   block: _Block) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return P [N, R, S], and with soft-capping the tanh. The softmax is computed in fp32."""
     tanh_NRS = None
     if scores.softcap:
@@ -127,7 +151,7 @@ def _probabilities(q_NRE: torch.Tensor, k_NSE: torch.Tensor, scores: Scores, mas
         scores_NRS = tanh_NRS * scores.softcap
     else:
         scores_NRS = _scaled_bmm(q_NRE, k_NSE.transpose(1, 2), scores.scale)
-    masks.add_to(scores_NRS, rows)
+    masks.add_to(scores_NRS, block)
     return torch.softmax(scores_NRS, dim=-1), tanh_NRS
 
 
@@ -146,18 +170,21 @@ class _Masks:
             self.alibi_HRS = torch.stack([(slope * distances).to(q_BHTE.dtype)
                                           for slope in scores.alibi_slopes.to("cpu", torch.float64).unbind()])
 
-    def add_to(self, scores_NRS: torch.Tensor, rows: slice) -> None:
-        """Add to the scores of the queries `rows` and the keys `seen(rows)`, in place."""
-        count, seen = rows.stop - rows.start, self.scores.seen(rows)
+    def add_to(self, scores_NRS: torch.Tensor, block: _Block) -> None:
+        """Add to the scores of the queries and the keys of a block, in place."""
+        rows, seen = block.rows, block.seen
+        count = rows.stop - rows.start
         scores_NHRS = scores_NRS.unflatten(1, (-1, count))
         scores_NHRS[..., rows.start - seen.start :] += self.later[:count, :count]
         if self.scores.window:  # query rows.start + i does not see the first i keys of the window of rows.start
-            cut = max(0, self.scores.window - 1 - rows.start)  # keys of that window before position 0
+            cut = seen.start - (rows.start - self.scores.window + 1)  # keys of that window before `seen`
             scores_NHRS[..., : max(0, count - cut)] += self.earlier[:count, cut:count]
         if self.scores.alibi_slopes is not None:
             columns = slice(seen.start - rows.start - self.earliest, count - self.earliest)
             scores_NRS.view(-1, len(self.alibi_HRS), count, scores_NRS.shape[-1]).add_(
                 self.alibi_HRS[:, :count, columns])
+        for start, stop in itertools.pairwise((*block.starts, rows.stop)):  # a document in these queries
+            scores_NHRS[:, :, start - rows.start : stop - rows.start, : start - seen.start] = -math.inf
 
 
 def _scaled_bmm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -174,12 +201,6 @@ def _unrows(y_NRE: torch.Tensor, like_BHTE: torch.Tensor, rows: slice) -> torch.
     """Invert `_rows`: return [B, H, rows, E]."""
     batch, heads, _, size = like_BHTE.shape
     return y_NRE.view(batch, heads, rows.stop - rows.start, size)
-
-
-def _parts_of_batch(q_BHTE: torch.Tensor) -> list[slice]:
-    batch, heads, length, _ = q_BHTE.shape
-    step = max(1, _SCORES_PER_THREAD * torch.get_num_threads() // (heads * _ROWS * length))
-    return [slice(start, start + step) for start in range(0, batch, step)]
 
 
 def _empty_heads_last(x_BHTE: torch.Tensor) -> torch.Tensor:

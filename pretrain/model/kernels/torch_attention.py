@@ -2,8 +2,9 @@
 
 Saved for the backward pass:
 - usual case, windows and ALiBi: what F.scaled_dot_product_attention saves: q, k, v, its output and the logarithms of
-  the softmax sums, if it uses a fused kernel. With a window or ALiBi, k and v have as many heads as q. Their mask is
-  made once for all layers: bool [T, T] for a window, and [1, H, T, T] in the dtype of q for ALiBi.
+  the softmax sums, if it uses a fused kernel. With a window, ALiBi or documents, k and v have as many heads as q. The
+  mask is made once for all layers: bool [T, T] for a window, [1, H, T, T] in the dtype of q for ALiBi, and for each
+  micro-batch with documents [B, 1, T, T] or, with ALiBi, [B, H, T, T] in the dtype of q (documents.py).
 - soft-capping: q, k, v (k and v with as many heads as q) and three tensors [B, H, T, T], because torch has no fused
   kernel for it: the tanh in the dtype of q, the softmax in fp32, and the same in the dtype of q. Dropout adds its mask
   and its output.
@@ -15,30 +16,34 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
+from pretrain.model.kernels.documents import Documents
+
 
 def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
                            scale: float = 0.0, window: int = 0, softcap: float = 0.0,
-                           alibi_slopes: torch.Tensor | None = None) -> torch.Tensor:
+                           alibi_slopes: torch.Tensor | None = None,
+                           documents: Documents | None = None) -> torch.Tensor:
     """Return [B, H, T, E]. See `causal_attention` in cpu_attention.py for the arguments."""
-    if softcap:
-        return _softcapped(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]),
-                           window=window, softcap=softcap, alibi_slopes=alibi_slopes)
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
-    if not window and alibi_slopes is None:
+    has_mask = window > 0 or alibi_slopes is not None or documents is not None
+    if not has_mask and not softcap:
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
                                               scale=scale or None, enable_gqa=grouped)
+    mask = _mask(q_BHTE, window, alibi_slopes, documents)
+    if softcap:
+        return _softcapped(q_BHTE, k_BKTE, v_BKTE, mask, dropout=dropout,
+                           scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]), softcap=softcap)
     if grouped:  # with a mask, torch 2.x has no fused kernel on CUDA for fewer key/value heads than query heads
         k_BKTE, v_BKTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
-    return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=_mask(q_BHTE, window, alibi_slopes),
-                                          dropout_p=dropout, scale=scale or None)
+    return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, dropout_p=dropout,
+                                          scale=scale or None)
 
 
-def _softcapped(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float, scale: float,
-                window: int, softcap: float, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
+def _softcapped(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, mask: torch.Tensor, *,
+                dropout: float, scale: float, softcap: float) -> torch.Tensor:
     """Compute the scores, cap them, mask them, and take the softmax in fp32, one operator each."""
     k_BHTE, v_BHTE = _repeat_heads(k_BKTE, q_BHTE), _repeat_heads(v_BKTE, q_BHTE)
     tanh_BHTT = torch.tanh(q_BHTE @ k_BHTE.transpose(2, 3) * (scale / softcap))
-    mask = _mask(q_BHTE, window, alibi_slopes)
     scores_BHTT = tanh_BHTT * softcap
     scores_BHTT = scores_BHTT.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTT + mask
     p_BHTT = torch.softmax(scores_BHTT, -1, dtype=torch.promote_types(q_BHTE.dtype, torch.float32)).to(q_BHTE.dtype)
@@ -51,8 +56,19 @@ def _repeat_heads(x_BKTE: torch.Tensor, q_BHTE: torch.Tensor) -> torch.Tensor:
     return x_BKTE if repeats == 1 else x_BKTE.repeat_interleave(repeats, dim=1)
 
 
-def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None) -> torch.Tensor:
-    """Return the mask for q, which is made once for all layers: see `_visible` and `_alibi`."""
+def make_mask(like: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None, documents: Documents) -> None:
+    """Make the mask of a micro-batch for queries [B, H, T, E], of whose dtype `like` is, before it is used."""
+    length = documents.positions_BT.shape[1]
+    _mask(like.new_empty(0, 0, length, 0), 0 if window >= length else window, alibi_slopes, documents)
+
+
+def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None,
+          documents: Documents | None) -> torch.Tensor:
+    """Return the mask for q, which is made once for all layers: see `_visible`, `_alibi` and `Documents.mask`."""
+    if documents is not None:
+        alibi = None if alibi_slopes is None else _shared_mask(q_BHTE.shape[2], window, q_BHTE.device, q_BHTE.dtype,
+                                                               alibi_slopes)
+        return documents.mask(window, q_BHTE.dtype, alibi)
     return _shared_mask(q_BHTE.shape[2], window, q_BHTE.device, q_BHTE.dtype, alibi_slopes)
 
 
