@@ -66,6 +66,15 @@ class IndexedDataset:
         self.file.read_rows((first * width).tolist(), rows.view(np.uint8))
         return rows.astype(np.int64)
 
+    def pieces(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return lengths[i] tokens from starts[i] on, one piece after another, as int64 [sum(lengths)]."""
+        if starts.size and not 0 <= int(starts.min()) <= int((starts + lengths).max()) <= self.num_tokens:
+            raise IndexError(f"{self.bin_path}: pieces beyond the {self.num_tokens} tokens")
+        width = self.dtype.itemsize
+        tokens = np.empty(int(lengths.sum()), self.dtype.newbyteorder("<"))
+        self.file.read_pieces((starts * width).tolist(), (lengths * width).tolist(), tokens.view(np.uint8))
+        return tokens.astype(np.int64)
+
     def document_offset(self, document: int) -> int:
         """Return the number of tokens before a document; before num_documents: of all tokens."""
         return int(self.document_offsets(document, document)[0])

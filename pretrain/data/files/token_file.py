@@ -2,10 +2,11 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,18 +46,21 @@ class TokenFile:
 
     def read_rows(self, starts: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
         """Fill each row of `rows` [n, bytes] with the bytes from starts[i] on. Raises ConfigError as `read` does."""
-        num_bytes, descriptor, preadv = rows.shape[1], self.descriptor, os.preadv
-        view = rows.reshape(-1).data
+        self.read_pieces(starts, itertools.repeat(rows.shape[1]), rows.reshape(-1))
+
+    def read_pieces(self, starts: Iterable[int], sizes: Iterable[int], buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill `buffer` with sizes[i] bytes from starts[i] on, piece after piece. Raises ConfigError as `read`."""
+        view, descriptor, preadv = buffer.data, self.descriptor, os.preadv
         first = 0
-        for start in starts:
-            row = view[first:first + num_bytes]
+        for start, num_bytes in zip(starts, sizes, strict=False):
+            piece = view[first:first + num_bytes]
             try:
-                count = preadv(descriptor, (row,), start)
+                count = preadv(descriptor, (piece,), start)
             except OSError as error:
                 error.filename = str(self.path)
                 raise
             if count < num_bytes:
-                row[count:] = self.read(start + count, num_bytes - count)
+                piece[count:] = self.read(start + count, num_bytes - count)
             first += num_bytes
 
     def _read(self, start: int, num_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.errors import ConfigError
 
@@ -52,8 +53,7 @@ class ShuffledWindows:
 
     def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return samples (indices count over all epochs) as int64 [n, seq_length + 1]."""
-        starts = self.sample_starts(np.asarray(indices, np.int64)).tolist()
-        return np.stack([self.indexed.tokens(start, start + self.seq_length + 1) for start in starts])
+        return self.indexed.tokens_at(self.sample_starts(np.asarray(indices, np.int64)), self.seq_length + 1)
 
     def sample_starts(self, indices: npt.NDArray[np.int64]) -> _Starts:
         """Return the positions of the first tokens of these samples in the flat stream."""
@@ -91,11 +91,5 @@ class ShuffledWindows:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """Return the facts about the data that a checkpoint records besides the fingerprint.
-
-        `sha256` covers every byte of the data; None: not known yet. In that case, size and modification time of the
-        .bin identify it.
-        """
-        status = self.indexed.file.status()
-        return {"sha256": self.indexed.known_sha256(), "bin_bytes": status.st_size,
-                "bin_mtime_ns": status.st_mtime_ns, "first_token": self.first_token, "last_token": self.last_token}
+        """Return the facts about the data that a checkpoint records besides the fingerprint."""
+        return {**file_record(self.indexed), "first_token": self.first_token, "last_token": self.last_token}

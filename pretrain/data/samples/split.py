@@ -26,3 +26,9 @@ def split_documents(num_documents: int, fractions: tuple[float, float, float]) -
     surplus = bounds[-1] - num_documents
     bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
     return list(itertools.pairwise(bounds))
+
+
+def split_as_megatron_core(num_sequences: int, fractions: tuple[float, float, float]) -> list[tuple[int, int]]:
+    """Return [first, last) sequences of train, valid and test as current Megatron-LM does: it rounds each bound."""
+    bounds = [round(bound * num_sequences) for bound in itertools.accumulate(fractions, initial=0.0)]
+    return list(itertools.pairwise(bounds))

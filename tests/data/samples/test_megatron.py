@@ -1,0 +1,156 @@
+"""The orders of Megatron-LM and GPT-NeoX, compared with their definition in plain loops."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.prefix_sums import PrefixSums
+from pretrain.data.samples.split import parse_split, split_as_megatron_core
+from pretrain.errors import ConfigError
+
+
+def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
+    """Write documents whose tokens count up over all documents."""
+    with IndexedWriter(prefix, "int32") as writer:
+        first = 0
+        for length in lengths:
+            writer.add_document(np.arange(first, first + length))
+            first += length
+        writer.finalize()
+    return IndexedDataset(prefix)
+
+
+def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
+    epochs = 1
+    while epochs * tokens_per_epoch < num_samples * seq_length + 1:
+        epochs += 1
+    return epochs
+
+
+def reference(order: str, documents: list[list[int]], seq_length: int, seed: int, num_samples: int) -> list[list[int]]:
+    """Return all samples of an order: one token after another, one document after another."""
+    tokens_per_epoch = sum(map(len, documents))
+    epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+    is_separate = False
+    if order == "megatron" and epochs > 1:
+        is_separate = num_samples - before_last < int(0.80 * ((tokens_per_epoch - 1) // seq_length))
+    event(f"{order}: {'separate last epoch' if is_separate else 'one epoch' if epochs == 1 else 'several epochs'}")
+    random = np.random.RandomState(seed)
+    document_order: list[int] = []
+    for count in [epochs - 1, 1] if is_separate else [epochs]:
+        part = np.array(list(range(len(documents))) * count)
+        random.shuffle(part)
+        document_order += part.tolist()
+    stream = [token for number in document_order for token in documents[number]]
+    samples, first = [], 0
+    while first + seq_length + 1 <= len(stream):
+        samples.append(stream[first:first + seq_length + 1])
+        first += seq_length
+    shuffled = []
+    for low, high in [(0, before_last), (before_last, len(samples))] if is_separate else [(0, len(samples))]:
+        numbers = np.arange(low, high)
+        random.shuffle(numbers)
+        shuffled += numbers.tolist()
+    return [samples[number] for number in shuffled]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=150), st.integers(2, 40),
+       st.integers(0, 2**32 - 1), st.floats(0.01, 4.5), st.sampled_from(["megatron", "neox"]), st.data())
+def test_equals_the_definition(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int,
+                               seed: int, epochs: float, order: str, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(lengths) - 1))
+    last = data.draw(st.integers(first + 1, len(lengths)))
+    indexed = write(tmp_path_factory.mktemp("order") / "data", lengths)
+    num_samples = max(int(epochs * sum(lengths[first:last]) / seq_length), 1)
+    options = {"order": order, "seq_length": seq_length, "seed": seed, "num_samples": num_samples,
+               "first_sequence": first, "last_sequence": last}
+    if sum(lengths[first:last]) <= seq_length:
+        with pytest.raises(ConfigError, match="for one sample of --seq_length"):
+            MegatronSamples(indexed, **options)
+        return
+    documents = [list(range(sum(lengths[:number]), sum(lengths[:number + 1]))) for number in range(first, last)]
+    expected = reference(order, documents, seq_length, seed, num_samples)
+    dataset = MegatronSamples(indexed, **options)
+    assert len(expected) >= num_samples
+    assert dataset.samples(range(len(expected))).tolist() == expected
+    some = np.random.default_rng(0).integers(0, len(expected), 5)
+    assert dataset.samples(some).tolist() == [expected[number] for number in some]
+    assert dataset.samples([len(expected)]).tolist() == expected[:1], "the order begins again"
+
+
+def test_golden_samples(tmp_path: Path) -> None:
+    """First tokens of the samples, as the index builders of Megatron-LM and GPT-NeoX gave them for this data."""
+    indexed = write(tmp_path / "data", [5, 0, 7, 1, 12, 3, 9])
+
+    def first_tokens(order: str, num_samples: int) -> list[int]:
+        data = MegatronSamples(indexed, order=order, seq_length=4, seed=1234, num_samples=num_samples)
+        return data.samples(range(num_samples))[:, 0].tolist()
+
+    assert [first_tokens(order, number) for order, number in GOLDEN] == list(GOLDEN.values())
+
+
+GOLDEN = {  # (order, num_samples): 1 epoch; 2 with the last one apart; 2 together
+    ("megatron", 9): [16, 0, 5, 4, 33, 29, 24, 20, 9],
+    ("megatron", 12): [20, 33, 4, 9, 0, 24, 5, 29, 16, 11, 19, 0],
+    ("megatron", 17): [35, 8, 20, 0, 0, 7, 16, 20, 16, 4, 32, 24, 4, 31, 11, 25, 24],
+    ("neox", 12): [35, 8, 20, 0, 0, 7, 16, 20, 16, 4, 32, 24],
+}
+
+
+def test_sequences_count_and_not_documents(tmp_path: Path) -> None:
+    """Both shuffle sequences, also if a document has several of them."""
+    single = write(tmp_path / "single", [10, 20, 30, 40])
+    several = write(tmp_path / "several", [10, 20, 30, 40])
+    index = (tmp_path / "several.idx").read_bytes()
+    documents = np.array([0, 2, 4], "<i8")
+    header = index[:26] + (3).to_bytes(8, "little")
+    (tmp_path / "several.idx").write_bytes(header + index[34:34 + 12 * 4] + documents.tobytes())
+    several = IndexedDataset(tmp_path / "several")
+    assert (several.num_documents, several.num_sequences) == (2, 4)
+    options = {"order": "megatron", "seq_length": 7, "seed": 5, "num_samples": 40}
+    assert MegatronSamples(several, **options).samples(range(40)).tolist() == \
+        MegatronSamples(single, **options).samples(range(40)).tolist()
+
+
+def test_splits_of_megatron_core_round_each_bound() -> None:
+    assert split_as_megatron_core(1000, parse_split("969,30,1")) == [(0, 969), (969, 999), (999, 1000)]
+    assert split_as_megatron_core(10, parse_split("1,1,1")) == [(0, 3), (3, 7), (7, 10)]
+    assert split_as_megatron_core(7, parse_split("1")) == [(0, 7), (7, 7), (7, 7)]
+
+
+def test_seeds_that_the_order_does_not_have_are_rejected(tmp_path: Path) -> None:
+    indexed = write(tmp_path / "data", [100])
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match=r"--seed: found .*; expected 0 to 4294967295 with --sample_order neox"):
+            MegatronSamples(indexed, order="neox", seq_length=8, seed=seed, num_samples=1)
+
+
+def test_the_fingerprint_depends_on_all_that_changes_the_order(tmp_path: Path) -> None:
+    indexed = write(tmp_path / "data", [100, 50])
+    options = {"order": "neox", "seq_length": 8, "seed": 1, "num_samples": 10}
+    changes: list[dict[str, object]] = [{}, {"order": "megatron"}, {"seq_length": 9}, {"num_samples": 11},
+                                        {"last_sequence": 1}, {"first_sequence": 1}]
+    fingerprints = [MegatronSamples(indexed, **{**options, **change}).fingerprint for change in changes]
+    assert len(set(fingerprints)) == len(changes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=400))
+def test_prefix_sums(lengths: list[int]) -> None:
+    values = np.array(lengths)
+    sums = PrefixSums(len(values), lambda numbers: values[numbers])
+    assert sums.total == values.sum()
+    before = np.cumsum(values) - values
+    assert sums.before(np.arange(len(values))).tolist() == before.tolist()
+    expected = np.repeat(np.arange(len(values)), values)
+    elements, starts = sums.find(np.arange(sums.total))
+    assert (elements == expected).all()
+    assert (starts == before[expected]).all()
