@@ -20,6 +20,7 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader, evaluation_batches
+from pretrain.data.samples.data_spec import names_of_split
 from pretrain.distributed.collectives import call_after_polls, from_rank_0, gather
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
@@ -60,7 +61,7 @@ class StepLoop:
 
     plan: Plan
     engine: DeepSpeedEngine
-    loaders: dict[str, Loader]  # "train", "valid", "test"
+    loaders: dict[str, Loader]  # by the names of the plan's datasets
     meter: Meter
     saver: Saver
     requests: Requests
@@ -143,13 +144,20 @@ class StepLoop:
         return self._evaluate("valid", step, consumed_samples)
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
-        """Report and return the mean loss of the first --eval_steps global batches; None if the split has no data."""
-        if split not in self.loaders:
-            return None
-        self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {split} data")
-        loss = evaluate(self.engine, self.loaders[split], self.plan.args.eval_steps,
-                        before_batch=lambda: self.watchdog.enter("eval", step))
-        return self.meter.log_eval(step, split, loss, consumed_samples)
+        """Report the mean loss of the first --eval_steps global batches of each set of the split.
+
+        Returns the loss; of named sets, the mean of their losses; None if the split has no data.
+        """
+        losses: dict[str, float] = {}
+        for name in names_of_split(self.loaders, split):
+            self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {name} data")
+            loss = evaluate(self.engine, self.loaders[name], self.plan.args.eval_steps,
+                            before_batch=lambda: self.watchdog.enter("eval", step))
+            losses[name] = self.meter.log_eval(step, name, float(loss), consumed_samples)
+        if losses and split not in losses:
+            return self.meter.log_eval(step, split, sum(losses.values()) / len(losses), consumed_samples,
+                                       num_sets=len(losses))
+        return losses.get(split)
 
 
 def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int,

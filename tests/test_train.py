@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -108,9 +109,13 @@ def test_a_complete_run_is_reported(runs: tuple[Path, Path, list[str]], corpus: 
     assert "is complete: 6 of 6 steps" in again[0].stdout
 
 
-def test_a_complete_run_rejects_other_evaluation_data(runs: tuple[Path, Path, list[str]], corpus: str) -> None:
+def test_a_complete_run_rejects_other_evaluation_data(runs: tuple[Path, Path, list[str]], corpus: str,
+                                                      tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", f"{other}{suffix}")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for flag, value, name in (("--valid_data", corpus, f"--data {corpus}"), ("--test_data", corpus, f"--data {corpus}"),
+    for flag, value, name in (("--valid_data", other, f"--data {other}"), ("--test_data", corpus, f"--data {corpus}"),
                               ("--split", "70,30,0", "--split valid"), ("--split", "70,20,10", "--split valid")):
         done = start_one_rank(_flags(corpus, runs[0], "--train_steps", "6", flag, value), **first_of_two)
         _assert_rejected(done, f"{flag} {value}", "the run is complete (6 of 6 steps",

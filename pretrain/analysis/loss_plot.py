@@ -23,8 +23,11 @@ def save_loss_plot(run: Path, target: Path) -> None:
     rows, entropy = read_metrics(run), summarize(run).unigram_entropy
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
-    for key, label, style in (("loss", "training loss", "-"), ("eval_loss", "validation loss", "o")):
-        found = newest_path([row for row in rows if key in row and row.get("split") in (None, "valid")])
+    named = sorted({str(row["split"]) for row in rows if str(row.get("split")).startswith("valid/")})
+    mean = "validation loss (mean)" if named else "validation loss"
+    for key, split, label, style in (("loss", None, "training loss", "-"), ("eval_loss", "valid", mean, "o"),
+                                     *(("eval_loss", name, name, ".") for name in named)):
+        found = newest_path([row for row in rows if key in row and row.get("split") == split])
         points = [(row["step"], row[key]) for row in found if row[key] is not None]  # null: NaN or infinity
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)

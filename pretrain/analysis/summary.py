@@ -2,11 +2,12 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pretrain.data.files.meta import read_meta
+from pretrain.data.samples.data_spec import parse_data_spec
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
@@ -23,10 +24,12 @@ class Summary:
     train_steps: int
     loss: float | None  # of `loss_step`
     loss_step: int  # the last logged training step whose loss is finite; 0: none
-    valid_loss: float | None
-    # loss of a model that only knows the token frequencies of --valid_data, or of --train_data without that flag
+    valid_loss: float | None  # of several validation sets: the mean
+    # loss of a model that only knows the token frequencies of --valid_data, or of --train_data without that flag;
+    # of several validation sets: the mean
     unigram_entropy: float | None
     tokens_per_second: float | None
+    named_losses: dict[str, float | None] = field(default_factory=dict)  # of each named validation set
 
     @property
     def below_unigram_entropy(self) -> bool:
@@ -47,14 +50,29 @@ def summarize(run: Path) -> Summary:
     # null: NaN or infinity
     finite: dict[str, Any] = next((row for row in reversed(training) if row["loss"] is not None), {})
     flags, metrics = start["flags"], run / "metrics.jsonl"
-    data = flags.get("valid_data") or flags.get("train_data")
-    meta = read_meta(data) or {} if isinstance(data, str) else {}
+    named = {str(row["split"]): row for row in rows if str(row.get("split")).startswith("valid/")}
     return Summary(step=int(_number(metrics, last, "step") or 0),
                    train_steps=int(_number(run / "run.json", start, "train_steps") or 0),
                    loss=_number(metrics, finite, "loss"), loss_step=int(_number(metrics, finite, "step") or 0),
                    valid_loss=_number(metrics, evaluation, "eval_loss"),
-                   unigram_entropy=_number(Path(f"{data}.meta.json"), meta, "entropy_nats"),
-                   tokens_per_second=_number(metrics, last, "tokens_per_second"))
+                   unigram_entropy=_unigram_entropy(flags),
+                   tokens_per_second=_number(metrics, last, "tokens_per_second"),
+                   named_losses={name: _number(metrics, row, "eval_loss") for name, row in named.items()})
+
+
+def _unigram_entropy(flags: dict[str, Any]) -> float | None:
+    """Return the mean of the entropies that the .meta.json files of the validation data have; None if one is missing.
+
+    The entropy of a blend of several sources is not known.
+    """
+    train, valid = flags.get("train_data"), flags.get("valid_data")
+    if not all(isinstance(value, (str, list, type(None))) for value in (train, valid)):
+        return None
+    spec = parse_data_spec(train, valid_data=valid)
+    prefixes = [prefix for _, prefix in spec.valid] or (list(spec.train) if len(spec.train) == 1 else [])
+    values = [_number(Path(f"{prefix}.meta.json"), read_meta(prefix) or {}, "entropy_nats") for prefix in prefixes]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -62,9 +80,11 @@ def summary_lines(summary: Summary) -> list[str]:
     def text(value: float | None, form: str) -> str:
         return "not known" if value is None else format(value, form)
 
+    mean = f" (mean of {len(summary.named_losses)} sets)" if summary.named_losses else ""
     return [f"steps done            {summary.step} of {summary.train_steps}",
             f"training loss         {text(summary.loss, '.4f')}{_not_finite(summary)}",
-            f"validation loss       {text(summary.valid_loss, '.4f')} nats per token",
+            f"validation loss       {text(summary.valid_loss, '.4f')} nats per token{mean}",
+            *(f"  {name:<20}{text(loss, '.4f')}" for name, loss in summary.named_losses.items()),
             f"unigram entropy       {text(summary.unigram_entropy, '.4f')} nats per token",
             f"speed                 {text(summary.tokens_per_second, ',.0f')} tokens/s"]
 

@@ -8,7 +8,8 @@ from pretrain.chaos.instructions import folder_of, read_bad_steps
 from pretrain.chaos.kinds import CHECKPOINT_DAMAGE, KINDS
 from pretrain.checkpoint.format.manifest import checkpoint_folders
 from pretrain.cluster.supervise.launch_command import hostfile_of, identity, run_folder, train_flags
-from pretrain.config.flags.arguments import RunArguments, parse_arguments
+from pretrain.config.flags.arguments import RunArguments, data_spec, parse_arguments
+from pretrain.data.samples.data_spec import split_words
 from pretrain.errors import ConfigError
 
 LONGEST_STEP_TIMEOUT_S = 60.0  # with a longer --step_timeout, each `hang` would take that long
@@ -28,13 +29,13 @@ class ChaosSettings:
     seed: int
     stall_s: float  # without a step, a start or a fault in this time, the run is ended
     train_steps: int
-    train_data: str
+    train_data: str  # the first prefix
     keep_checkpoints: int
     step_timeout: float
 
     @property
     def data_prefix(self) -> Path:
-        """Prefix of the links to the training data."""
+        """Prefix of the links to the training data; of a blend, to its first source."""
         return folder_of(self.run) / "data" / Path(self.train_data).name
 
 
@@ -63,9 +64,12 @@ def make_settings(command: Sequence[str], *, kinds: str | None, faults: int, see
                           remedy="leave --reference out: the tool then runs the reference itself")
     settings = ChaosSettings(
         command=[], run=run, reference_command=None if reference else _command(command, other), reference=other,
-        kinds=chosen, faults=faults, seed=seed, stall_s=stall_s, train_steps=steps, train_data=args.train_data,
+        kinds=chosen, faults=faults, seed=seed, stall_s=stall_s, train_steps=steps,
+        train_data=next(iter(data_spec(args).train), ""),
         keep_checkpoints=args.keep_checkpoints, step_timeout=args.step_timeout)
-    links = ["--train_data", str(settings.data_prefix)] if "data" in chosen else []
+    words = [str(settings.data_prefix) if word == settings.train_data else word for word in
+             split_words(args.train_data)]
+    links = ["--train_data", *words] if "data" in chosen and words else []
     return ChaosSettings(**{**vars(settings), "command": [*_command(command, run), *links]})
 
 

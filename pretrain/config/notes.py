@@ -8,6 +8,7 @@ from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
+from pretrain.data.samples.data_spec import names_of_split
 from pretrain.data.seq_lengths import parse_seq_lengths
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
@@ -73,13 +74,17 @@ def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 
 
 def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
-    if "valid" not in data.datasets:
+    names = names_of_split(data.datasets, "valid")
+    if not names:
         return ["no validation data: nothing is evaluated while training"]
-    available = data.datasets["valid"].samples_per_epoch
     needed = resolved.args.eval_steps * resolved.layout.global_batch_size
-    if available >= needed:
+    small = {name: samples for name in names if (samples := data.datasets[name].samples_per_epoch) < needed}
+    if not small:
         return []
-    return [f"an evaluation of {needed} samples wraps around the {available} validation samples"]
+    if names == ["valid"]:
+        return [f"an evaluation of {needed} samples wraps around the {small['valid']} validation samples"]
+    sets = ", ".join(f"{samples} of {name}" for name, samples in small.items())
+    return [f"an evaluation reads {needed} samples of each validation set, and wraps around the {sets}"]
 
 
 def _length_notes(resolved: ResolvedConfig) -> list[str]:

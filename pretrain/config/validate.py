@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pretrain.config.ds_json.read import read_ds_config
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
@@ -15,6 +15,7 @@ from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.samples.data_spec import DataSpec, names_of_split
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -34,13 +35,18 @@ class Plan:
     model: ModelConfig  # with the dropouts of the flags
     layout: Layout
     train_steps: int
-    datasets: dict[str, SampleDataset]
+    datasets: dict[str, SampleDataset]  # "train"; "valid" and "test", or "valid/NAME" and "test/NAME"
     tokenizer: Tokenizer | None
     eod_token: int | None  # end-of-document token
     seq_lengths: SeqLengths  # of training; evaluations always use --seq_length
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
     origin: Origin | None = None  # source of the weights at step 0; None: random weights
+
+    @property
+    def data(self) -> DataSpec:
+        """The data as the flags name it."""
+        return data_spec(self.args)
 
     @property
     def last_step(self) -> int:
@@ -61,8 +67,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     """
     check_folders(args.save, args.checkpoint_mirror)
     resolved = resolve_run(args, world_size=world_size, device=device, saved_model=saved_model)
-    data = open_run_data(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
-                         seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
+    data = open_run_data(data_spec(args), seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
                          vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss)
     _check_validation_data(resolved, data)
     _check_document_end(args, data)
@@ -127,9 +132,10 @@ def _check_document_end(args: RunArguments, data: RunData) -> None:
 def _check_validation_data(resolved: ResolvedConfig, data: RunData) -> None:
     """Raise ConfigError for validation data with fewer samples than one global batch."""
     args, batch = resolved.args, resolved.layout.global_batch_size
-    if "valid" in data.datasets and data.datasets["valid"].samples_per_epoch < batch:
-        samples = data.datasets["valid"].samples_per_epoch
-        raise ConfigError("--valid_data" if args.valid_data else "--split",
-                          found=f"{samples} validation samples of --seq_length {args.seq_length}",
-                          expected=f"at least {batch}, a global batch",
-                          remedy="give more validation data, or --split 1,0,0 to evaluate nothing")
+    for name in names_of_split(data.datasets, "valid"):
+        samples = data.datasets[name].samples_per_epoch
+        if samples < batch:
+            raise ConfigError(f"--valid_data {data.datasets[name].sources[0].prefix}" if args.valid_data else "--split",
+                              found=f"{samples} validation samples of --seq_length {args.seq_length}",
+                              expected=f"at least {batch}, a global batch",
+                              remedy="give more validation data, or --split 1,0,0 to evaluate nothing")

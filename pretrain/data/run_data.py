@@ -5,6 +5,7 @@ from typing import Any
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
+from pretrain.data.samples.data_spec import DataSpec
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -16,43 +17,65 @@ _CHUNK_TOKENS = 2**20
 
 @dataclass(frozen=True)
 class RunData:
-    """Datasets by name ("train", "valid", "test"), the tokenizer, and the end-of-document token if it is known."""
+    """Datasets by name, the tokenizer, and the end-of-document token if it is known.
+
+    Names: "train"; "valid" and "test", or "valid/NAME" and "test/NAME".
+    """
 
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None = None
     eod_token: int | None = None
 
 
-def open_run_data(train_data: str, *, valid_data: str | None, test_data: str | None, split: str, seq_length: int,
-                  seed: int, tokenizer: str | None, vocab_size: int, eod_mask_loss: bool) -> RunData:
+def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
+                  eod_mask_loss: bool) -> RunData:
     """Open the data files and the tokenizer of a run.
 
     Raises:
-        ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, and for data
-            that was prepared with another tokenizer.
+        ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, for data that
+            was prepared with another tokenizer, and for sources with different end-of-document tokens.
     """
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     if loaded is not None and loaded.vocab_size > vocab_size:
         raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
                                 vocab_size)
-    datasets = open_datasets(train_data, valid_data=valid_data, test_data=test_data, split=split,
-                             seq_length=seq_length, seed=seed)
+    datasets = open_datasets(spec, seq_length=seq_length, seed=seed)
     if "train" not in datasets:
-        raise ConfigError(f"--train_data {train_data}", found="no training tokens",
+        raise ConfigError(spec.train_flag, found="no training tokens",
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
-    eod_token = loaded.eod_token if loaded else None
-    for name, prefix in (("train", train_data), ("valid", valid_data), ("test", test_data)):
-        if not prefix:
-            continue
-        token = check_prepared_data(datasets[name].sources[0], f"--{name}_data {prefix}", vocab_size=vocab_size,
-                                    tokenizer=loaded)
-        if loaded is None and token is not None:
-            eod_token = token
+    eod_token = _check_sources(datasets, vocab_size, loaded)
     if eod_mask_loss and eod_token is None:
         raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
                           "and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --eod_mask_loss out")
     return RunData(datasets, loaded, eod_token)
+
+
+def _check_sources(datasets: dict[str, SampleDataset], vocab_size: int, tokenizer: Tokenizer | None) -> int | None:
+    """Check each token file once, and that all agree. Returns the end-of-document token; None if it is unknown."""
+    sources: dict[int, tuple[str, IndexedDataset]] = {}
+    for name, dataset in datasets.items():
+        for source in dataset.sources:
+            sources.setdefault(id(source), (f"--{name.partition('/')[0]}_data {source.prefix}", source))
+    named: tuple[str, int] | None = None  # the first source whose .meta.json names the end-of-document token
+    prepared: tuple[str, str] | None = None  # the first source whose .meta.json names its tokenizer
+    for where, source in sources.values():
+        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer)
+        if token is not None:
+            named = named or (where, token)
+            if token != named[1]:
+                raise ConfigError(where, problem=f"its end-of-document token is {token}, and that of {named[0]} is "
+                                  f"{named[1]}", remedy="prepare all data with the same tokenizer")
+        digest = _meta_of(source).get("tokenizer_sha256")
+        if digest is not None:
+            prepared = prepared or (where, digest)
+            if digest != prepared[1]:
+                raise ConfigError(where, problem=f"it was prepared with another tokenizer (sha256 {digest[:12]}) than "
+                                  f"{prepared[0]} ({prepared[1][:12]})",
+                                  remedy="prepare all data with the same tokenizer")
+    if tokenizer is not None:
+        return tokenizer.eod_token
+    return named[1] if named else None
 
 
 def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int, tokenizer: Tokenizer | None,

@@ -101,16 +101,22 @@ class Meter:
                                   columns=self.screen.columns))
         self._show_progress(step)
 
-    def log_eval(self, step: int, name: str, loss: torch.Tensor, consumed_samples: int) -> float:
-        """Report an evaluation on the split `name` ("valid", "test"). Return the loss as a number."""
-        value = float(loss)
-        perplexity = float(torch.tensor(value, dtype=torch.float64).exp())
-        self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": value,
-                             "eval_ppl": perplexity})
-        self.losses[f"{name} loss"] = value
-        self.screen.line(f"step {step:>7}  {name} loss {value:.4f}  perplexity {perplexity:.2f}")
+    def log_eval(self, step: int, name: str, loss: float, consumed_samples: int, *, num_sets: int = 0) -> float:
+        """Report an evaluation on the dataset `name` ("valid", "valid/NAME", "test"). Return the loss.
+
+        With `num_sets`, it is the mean of the losses of this number of named sets.
+        """
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
+        mean = {"mean_of_sets": num_sets} if num_sets else {}
+        self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": loss,
+                             "eval_ppl": perplexity, **mean})
+        if self.engine.monitor.enabled and self.rank == 0:
+            self.engine.monitor.write_events([(f"Evaluation/{name}_loss", loss, consumed_samples)])
+        self.losses[f"{name} loss"] = loss
+        note = f"  (mean of {num_sets} sets)" if num_sets else ""
+        self.screen.line(f"step {step:>7}  {name} loss {loss:.4f}  perplexity {perplexity:.2f}{note}")
         self.restart(step)
-        return value
+        return loss
 
     def _show_progress(self, step: int) -> None:
         """Show the status line. Until there is a row, estimate the step time from the time since the start."""

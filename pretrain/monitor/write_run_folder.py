@@ -16,10 +16,11 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.config.validate import Plan
+from pretrain.data.samples.data_spec import absolute_words
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 
-_PATHS = ("tokenizer", "train_data", "valid_data", "test_data")  # flags that tools read later, in any working directory
+_DATA_FLAGS = ("train_data", "valid_data", "test_data")
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 
 
@@ -50,7 +51,9 @@ def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     """Return the record of one start: everything that the result of the run depends on."""
     return {
         "time": time.time(),
-        "flags": {**asdict(plan.args), **{name: _absolute(getattr(plan.args, name)) for name in _PATHS}},
+        # tools read these files later, in any working directory
+        "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer),
+                  **{name: absolute_words(getattr(plan.args, name)) for name in _DATA_FLAGS}},
         "deepspeed_config": plan.ds_config,
         "origin": asdict(plan.origin) if plan.origin else None,
         "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),

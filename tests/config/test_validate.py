@@ -112,7 +112,7 @@ def test_validation_imports_neither_torch_nor_deepspeed(world: Path) -> None:
 
 
 def test_a_valid_run_prints_its_plan(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/corpus"}
+    flags = {"world_size": 4, "global_batch_size": 8, "gradient_accumulation_steps": 2, "valid_data": "{world}/few"}
     MAIN(words(world, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}, flags))
     out = capsys.readouterr().out
     assert "ZeRO-1, 2 pipeline stages x 2 data-parallel = 4 ranks" in out

@@ -39,7 +39,8 @@ def _train_flags() -> Iterator[Case]:
         numeric, switch = "int" in kind or "float" in kind, "bool" in kind
         values = NUMBERS if numeric else ("maybe", "2") if switch else ("", "~/x")
         yield from _of_flag(program, right, flag, values, missing=not switch)
-        for shape, text in (("list", "[1]"), ("mapping", "{a: 1}")):
+        nested = "[[1]]" if "list" in kind else "[1]"
+        for shape, text in (("list", nested), ("mapping", "{a: 1}")):
             yield Case(f"yaml {f.name}: {shape}", program, ("--config", "{world}/in.yaml"), f.name,
                        (("in.yaml", f"model: tiny\n{f.name}: {text}\n".encode()),))
         yield Case(f"yaml {f.name} twice", program, ("--config", "{world}/in.yaml"), f"in.yaml:3: {f.name}",

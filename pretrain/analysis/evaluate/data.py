@@ -7,7 +7,8 @@ from typing import Any
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.run_data import check_prepared_data, open_run_data
-from pretrain.data.samples.shuffled import ShuffledWindows
+from pretrain.data.samples.data_spec import names_of_split, recorded_data_spec
+from pretrain.data.samples.dataset import source_records
 from pretrain.data.samples.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.data.text import check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -153,29 +154,29 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
         raise ConfigError("--stride", problem="the samples of the run's own evaluation do not overlap",
                           remedy="give --data or --split too")
     recorded = run["flags"]
-    data = open_run_data(recorded.get("train_data") or "", valid_data=recorded.get("valid_data"),
-                         test_data=recorded.get("test_data"), split=recorded.get("split") or "1", seq_length=length,
-                         seed=recorded.get("seed", 0), tokenizer=None, vocab_size=source.config.vocab_size,
-                         eod_mask_loss=False)
-    names = flags.split or tuple(name for name in SPLITS[1:] if name in data.datasets) or ("valid",)
+    data = open_run_data(recorded_data_spec(recorded), seq_length=length, seed=recorded.get("seed", 0), tokenizer=None,
+                         vocab_size=source.config.vocab_size, eod_mask_loss=False)
     masked_after = _masked_after(source, flags, data.eod_token, tokenizer)
     sets = []
-    for name in names:
-        if name not in data.datasets:
-            raise ConfigError(f"--split {name}", problem=f"the run of {source.path} has no {name} data",
+    for split in flags.split or tuple(split for split in SPLITS[1:] if names_of_split(data.datasets, split)) or \
+            ("valid",):
+        names = names_of_split(data.datasets, split)
+        if not names:
+            raise ConfigError(f"--split {split}", problem=f"the run of {source.path} has no {split} data",
                               remedy="give --data with the prefix of a .bin/.idx pair or a text file")
-        dataset = data.datasets[name]
-        assert isinstance(dataset, ShuffledWindows)
-        if flags.split:
-            sets.append(_rolling(name, dataset.indexed, dataset.first_token, dataset.last_token, length=length,
-                                 stride=stride, masked_after=masked_after))
-            continue
-        if length == recorded.get("seq_length") and run.get("data", {}).get(name) != dataset.fingerprint:
-            raise ConfigError(f"{dataset.indexed.prefix} ({name})",
-                              problem="the data has changed since the run, so its evaluation cannot be repeated",
-                              remedy=f"--split {name} evaluates the data as it is now")
-        sets.append(sample_windows(f"{name}, as in training", dataset, _samples_of_evaluation(source.path, run, flags),
-                                   masked_after=masked_after))
+        for name in names:
+            dataset = data.datasets[name]
+            if flags.split:
+                sets += [_rolling(name if len(dataset.sources) == 1 else f"{name} of {indexed.prefix}", indexed,
+                                  record["first_token"], record["last_token"], length=length, stride=stride,
+                                  masked_after=masked_after) for indexed, record in source_records(dataset)]
+                continue
+            if length == recorded.get("seq_length") and run.get("data", {}).get(name) != dataset.fingerprint:
+                raise ConfigError(f"{dataset.sources[0].prefix} ({name})",
+                                  problem="the data has changed since the run, so its evaluation cannot be repeated",
+                                  remedy=f"--split {split} evaluates the data as it is now")
+            sets.append(sample_windows(f"{name}, as in training", dataset,
+                                       _samples_of_evaluation(source.path, run, flags), masked_after=masked_after))
     return sets
 
 

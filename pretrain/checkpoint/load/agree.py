@@ -74,7 +74,7 @@ def agree_on_data(plan: Plan) -> None:
     for other_fingerprint, sha256, other_host in all_ranks:
         if other_fingerprint != fingerprint or (sha256 and sha256 != known):
             first = host if other_fingerprint != fingerprint else host_of_known
-            raise ConfigError(f"--train_data {plan.args.train_data}",
+            raise ConfigError(plan.data.train_flag,
                               problem=f"{other_host} has other data under this name than {first}",
                               remedy="copy the same files to all hosts")
 

@@ -138,13 +138,13 @@ def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
     save, recorded = Path(plan.args.save), None
     with contextlib.suppress(ConfigError):
         recorded = newest_start(save).get("data")
-    for name in ("valid", "test"):
-        dataset, flag = plan.datasets.get(name), f"{name}_data"
-        if dataset is None or not isinstance(recorded, dict) or recorded.get(name) == dataset.fingerprint:
+    own = dict((*plan.data.valid, *plan.data.test))
+    for name, dataset in plan.datasets.items():
+        if name == "train" or not isinstance(recorded, dict) or recorded.get(name) == dataset.fingerprint:
             continue
-        prefix = getattr(plan.args, flag)
-        data = f"--data {prefix}" if prefix else f"--split {name}"
-        raise ConfigError(f"--{flag} {prefix}" if prefix else f"--split {plan.args.split}",
+        prefix, split = own.get(name), name.partition("/")[0]
+        data = f"--data {prefix}" if prefix else f"--split {split}"
+        raise ConfigError(f"--{split}_data {prefix}" if prefix else f"--split {plan.args.split}",
                           problem=f"the run is complete ({step} of {plan.last_step} steps are done), so it would not "
                           f"evaluate this {name} data, which its last start did not have",
                           remedy=f"python tools/evaluate.py {save} {data} evaluates it")

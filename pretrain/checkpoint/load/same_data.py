@@ -56,9 +56,9 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
     if not problem:
         return ""
     if plan.args.allow_other_data:
-        return f"--train_data {plan.args.train_data}: {problem}; --allow_other_data: training continues at sample " \
+        return f"{plan.data.train_flag}: {problem}; --allow_other_data: training continues at sample " \
                f"{position_after(folder.parent, manifest):,} of this data"
-    raise ConfigError(f"--train_data {plan.args.train_data}", problem=problem,
+    raise ConfigError(plan.data.train_flag, problem=problem,
                       remedy="give the data of the checkpoint, or continue with this data by --allow_other_data")
 
 
@@ -145,5 +145,5 @@ def evaluation_data_notes(plan: Plan) -> list[str]:
     if not isinstance(recorded, dict):
         return []
     return [f"the {name} data is not that of the run's last start: do not compare its losses with earlier ones"
-            for name in ("valid", "test")
-            if name in plan.datasets and name in recorded and recorded[name] != plan.datasets[name].fingerprint]
+            for name in plan.datasets
+            if name != "train" and name in recorded and recorded[name] != plan.datasets[name].fingerprint]

@@ -15,6 +15,7 @@ from pretrain.checkpoint.format.manifest import (
     step_of,
 )
 from pretrain.data.files.meta import read_meta
+from pretrain.data.samples.data_spec import parse_data_spec
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.model.hub import snapshot_in
@@ -176,9 +177,10 @@ def tokenizer_of(path: Path) -> str:
 
 def _tokenizer_of_data(run: Path) -> str | None:
     """Return the file that prepared the training data of a run; None if it is unknown or has changed since."""
-    prefix = newest_start(run)["flags"].get("train_data")
+    value = newest_start(run)["flags"].get("train_data")
     with contextlib.suppress(ConfigError, OSError):
-        meta = read_meta(prefix) if isinstance(prefix, str) else None
+        prefixes = parse_data_spec(value).train if isinstance(value, (str, list)) else ()
+        meta = read_meta(prefixes[0]) if prefixes else None  # all sources have the same tokenizer
         path = meta.get("tokenizer") if meta is not None else None
         if meta is not None and isinstance(path, str) and load_tokenizer(path).fingerprint == \
                 meta.get("tokenizer_sha256"):

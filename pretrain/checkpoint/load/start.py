@@ -72,8 +72,8 @@ def _model_of(folder: Path, manifest: Manifest) -> SavedModel:
 def _tokenizer_notes(plan: Plan, weights: InitialWeights) -> list[str]:
     """Return notes if the tokenizer of the run or of its data is not that of the weights."""
     notes: list[str] = []
-    meta = read_meta(plan.args.train_data) or {}
-    used = plan.tokenizer.fingerprint if plan.tokenizer is not None else meta.get("tokenizer_sha256")
+    prepared_with = ((read_meta(prefix) or {}).get("tokenizer_sha256") for prefix in plan.data.train)
+    used = plan.tokenizer.fingerprint if plan.tokenizer is not None else next(filter(None, prepared_with), None)
     expected = _tokenizer_of(weights) if used is not None else None
     if used == expected:
         return notes

@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrain.cluster.hosts import probe
 from pretrain.cluster.hosts.remote import HostError, Transport, call_probe_on_all
-from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,7 +70,7 @@ def preflight_request(args: RunArguments, train_words: Sequence[str], folder: Pa
     if not args.save:
         raise ConfigError("--save", problem="a run on several hosts needs a run folder",
                           remedy="add --save RUN_FOLDER, on storage that all hosts share")
-    prefixes = [prefix for prefix in (args.train_data, args.valid_data, args.test_data) if prefix]
+    prefixes = data_spec(args).prefixes
     names = [args.deepspeed_config, *(f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx"))]
     names += [args.tokenizer] if args.tokenizer else []
     # otherwise --model is a preset's name, and --init_from a repository or, in a resumed run, no longer needed

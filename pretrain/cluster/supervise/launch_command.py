@@ -69,7 +69,8 @@ def run_setting(command: Sequence[str], name: str) -> str | None:
     value, path = flag_value(words, name), flag_value(words, "config")
     if value is not None or path is None:
         return value
-    return read_yaml(path).get(name, (0, None))[1]
+    found = read_yaml(path).get(name, (0, None))[1]
+    return found if isinstance(found, str) else None
 
 
 def run_folder(command: Sequence[str], override: str | None) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import yaml
 
 from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
-from pretrain.config.flags.flag_help import help_text
+from pretrain.config.flags.flag_help import help_text, is_list
 from pretrain.config.flags.groups import (
     GROUPS,
     AutoArguments,
@@ -23,6 +23,7 @@ from pretrain.config.flags.groups import (
     ScheduleArguments,
     SpeedArguments,
 )
+from pretrain.data.samples.data_spec import DataSpec, parse_data_spec
 from pretrain.errors import ConfigError, shorten
 
 
@@ -35,10 +36,10 @@ class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, Checkpoin
     """
 
 
-_PATHS = ("deepspeed_config", "model", "init_from", "save", "train_data", "valid_data", "test_data", "tokenizer",
-          "nvme_path", "checkpoint_mirror")
+_PATHS = ("deepspeed_config", "model", "init_from", "save", "tokenizer", "nvme_path", "checkpoint_mirror")
 _OTHER_NAMES = {"exit_at_step": "exit_step"}
 _TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
+_LIST_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if is_list(f)}
 
 
 def _parser() -> Any:
@@ -68,11 +69,11 @@ def _with_first_names(word: str) -> str:
     return f"--{_OTHER_NAMES[name]}{equals}{value}" if flag.startswith("--") and name in _OTHER_NAMES else word
 
 
-def read_yaml(path: str) -> dict[str, tuple[int, str]]:
+def read_yaml(path: str) -> dict[str, tuple[int, str | list[str]]]:
     """Read a run's YAML file. Returns key -> (line number, value as it would be written on the command line).
 
     Keys are returned with _ instead of -. Keys without a value are left out.
-    Raises ConfigError unless the file maps unique keys to single values.
+    Raises ConfigError unless the file maps unique keys to single values, or to lists for flags with several words.
     """
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8-sig"))
@@ -117,12 +118,14 @@ def _check_unique(path: str, document: yaml.MappingNode) -> None:
         lines[name] = line
 
 
-def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | None:
-    """Return a scalar as it would be written on the command line, or None for null.
+def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.Node) -> str | list[str] | None:
+    """Return a scalar or a list as it would be written on the command line, or None for null.
 
     For text flags, `no` and 0123 keep their spelling.
     """
-    where = f"{path}:{key.start_mark.line + 1}: {key.value}"
+    where, name = f"{path}:{key.start_mark.line + 1}: {key.value}", flag_name(str(key.value))
+    if name in _LIST_FLAGS and isinstance(value, yaml.SequenceNode):
+        return _yaml_list(where, value)
     if not isinstance(value, yaml.ScalarNode):
         raise ConfigError(where, found=_node_type(value), expected="a single value")
     try:
@@ -131,8 +134,19 @@ def _yaml_value(loader: yaml.SafeLoader, path: str, key: yaml.Node, value: yaml.
         parsed = value.value
     if parsed is None:
         return None
-    is_text = str(key.value).replace("-", "_") in _TEXT_FLAGS
-    return str(value.value) if is_text else str(parsed)
+    return str(value.value) if name in _TEXT_FLAGS | _LIST_FLAGS else str(parsed)
+
+
+def _yaml_list(where: str, value: yaml.SequenceNode) -> list[str]:
+    """Return the words of a list in their spelling. Raises ConfigError for an empty list and for nested values."""
+    wrong = next((_node_type(word) for word in value.value if not isinstance(word, yaml.ScalarNode)), None)
+    words = [str(word.value) for word in value.value if isinstance(word, yaml.ScalarNode)]
+    if wrong is not None or not words:
+        raise ConfigError(where, found=f"{wrong} in the list" if wrong else "an empty list",
+                          expected="a single value, or a list of them")
+    if dashed := [word for word in words if word.startswith("--")]:
+        raise ConfigError(where, found=dashed[0], expected="no word that begins with --")
+    return words
 
 
 def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
@@ -142,7 +156,7 @@ def _flags_from_yaml(path: str, names: list[str]) -> list[str]:
         if name not in names:
             raise ConfigError(f"{path}:{line}: {shorten(name)}", found="an unknown key",
                               expected="a flag of pretrain/train.py", word=name, known=names)
-        words.append(f"--{name}={value}")
+        words += [f"--{name}={value}"] if isinstance(value, str) else [f"--{name}", *value]
     return words
 
 
@@ -179,4 +193,11 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
     if unknown:
         raise unknown_flag(unknown[0], [f"--{name}" for name in names])
     _check_values(parsed)
+    data_spec(parsed)
     return parsed
+
+
+def data_spec(args: RunArguments) -> DataSpec:
+    """Return the data that the flags name. Raises ConfigError for values that cannot be combined."""
+    return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
+                           blend_schedule=args.blend_schedule)

@@ -27,8 +27,15 @@ def help_text(groups: Iterable[Any]) -> str:
                                      help="YAML file with these flags as keys (default: none)")
             options: dict[str, Any] = {"action": "store_true"} if field.default is False else {
                 "metavar": field.metadata.get("metavar") or _METAVARS[_value_type(field)]}
+            if is_list(field):
+                options["nargs"] = "+"
             section.add_argument(f"--{field.name}", help=field.metadata["help"], **options)
     return parser.format_help()
+
+
+def is_list(field: "dataclasses.Field[Any]") -> bool:
+    """Return whether the flag takes several words."""
+    return list[str] in getattr(field.type, "__args__", ())
 
 
 def _value_type(field: "dataclasses.Field[Any]") -> type:

@@ -41,11 +41,18 @@ class ModelArguments:
 class DataArguments:
     title: ClassVar[str] = "data"
 
-    train_data: str = _flag("", "prefix of the .bin/.idx pair to train on", metavar="PREFIX", unset="required")
-    valid_data: str | None = _flag(None, "prefix of a separate validation pair", metavar="PREFIX",
-                                   unset="a part of --train_data, as --split says")
-    test_data: str | None = _flag(None, "prefix of a separate test pair, evaluated once at the end", metavar="PREFIX",
-                                  unset="a part of --train_data, as --split says")
+    train_data: list[str] | str = _flag(  # noqa: RUF009
+        "", "prefix of the .bin/.idx pair to train on; several prefixes are blended: WEIGHT PREFIX WEIGHT PREFIX ..., "
+        "or prefixes alone, in proportion to their tokens", metavar="PREFIX", unset="required")
+    valid_data: list[str] | None = _flag(  # noqa: RUF009
+        None, "prefix of a separate validation pair; several sets, [NAME=]PREFIX ..., are evaluated and logged by name",
+        metavar="PREFIX", unset="a part of --train_data, as --split says")
+    test_data: list[str] | None = _flag(  # noqa: RUF009
+        None, "the same for test pairs, evaluated once at the end", metavar="PREFIX",
+        unset="a part of --train_data, as --split says")
+    blend_schedule: list[str] | None = _flag(  # noqa: RUF009
+        None, "other weights of a blend from numbers of consumed tokens on, such as 0:0.9,0.1 10e9:0.5,0.5",
+        metavar="FROM_TOKENS:W1,W2,...")
     split: str = _flag("969,30,1", "proportions of train, valid and test documents in --train_data",
                        metavar="TRAIN,VALID,TEST")
     tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "

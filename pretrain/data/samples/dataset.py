@@ -39,4 +39,14 @@ class SampleDataset(Protocol):
         """SHA-256 of data and settings. These and the seed determine the samples."""
 
     def record(self) -> dict[str, Any]:
-        """Return the facts about the data that a checkpoint records besides the fingerprint."""
+        """Return the facts about the data that a checkpoint records besides the fingerprint.
+
+        One source: its sha256, bin_bytes, bin_mtime_ns, first_token and last_token. Several: "sources" has these facts
+        for each of `sources`, in the same order.
+        """
+
+
+def source_records(dataset: SampleDataset) -> list[tuple[IndexedDataset, dict[str, Any]]]:
+    """Return each source with its facts in `record`."""
+    record = dataset.record()
+    return list(zip(dataset.sources, record.get("sources", [record]), strict=True))

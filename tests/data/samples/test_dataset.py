@@ -7,6 +7,7 @@ import pytest
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.samples.data_spec import parse_data_spec
 from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.samples.split import parse_split, split_documents
@@ -103,7 +104,7 @@ def test_bad_splits_are_rejected(split: str) -> None:
 
 
 def ranges(train_data: str, *, split: str = "969,30,1", **own: str) -> dict[str, tuple[int, int]]:
-    datasets = open_datasets(train_data, split=split, seq_length=8, seed=1234, **own)
+    datasets = open_datasets(parse_data_spec(train_data, split=split, **own), seq_length=8, seed=1234)
     return {name: (data.first_token, data.last_token) for name, data in datasets.items()}
 
 
