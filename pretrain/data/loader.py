@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ class _Step:
     """A step as the reading thread returns it. With an eod_token, the weights are a mask: 1 for labels that count."""
 
     micro_batches: list[MicroBatch]
+    weights: Tensor
+    """of all micro-batches"""
     unmasked_tokens: float
 
 
@@ -74,7 +78,7 @@ class Loader:
         next_consumed_samples = consumed_samples + self.global_batch_size
         self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
         if self._eod_token is not None:
-            self._normalize(read.micro_batches, self._sum_over_data_parallel(read.unmasked_tokens))
+            read.weights.mul_(self._scale(self._sum_over_data_parallel(read.unmasked_tokens)))
         return read.micro_batches
 
     def close(self) -> None:
@@ -82,42 +86,40 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, consumed_samples: int) -> _Step:
+        """Read all samples of a step at once. The micro-batches are contiguous slices of one buffer per tensor."""
         length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
-        micro_batches: list[MicroBatch] = []
-        unmasked_tokens = 0.0
-        for number in range(self.gradient_accumulation_steps):
-            offset = (number * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
-            first = consumed_samples + offset
-            rows = self.dataset.samples(range(first, first + self.micro_batch_size))
-            samples = torch.from_numpy(rows)
-            tokens_BT, labels_BT = (x.contiguous().view(-1, length) for x in (samples[:, :-1], samples[:, 1:]))
-            if self._eod_token is None:
-                weights_BT = torch.ones(tokens_BT.shape)
-            else:
-                weights_BT = (tokens_BT != self._eod_token).float()
-                unmasked_tokens += float(weights_BT.sum())
-            if self._pin_memory:
-                tokens_BT, labels_BT, weights_BT = (x.pin_memory() for x in (tokens_BT, labels_BT, weights_BT))
-            inputs = tokens_BT if self._document_end is None else (tokens_BT, self._positions(tokens_BT))
-            micro_batches.append((inputs, (labels_BT, weights_BT)))
+        samples = torch.from_numpy(self.dataset.samples(self._own_samples(consumed_samples)))
+        tokens, labels = (x.contiguous().view(-1, length) for x in (samples[:, :-1], samples[:, 1:]))
         if self._eod_token is None:
-            self._normalize(micro_batches, float(self.global_batch_size * self.dataset.seq_length))
-        return _Step(micro_batches, unmasked_tokens)
+            unmasked_tokens = float(tokens.numel())
+            total_tokens = float(self.global_batch_size * self.dataset.seq_length)
+            weights = torch.full(tokens.shape, self._scale(total_tokens))
+        else:
+            weights = (tokens != self._eod_token).float()
+            unmasked_tokens = float(weights.sum())
+        columns = [tokens, labels, weights]
+        if self._document_end is not None:
+            columns.append(torch.from_numpy(document_positions(tokens.numpy(), self._document_end)))
+        if self._pin_memory:
+            columns = [column.pin_memory() for column in columns]
+        parts = zip(*(column.chunk(self.gradient_accumulation_steps) for column in columns), strict=True)
+        micro_batches: list[MicroBatch] = [
+            ((tokens_BT, *positions) if positions else tokens_BT, (labels_BT, weights_BT))
+            for tokens_BT, labels_BT, weights_BT, *positions in parts]
+        return _Step(micro_batches, columns[2], unmasked_tokens)
 
-    def _positions(self, tokens_BT: Tensor) -> Tensor:
-        assert self._document_end is not None
-        positions_BT = torch.from_numpy(document_positions(tokens_BT.numpy(), self._document_end))
-        return positions_BT.pin_memory() if self._pin_memory else positions_BT
+    def _own_samples(self, consumed_samples: int) -> npt.NDArray[np.int64]:
+        """Return the indices of the samples of this rank, micro-batch after micro-batch."""
+        own = np.arange(self.gradient_accumulation_steps) * self.data_parallel_size + self.data_parallel_rank
+        return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
 
-    def _normalize(self, micro_batches: list[MicroBatch], total_tokens: float) -> None:
-        """Scale the weights in place; `total_tokens` counts the unmasked tokens of the global batch.
+    def _scale(self, total_tokens: float) -> float:
+        """Return the weight of an unmasked token; `total_tokens` counts those of the global batch.
 
         The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
         """
         # A global batch without unmasked tokens has loss 0 instead of NaN.
-        scale = self.gradient_accumulation_steps * self.data_parallel_size / max(total_tokens, 1.0)
-        for _, (_, weights_BT) in micro_batches:
-            weights_BT.mul_(scale)
+        return self.gradient_accumulation_steps * self.data_parallel_size / max(total_tokens, 1.0)
 
 
 def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBatch]]:

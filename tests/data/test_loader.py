@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader, MicroBatch, evaluation_batches
+from pretrain.data.samples.dataset import Indices
 from pretrain.data.samples.positions import document_positions
 from pretrain.data.samples.shuffled import ShuffledWindows
 
@@ -146,7 +146,7 @@ class Recorder(ShuffledWindows):
 
     fails_at = -1
 
-    def samples(self, indices: Sequence[int]) -> np.ndarray:
+    def samples(self, indices: Indices) -> np.ndarray:
         self.read = [*getattr(self, "read", []), *indices]
         if self.fails_at in indices:
             raise OSError("the disk is gone")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.dataset import Indices, SampleDataset
 from pretrain.data.samples.quotas import Quotas
 
 
@@ -47,7 +47,7 @@ class BlendedSamples:
     def num_tokens(self) -> int:
         return sum(data.num_tokens for data in self.datasets)
 
-    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
         """Return samples as int64 [n, seq_length + 1]."""
         numbers, counters = self.locate(np.asarray(indices, np.int64))
         samples = np.empty((len(numbers), self.seq_length + 1), np.int64)

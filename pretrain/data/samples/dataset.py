@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
 
+Indices = Sequence[int] | npt.NDArray[np.int64]
+
 PADDING = -1
 """in samples: no token. Padding ends a sample; the loader excludes it from the loss"""
 
@@ -27,7 +29,7 @@ class SampleDataset(Protocol):
     def sources(self) -> tuple[IndexedDataset, ...]:
         """The token files that the samples come from."""
 
-    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
         """Return samples as int64 [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end."""
 
     @property

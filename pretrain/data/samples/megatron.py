@@ -13,7 +13,6 @@ token, and shuffle the samples. The order follows from seed, split, seq_length a
 
 import hashlib
 import itertools
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.dataset import Indices
 from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.prefix_sums import PrefixSums
 from pretrain.errors import ConfigError
@@ -77,7 +77,7 @@ class MegatronSamples:
     def sources(self) -> tuple[IndexedDataset, ...]:
         return (self.indexed,)
 
-    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
         """Return samples as int64 [n, seq_length + 1]. Indices beyond the order begin again at its first sample."""
         numbers = self._samples[np.asarray(indices, np.int64) % len(self._samples)]
         starts, lengths = self._pieces(numbers.astype(np.int64) * self.seq_length)

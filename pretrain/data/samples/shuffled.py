@@ -6,7 +6,6 @@ permutation that is computed on demand.
 """
 
 import hashlib
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.dataset import Indices
 from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.errors import ConfigError
@@ -51,7 +51,7 @@ class ShuffledWindows:
     def sources(self) -> tuple[IndexedDataset, ...]:
         return (self.indexed,)
 
-    def samples(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
         """Return samples (indices count over all epochs) as int64 [n, seq_length + 1]."""
         return self.indexed.tokens_at(self.sample_starts(np.asarray(indices, np.int64)), self.seq_length + 1)
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.samples.blend import BlendedSamples
-from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.dataset import Indices, SampleDataset
 from pretrain.data.samples.quotas import Quotas
 
 WEIGHT = st.one_of(st.floats(1e-9, 1e9), st.integers(0, 100).map(float), st.decimals(0, 1, places=3).map(float))
@@ -25,7 +25,7 @@ class Numbered:
         self.number, self.samples_per_epoch, self.fingerprint = number, samples_per_epoch, f"data {number}"
         self.num_tokens, self.sources, self.name = samples_per_epoch + 1, (), "train"
 
-    def samples(self, indices: Sequence[int]) -> np.ndarray:
+    def samples(self, indices: Indices) -> np.ndarray:
         return np.stack([np.full(len(indices), self.number), np.asarray(indices)], axis=1)
 
 
