@@ -14,14 +14,21 @@ VOCAB_SIZE = 256
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest test file first, and skip the tests that need root for other users.
+    """Run the longest test files first, and skip the tests that need root for other users.
 
-    With `pytest -n N --dist loadfile` the other files run in parallel with the longest one.
+    `pytest -n N --dist loadfile` hands out the files in this order. Short files at the end keep all processes busy.
     """
-    items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+    items.sort(key=_order)
     for item in items:
         if item.get_closest_marker("root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _order(item: pytest.Item) -> int:
+    longest = ("test_quickstart.py", "test_chaos.py", "test_pythons.py")
+    if item.path.name in longest:
+        return longest.index(item.path.name)
+    return len(longest) + (item.path.relative_to(Path(__file__).parent).parts[0] not in ("distributed", "cluster"))
 
 
 def selected_params(request: pytest.FixtureRequest, name: str) -> list[Any]:

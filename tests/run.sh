@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
 # Run set-up, ruff, mypy, import-linter and the tests: tests/run.sh [pytest arguments]
 #
-# Without arguments:
-# 1. the tests that mostly need one process, in parallel on up to four cores;
-# 2. tests/pythons.sh --two, which tests a second Python if the machine has one;
-# 3. the tests that start several ranks, one after another.
+# Without arguments: all tests except the slow ones, with one process more than this machine has cores (at most 4).
+# Tests of several ranks wait for most of their time, so one process per core would leave cores idle.
 # With arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,9 +15,6 @@ mypy
 lint-imports
 [ $# = 0 ] || exec pytest "$@"
 status=0
-pytest -n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder \
-    --ignore tests/distributed --ignore tests/cluster || status=$?
-tests/pythons.sh --two || status=$?
-pytest tests/distributed tests/cluster || status=$?
+pytest -n $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder || status=$?
 echo "tests: $((SECONDS / 60)) min $((SECONDS % 60)) s on $cores cores, set-up included"
 exit $status

@@ -7,7 +7,6 @@ the hosts. The faults are a token bucket filter on a link, a tiny tmpfs, and a b
 import json
 import os
 import runpy
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pretrain.cluster.health.links import Link, choose_evenly, partner_of, round
 from pretrain.cluster.health.outliers import faulty_hosts, slow_indices
 from pretrain.cluster.health.report import ClusterReport
 from pretrain.errors import ConfigError
+from tests.cluster.workers.packages import need_packages
 from tests.support.launch import ROOT, free_port, run_ranks
 
 SMALL = ["--product_size", "128", "--memory_mib", "4", "--message_mib", "1", "--disk_mib", "2", "--timeout", "300"]
@@ -190,8 +190,7 @@ def _run(*command: str) -> None:
 
 @pytest.fixture
 def switch() -> Iterator[Switch]:
-    if shutil.which("ip") is None and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-qq", "iproute2"], capture_output=True)
+    need_packages("simulated hosts", {"ip": "iproute2"})
     made = Switch()
     try:
         made.build()

@@ -23,8 +23,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "source .venv/bin/activate": ("tests/test_quickstart.py", "source .venv/bin/activate; "),
     "tests/run.sh": (".ci/run", "tests/run.sh"),
     "tests/run.sh tests/config -k schedule": ("tests/run.sh", 'exec pytest "$@"'),
-    "tests/pythons.sh": ("tests/run.sh", "tests/pythons.sh --two"),
-    "tests/pythons.sh --two": ("tests/run.sh", "tests/pythons.sh --two"),
+    "tests/pythons.sh": ("tests/test_pythons.py", '"tests/pythons.sh", "--two"'),
     "launch/setup.sh --dev": ("tests/run.sh", "launch/setup.sh --dev"),
     "launch/setup.sh --offload": ("tests/run.sh", "launch/setup.sh --dev"),  # --dev includes --offload
     "ruff check .": ("tests/run.sh", "ruff check ."),

@@ -7,7 +7,6 @@ power failure. Each node has one core. Limits are not enforced. Both nodes share
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.workers.packages import PATH, need_packages
 from tests.support.launch import LIMIT_S, ROOT, free_port
 
 SBATCH = ROOT / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("n1", "n2")
 _PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge"}
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 # cred_expire: seconds before a requeued job starts. SlurmdTimeout: seconds before a node that does not answer is down.
 _CONFIGURATION = """
 ClusterName=lab
@@ -131,18 +130,6 @@ def _daemon(command: list[str], folder: Path, environ: dict[str, str],
     return process
 
 
-def _need_packages() -> None:
-    def missing() -> list[str]:
-        return [package for command, package in _PACKAGES.items() if shutil.which(command, path=_PATH) is None]
-
-    if missing() and shutil.which("apt-get"):
-        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], env=environ, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", *missing()], env=environ, capture_output=True)
-    if missing():
-        pytest.skip(f"a SLURM cluster needs the packages {', '.join(missing())}")
-
-
 def _start_munged(folder: Path, environ: dict[str, str], stack: contextlib.ExitStack) -> None:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
@@ -160,8 +147,8 @@ def two_nodes(folder: Path) -> Iterator[SlurmCluster]:
     """Start a cluster with two idle nodes, and stop it at the end. Needs root. Skips if there are no namespaces."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine cannot create PID namespaces")
-    _need_packages()
-    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), _PATH]),
+    need_packages("SLURM tests", _PACKAGES)
+    environ = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), PATH]),
                "SLURM_CONF": str(folder / "slurm.conf"), "DS_PRETRAIN": str(ROOT), "DS_ACCELERATOR": "cpu",
                "VENV": str(Path(sys.executable).parents[1])}
     ports = {"controller_port": free_port(), "port_n1": free_port(), "port_n2": free_port()}

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cluster.workers.packages import PATH, need_packages
 from tests.support.launch import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,20 +109,6 @@ class Hosts:
             host.wait_until_empty()
 
 
-def _need_packages() -> None:
-    missing = [package for command, package in PACKAGES.items() if shutil.which(command, path=_PATH) is None]
-    if missing and shutil.which("apt-get"):
-        environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "update", "-qq"], env=environ, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", *missing], env=environ, capture_output=True)
-        missing = [package for command, package in PACKAGES.items() if shutil.which(command, path=_PATH) is None]
-    if missing:
-        pytest.skip(f"simulated ssh hosts need the packages {', '.join(missing)}")
-
-
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-
-
 def _write_keys(folder: Path) -> None:
     for name in ("host_key", "user_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
@@ -151,7 +138,7 @@ def _start(name: str, number: int, pair: int, folder: Path, stack: contextlib.Ex
     config.write_text(_SSHD.format(folder=folder, name=name))
     # The host also has its own mount and PID namespaces: its processes end with sshd, and sshd ends with `unshare`.
     command = ["ip", "netns", "exec", namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
-               shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)]
+               shutil.which("sshd", path=PATH) or "sshd", "-D", "-e", "-f", str(config)]
     with (folder / f"sshd_{name}.log").open("wb") as log:
         sshd = subprocess.Popen(command, stderr=log, preexec_fn=_end_with_parent)
     stack.callback(sshd.wait)
@@ -187,7 +174,7 @@ def _network(pair: int) -> str:
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
     """Start two hosts that accept ssh, and remove the hosts at the end. Needs root. Skips without namespaces."""
-    _need_packages()
+    need_packages("simulated ssh hosts", PACKAGES)
     pair = _free_pair()
     with contextlib.ExitStack() as stack:
         try:
@@ -201,7 +188,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine cannot create network namespaces: {error.cmd}: {error.stderr.strip()}")
         scripts = [str(folder / "bin"), str(Path(sys.executable).parent)]
-        environ = {**os.environ, "PATH": os.pathsep.join([*scripts, _PATH]), "OMP_NUM_THREADS": "1",
+        environ = {**os.environ, "PATH": os.pathsep.join([*scripts, PATH]), "OMP_NUM_THREADS": "1",
                    "DS_ACCELERATOR": "cpu", "VENV": str(Path(sys.executable).parents[1])}
         for host in hosts:
             _wait_for_ssh(host, environ)

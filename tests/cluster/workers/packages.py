@@ -1,0 +1,32 @@
+"""Install the Debian packages that tests need."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def need_packages(purpose: str, packages: dict[str, str]) -> None:
+    """Install the packages whose command is missing, or skip the test. `packages`: command -> package."""
+    if _missing(packages) and os.geteuid() == 0 and shutil.which("apt-get"):
+        with open(Path(tempfile.gettempdir()) / "ds-pretrain-tests-apt.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # apt-get fails if another one runs, such as that of a parallel test
+            _install(_missing(packages))
+    if missing := _missing(packages):
+        pytest.skip(f"{purpose} need the packages {', '.join(missing)}")
+
+
+def _missing(packages: dict[str, str]) -> list[str]:
+    return [package for command, package in packages.items() if shutil.which(command, path=PATH) is None]
+
+
+def _install(packages: list[str]) -> None:
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for words in (["update", "-qq"], ["install", "-y", "-qq", *packages]) if packages else ():
+        subprocess.run(["apt-get", *words], env=environ, capture_output=True)
