@@ -2,7 +2,7 @@
 # Run set-up, ruff, mypy, import-linter and the tests: tests/run.sh [pytest arguments]
 #
 # Without arguments: all tests except the slow ones, with one process more than this machine has cores (at most 4).
-# Tests of several ranks wait for most of their time, so one process per core would leave cores idle.
+# Tests of several ranks often wait: for a kill, a time-out or another host. One process per core leaves cores idle.
 # With arguments: `pytest ARGUMENTS` (for example: tests/run.sh -m slow).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -50,7 +50,10 @@ class Case:
         return ["snapshot" if self.is_async else "one rank", SUB_STEPS[number % len(SUB_STEPS)], "random"]
 
 
-CASES = [pytest.param(Case(layout, is_async, thorough), marks=[pytest.mark.slow] * thorough)
+# tests/chaos kills such runs by default: pipeline2 with background saves. With ZeRO-1, the saver's code is the same.
+_SLOW = [("pipeline2", True), ("zero1", True)]
+CASES = [pytest.param(Case(layout, is_async, thorough),
+                      marks=[pytest.mark.slow] if thorough or (layout, is_async) in _SLOW else [])
          for thorough in (False, True) for layout in LAYOUTS for is_async in (False, True)]
 
 ONE_KILLED = [case for case in CASES if isinstance(case.values[0], Case) and "one rank" in case.values[0].kills()]
