@@ -55,13 +55,15 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
 
 def _patch_trainer(folder: str, trainer: Any) -> None:
     """Make the loss of bad steps NaN, and start the thread that cuts links."""
+    from pretrain.engine import steps  # imports torch: not at the start of every process
+
     with open(os.path.join(folder, "bad_steps.json"), encoding="utf-8") as file:
         bad_steps = dict(json.load(file))
     train_batch = trainer.train_batch
 
     def train_batch_with_bad_steps(engine: Any, micro_batches: list[Any]) -> Any:
         bad_rank = bad_steps.get(engine.global_steps + 1)
-        if bad_rank is not None and bad_rank % trainer.data_parallel_size(engine) == trainer.data_parallel_rank(engine):
+        if bad_rank is not None and bad_rank % steps.data_parallel_size(engine) == steps.data_parallel_rank(engine):
             tokens, (labels, weights) = micro_batches[0]
             micro_batches = [(tokens, (labels, weights * float("nan"))), *micro_batches[1:]]
         return train_batch(engine, micro_batches)
