@@ -6,11 +6,13 @@ from typing import Any
 
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.inputs.chunk import ReadSettings
+from pretrain.data.inputs.documents import read_pieces
+from pretrain.data.inputs.find import find_inputs
 from pretrain.data.run_data import check_prepared_data, open_run_data
 from pretrain.data.samples.data_spec import names_of_split, recorded_data_spec
 from pretrain.data.samples.dataset import source_records
 from pretrain.data.samples.windows import Tokens, WindowSet, rolling_windows, sample_windows
-from pretrain.data.text import check_inputs, read_chunks, read_texts
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 
@@ -114,7 +116,6 @@ def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, context: int 
     """Tokenize a text file. Each document follows the token `context`, if there is one."""
     import numpy as np
 
-    check_inputs([path])
     prefix = [] if context is None else [context]
     documents, num_bytes = _documents(path, tokenizer, jsonl_key)
     if not documents:
@@ -133,12 +134,12 @@ def _documents(path: str, tokenizer: Tokenizer, jsonl_key: str) -> tuple[list[li
     """Return the tokens of each document with text, and the UTF-8 bytes of the text."""
     documents: list[list[int]] = [[]]
     num_bytes = 0
-    for chunk in read_chunks(path):
-        for text, ends in read_texts(chunk, jsonl_key=jsonl_key):
-            documents[-1] += tokenizer.encode(text)
-            num_bytes += len(text.encode())
-            if ends:
-                documents.append([])
+    settings = ReadSettings(jsonl_key=jsonl_key)
+    for piece in read_pieces(find_inputs([path], settings).files, settings):
+        documents[-1] += tokenizer.encode(piece.text)
+        num_bytes += len(piece.text.encode())
+        if piece.ends_document:
+            documents.append([])
     return [document for document in documents if document], num_bytes
 
 

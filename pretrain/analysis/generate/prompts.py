@@ -1,13 +1,16 @@
 """Read the prompts of tools/generate.py from flags, a file or standard input. Imports no torch."""
 
-import gzip
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.data.text import JSONL_ENDINGS, check_inputs, check_unicode, decode_utf8, text_of_json_line
+from pretrain.data.inputs.chunk import ReadSettings
+from pretrain.data.inputs.detect import says_jsonl
+from pretrain.data.inputs.find import find_inputs
+from pretrain.data.inputs.json_line import text_of_json_line
+from pretrain.data.inputs.streams import read_all
+from pretrain.data.text import check_unicode, decode_utf8
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.errors import ConfigError
 
@@ -50,8 +53,8 @@ def read_prompt_file(path: str, *, jsonl_key: str) -> list[Prompt]:
         ConfigError: the file cannot be read, is not UTF-8 or has no prompt, or a line is not such an object.
     """
     name = "standard input" if path == STDIN else path
-    is_jsonl = path.removesuffix(".gz").endswith(JSONL_ENDINGS)
-    data = sys.stdin.buffer.read() if path == STDIN else _read_file(path)
+    is_jsonl = says_jsonl(path)
+    data = sys.stdin.buffer.read() if path == STDIN else _read_file(path, "jsonl" if is_jsonl else "text")
     prompts: list[Prompt] = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
@@ -63,13 +66,11 @@ def read_prompt_file(path: str, *, jsonl_key: str) -> list[Prompt]:
     return prompts
 
 
-def _read_file(path: str) -> bytes:
-    check_inputs([path])
-    try:
-        data = Path(path).read_bytes()
-        return gzip.decompress(data) if path.endswith(".gz") else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(path, problem=f"it cannot be read to its end: {error}") from None
+def _read_file(path: str, kind: str) -> bytes:
+    if Path(path).is_dir():
+        raise ConfigError(path, problem="this is a folder", remedy="give a text or .jsonl file")
+    found = find_inputs([path], ReadSettings(format=kind)).files[0]
+    return read_all(found.path, found.compression)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, max_positions: int,

@@ -24,7 +24,10 @@ import numpy.typing as npt
 from pretrain.cli import bad_path
 from pretrain.data.files.index_format import dtype_for_vocab
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.text import CHUNK_BYTES, Chunk, check_inputs, read_chunks, read_texts
+from pretrain.data.inputs.chunk import CHUNK_BYTES, Chunk, ReadSettings
+from pretrain.data.inputs.chunks import read_chunks
+from pretrain.data.inputs.documents import Skipped, documents
+from pretrain.data.inputs.find import Input, find_inputs
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
@@ -55,7 +58,7 @@ class _WorkerSettings:
     """Settings that each worker needs."""
 
     tokenizer: str
-    jsonl_key: str
+    reading: ReadSettings
     eod_token: int | None
     dtype: str
 
@@ -77,7 +80,9 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
     """
     if workers is not None and workers < 1:
         raise ConfigError("--workers", found=workers, expected="at least 1")
-    total_bytes = check_inputs(inputs)
+    reading = ReadSettings(jsonl_key=jsonl_key)
+    found = find_inputs(inputs, reading)
+    total_bytes = found.num_bytes
     if problem := bad_path(f"{out}.meta.json.tmp-1234567"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
@@ -87,13 +92,13 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str =
                           problem="it has no end-of-document token such as <|endoftext|> or </s>",
                           remedy="choose another tokenizer, or give --no-append_eod")
     eod_token = loaded.eod_token if append_eod else None
-    settings = _WorkerSettings(str(loaded.path), jsonl_key, eod_token, dtype_for_vocab(loaded.vocab_size).name)
+    settings = _WorkerSettings(str(loaded.path), reading, eod_token, dtype_for_vocab(loaded.vocab_size).name)
     counts = np.zeros(loaded.vocab_size, np.int64)
     try:
         with IndexedWriter(out, settings.dtype) as writer, ProgressBar("tokenizing", total_bytes) as progress:
             # Starting a worker takes longer than tokenizing one chunk.
             most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
-            for batch, result in _map_in_order(_batches(inputs, CHUNK_BYTES), settings, most_workers):
+            for batch, result in _map_in_order(_batches(found.files, reading, CHUNK_BYTES), settings, most_workers):
                 if result.error:
                     raise ConfigError.from_line(result.error)
                 writer.add_documents(result.tokens, result.ends)
@@ -118,14 +123,14 @@ def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     return -math.fsum((frequencies * np.log(frequencies)).tolist())
 
 
-def _batches(inputs: Iterable[str], batch_bytes: int) -> Iterator[list[Chunk]]:
+def _batches(inputs: Iterable[Input], reading: ReadSettings, batch_bytes: int) -> Iterator[list[Chunk]]:
     """Yield lists of chunks in the order of the inputs; small files are combined up to `batch_bytes`."""
     batch: list[Chunk] = []
     size = 0
-    for path in inputs:
-        for chunk in read_chunks(path, chunk_bytes=batch_bytes):
+    for found in inputs:
+        for chunk in read_chunks(found, reading, chunk_bytes=batch_bytes):
             batch.append(chunk)
-            size += len(chunk.data)
+            size += chunk.num_bytes
             if size >= batch_bytes // 2:
                 yield batch
                 batch, size = [], 0
@@ -202,8 +207,10 @@ def _tokenize(batch: list[Chunk], settings: _WorkerSettings) -> _TokenizedBatch:
     size = 0
     try:
         for chunk in batch:
-            for text, is_end in read_texts(chunk, jsonl_key=settings.jsonl_key):
-                if not text:
+            for document in documents(chunk, settings.reading):
+                assert not isinstance(document, Skipped)
+                text, is_end = document.text, document.ends_document
+                if not text and not (is_end and chunk.kind == "part"):
                     continue
                 tokens = tokenizer.encode(text)
                 if is_end and settings.eod_token is not None:

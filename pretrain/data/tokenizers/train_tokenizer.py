@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pretrain.data.text import check_inputs, make_folder, read_chunks, read_texts
+from pretrain.data.inputs.chunk import ReadSettings
+from pretrain.data.inputs.documents import read_pieces
+from pretrain.data.inputs.find import Input, find_inputs
+from pretrain.data.text import make_folder
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.data.tokenizers.transformers_files import sentencepiece_files
@@ -18,8 +21,8 @@ _LARGEST_PIECE_OF_LINE = 1000
 """characters; the trainer silently drops lines of more than max_sentence_length (4192) bytes"""
 _RESERVED = re.compile("[\u2581\u2585\0]+")
 """characters that the trainer reserves; it skips lines that contain them. The encoder encodes them as bytes."""
-_GZIP_RATIO = 4
-"""assumed compression of .gz files, to estimate which fraction of the lines to use"""
+_COMPRESSION_RATIO = 4
+"""assumed compression of gzip, zstd and Parquet files, to estimate which fraction of the lines to use"""
 
 
 def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int, jsonl_key: str = "text",
@@ -38,12 +41,13 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
         raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
                           f" --character_coverage {character_coverage}",
                           expected="numbers above 0, and a coverage of at most 1")
-    check_inputs(inputs)
+    reading = ReadSettings(jsonl_key=jsonl_key)
+    found = find_inputs(inputs, reading)
     check_folder(Path(out_dir), "--out")
     written = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_sample_lines(inputs, jsonl_key, max_megabytes), model_writer=written,
+            sentence_iterator=_sample_lines(found.files, reading, max_megabytes), model_writer=written,
             vocab_size=vocab_size, model_type="bpe", num_threads=threads or len(os.sched_getaffinity(0)),
             # exact decoding: bytes for characters without a piece, and no normalization
             byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
@@ -56,21 +60,20 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
     return _write(make_folder(Path(out_dir)), written.getvalue())
 
 
-def _sample_lines(inputs: Sequence[str], jsonl_key: str, max_megabytes: float) -> Iterator[str]:
+def _sample_lines(inputs: Sequence[Input], reading: ReadSettings, max_megabytes: float) -> Iterator[str]:
     """Yield a random sample of the lines, without newlines. Long lines are split into pieces."""
-    size = sum(os.path.getsize(path) * (_GZIP_RATIO if path.endswith(".gz") else 1) for path in inputs)
-    fraction = max_megabytes * 1e6 / size
+    size = sum(found.num_bytes * (_COMPRESSION_RATIO if found.is_compressed else 1) for found in inputs)
+    # The size of standard input is unknown: its beginning is used.
+    fraction = max_megabytes * 1e6 / size if all(found.can_resume for found in inputs) else 1
     left = max_megabytes * 1e6
     generator = random.Random(0)
-    for path in inputs:
-        for chunk in read_chunks(path):
-            for text, _ in read_texts(chunk, jsonl_key=jsonl_key):
-                for line in text.split("\n"):
-                    if line and (fraction >= 1 or generator.random() < fraction):
-                        left -= len(line)
-                        yield from _pieces(_RESERVED.sub(" ", line))
-                if left < 0:
-                    return
+    for piece in read_pieces(inputs, reading):
+        for line in piece.text.split("\n"):
+            if line and (fraction >= 1 or generator.random() < fraction):
+                left -= len(line)
+                yield from _pieces(_RESERVED.sub(" ", line))
+        if left < 0:
+            return
 
 
 def _pieces(line: str) -> Iterator[str]:
