@@ -15,7 +15,7 @@ from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.run_data import RunData, open_run_data
-from pretrain.data.samples.data_spec import DataSpec, names_of_split
+from pretrain.data.samples.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -68,7 +68,10 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
     check_folders(args.save, args.checkpoint_mirror)
     resolved = resolve_run(args, world_size=world_size, device=device, saved_model=saved_model)
     data = open_run_data(data_spec(args), seq_length=args.seq_length, seed=args.seed, tokenizer=args.tokenizer,
-                         vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss)
+                         vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss,
+                         num_samples=planned_samples(
+                             train_steps=resolved.train_steps, eval_interval=args.eval_interval,
+                             eval_steps=args.eval_steps, global_batch_size=resolved.layout.global_batch_size))
     _check_validation_data(resolved, data)
     _check_document_end(args, data)
     return _make_plan(resolved, data, run_notes(resolved, data))

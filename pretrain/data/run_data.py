@@ -1,5 +1,6 @@
 """Data of a run: its datasets, tokenizer and end-of-document token, checked against the model's vocabulary."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,8 @@ class RunData:
 
 
 def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
-                  eod_mask_loss: bool) -> RunData:
-    """Open the data files and the tokenizer of a run.
+                  eod_mask_loss: bool, num_samples: Mapping[str, int] | None = None) -> RunData:
+    """Open the data files and the tokenizer of a run. `num_samples`: see `open_datasets`.
 
     Raises:
         ConfigError: for missing or damaged files, for tokens that the model's vocabulary does not have, for data that
@@ -39,7 +40,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     if loaded is not None and loaded.vocab_size > vocab_size:
         raise _vocabulary_error(f"--tokenizer {tokenizer}", f"{loaded.vocab_size} tokens", loaded.vocab_size,
                                 vocab_size)
-    datasets = open_datasets(spec, seq_length=seq_length, seed=seed)
+    datasets = open_datasets(spec, seq_length=seq_length, seed=seed, num_samples=num_samples)
     if "train" not in datasets:
         raise ConfigError(spec.train_flag, found="no training tokens",
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")

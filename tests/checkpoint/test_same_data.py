@@ -115,7 +115,7 @@ def test_a_changed_token_with_the_old_time_is_rejected_if_its_block_is_read(
     subprocess.run(["python", "tools/data.py", "hash", str(data)], cwd=ROOT, check=True, capture_output=True)
     change_token(data, keep_mtime=True)
     monkeypatch.setattr(same_data, "check_blocks",
-                        lambda indexed, found: original(indexed, found, seconds=600))
+                        lambda indexed, found, **_: original(indexed, found, seconds=600))
     with pytest.raises(ConfigError, match=r"corpus\.bin: bytes 83886080 to 100663296 do not have the SHA-256"):
         start(data, "--allow_other_data")
 
@@ -224,7 +224,7 @@ def test_two_runs_may_hash_the_same_data_at_the_same_time(start: Starter, data: 
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
     monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
-    monkeypatch.setattr("pretrain.resilience.data_watch._STORE_S", 0.0)
+    monkeypatch.setattr("pretrain.resilience.source_watch._STORE_S", 0.0)
     starts = [start(data), start(data)]
     runs = [_watch(each) for each in starts]
     hashed = [each.plan.datasets["train"].sources[0] for each in starts]
@@ -250,8 +250,9 @@ def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch
     again = start(data)
     assert again.plan.datasets["train"].sources[0].hashes is None
     watch, _, _ = _watch(again)
-    assert watch._process is not None
-    assert watch._process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
+    process = watch.sources[0]._process
+    assert process is not None
+    assert process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
     watch.close()
     assert not list(data.parent.glob("*.tmp-*"))
 

@@ -29,6 +29,7 @@ from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkp
 from pretrain.checkpoint.save.rollbacks import abandoned_save_ids, move_abandoned
 from pretrain.checkpoint.save.writer_locks import wait_for_writers
 from pretrain.config.validate import Plan
+from pretrain.data.samples.dataset import source_records
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import ConfigError, SaveError
 from pretrain.terminal.progress import ProgressBar
@@ -68,15 +69,23 @@ def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None
 def agree_on_data(plan: Plan) -> None:
     """Raise ConfigError on every rank if hosts have different training data under the same name. Collective."""
     dataset = plan.datasets["train"]
-    all_ranks = gather((dataset.fingerprint, dataset.record()["sha256"], gethostname()))
+    hashes = [record["sha256"] for _, record in source_records(dataset)]
+    all_ranks = gather((dataset.fingerprint, hashes, gethostname()))
     fingerprint, _, host = all_ranks[0]
-    known, host_of_known = next(((sha256, host) for _, sha256, host in all_ranks if sha256), (None, host))
-    for other_fingerprint, sha256, other_host in all_ranks:
-        if other_fingerprint != fingerprint or (sha256 and sha256 != known):
-            first = host if other_fingerprint != fingerprint else host_of_known
-            raise ConfigError(plan.data.train_flag,
-                              problem=f"{other_host} has other data under this name than {first}",
-                              remedy="copy the same files to all hosts")
+    for other_fingerprint, _, other_host in all_ranks:
+        if other_fingerprint != fingerprint:
+            raise _other_data(plan.data.train_flag, other_host, host)
+    for number, source in enumerate(dataset.sources):
+        known = [(of_rank[number], name) for _, of_rank, name in all_ranks if of_rank[number]]
+        for sha256, other_host in known:
+            if sha256 != known[0][0]:
+                where = f"--train_data {source.prefix}" if len(hashes) > 1 else plan.data.train_flag
+                raise _other_data(where, other_host, known[0][1])
+
+
+def _other_data(where: str, host: str, first: str) -> ConfigError:
+    return ConfigError(where, problem=f"{host} has other data under this name than {first}",
+                       remedy="copy the same files to all hosts")
 
 
 def _next(candidates: Iterator[Candidate]) -> Candidate | None:

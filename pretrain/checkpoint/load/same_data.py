@@ -1,15 +1,19 @@
 """Compare the data and the tokenizer of a run with those of the checkpoint that it resumes from."""
 
 import contextlib
+import hashlib
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.validate import Plan
-from pretrain.data.files.identity import FoundHashes, check_blocks, find_hashes, hash_if_fast
+from pretrain.data.files.identity import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_rows
@@ -17,6 +21,8 @@ from pretrain.monitor.read_run_folder import newest_start, read_rows
 HASHED_EVENT = "data_hashed"  # row of events.jsonl with the fields of `SampleDataset.record`
 OTHER_BYTES = "unknown"  # its `sha256` if the data was changed before all of it was hashed
 _FAST_S = 2.0  # data that is hashed within this time is hashed at the start
+_ORDER_KEYS = {"sample_order": "--sample_order", "order_samples": "an order of its samples for", "packing": "--packing"}
+_ORDER_DEFAULTS = {"sample_order": "shuffled", "packing": "none", "order_samples": "any number of samples"}
 _SHOWN = 12  # digits of a hash in a message
 
 
@@ -26,21 +32,32 @@ def stored_hashes(plan: Plan, indexed: IndexedDataset) -> FoundHashes:
 
 
 def fallback_path(plan: Plan, indexed: IndexedDataset) -> Path:
-    """Return the path of the hashes in the run folder."""
-    name = next(name for name, dataset in plan.datasets.items() if indexed in dataset.sources)
-    return Path(plan.args.save) / f"{name}_data.sha256.json"
+    """Return the path of the hashes in the run folder. If the dataset has several sources, it names the source."""
+    name, dataset = next((name, dataset) for name, dataset in plan.datasets.items() if indexed in dataset.sources)
+    source = ""
+    if len(dataset.sources) > 1:
+        path = os.path.abspath(indexed.prefix)
+        source = f".{indexed.prefix.name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    return Path(plan.args.save) / f"{name.replace('/', '_')}_data{source}.sha256.json"
 
 
 def check_sampled_blocks(plan: Plan) -> list[str]:
-    """Compare randomly chosen blocks of each data set with its stored hashes. Raises ConfigError if one differs.
+    """Compare randomly chosen blocks of the data with stored hashes. Raises ConfigError if one differs.
 
-    Returns notes about stored hashes that cannot be used.
+    Returns notes about stored hashes that cannot be used. All sources share the time, in random order: at least one
+    block is read.
     """
+    sources = list({id(indexed): indexed for dataset in plan.datasets.values() for indexed in dataset.sources}.values())
+    random.SystemRandom().shuffle(sources)
     notes: list[str] = []
-    for indexed in {id(indexed): indexed for dataset in plan.datasets.values() for indexed in dataset.sources}.values():
+    end = time.monotonic() + CHECK_S
+    has_checked = False
+    for indexed in sources:
         found = stored_hashes(plan, indexed)
         notes += (*indexed.notes, *found.notes)
-        check_blocks(indexed, found)
+        if not has_checked or time.monotonic() < end:
+            check_blocks(indexed, found, seconds=CHECK_S / len(sources))
+            has_checked = has_checked or found.current is not None
         if found.current is not None and found.current.is_complete:
             indexed.hashes = found.current
     return notes
@@ -64,25 +81,77 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
 
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return how the training data differs from that of the checkpoint; "": it does not, as far as is known."""
-    dataset = plan.datasets["train"]
-    expected = expected_sha256(manifest, plan)
-    if expected is not None and dataset.sources[0].hashes is None:
-        hash_if_fast(dataset.sources[0], _FAST_S)
-    record, saved = dataset.record(), manifest.data or {}
-    if expected is None or record["sha256"] is None:
-        if _has_fingerprint(dataset, manifest.data_fingerprint):
-            return ""
-        if saved.get("bin_bytes") not in (None, record["bin_bytes"]):
-            return _other_content(folder, f"{saved['bin_bytes']:,} bytes", f"{record['bin_bytes']:,} bytes")
-        return _other_content(folder, f"fingerprint {manifest.data_fingerprint[:_SHOWN]}",
-                              f"fingerprint {dataset.fingerprint[:_SHOWN]}")
-    if expected != record["sha256"]:
-        return _other_content(folder, f"SHA-256 {expected[:_SHOWN]}", f"SHA-256 {record['sha256'][:_SHOWN]}")
+    dataset, saved = plan.datasets["train"], manifest.data or {}
+    problem = _other_sources(saved, dataset, folder) if manifest.data is not None else ""
+    if problem:
+        return problem
+    saved_sources = saved.get("sources", [saved])
+    expected = expected_sources(manifest, plan)
+    end = time.monotonic() + _FAST_S
+    for indexed, sha256 in zip(dataset.sources, expected, strict=True):
+        if sha256 is not None and indexed.hashes is None and time.monotonic() < end:
+            hash_if_fast(indexed, end - time.monotonic())
+    current = source_records(dataset)
+    where = [f"{indexed.prefix} is not the data" if len(current) > 1 else "this is not the data" for indexed, _ in
+             current]
+    for what, sha256, (_, record) in zip(where, expected, current, strict=True):
+        if sha256 is not None and record["sha256"] is not None and sha256 != record["sha256"]:
+            return _other_content(what, folder, f"SHA-256 {sha256[:_SHOWN]}", f"SHA-256 {record['sha256'][:_SHOWN]}")
     if _has_fingerprint(dataset, manifest.data_fingerprint):
         return ""
-    ranges = [f"{values.get('first_token'):,} to {values.get('last_token'):,}" for values in (saved, record)]
-    return f"{folder.name} was trained on tokens {ranges[0]} of this data, and this run would train on tokens " \
-           f"{ranges[1]}: --split or the validation data is another one"
+    for what, earlier, (_, record) in zip(where, saved_sources, current, strict=True):
+        if earlier.get("bin_bytes") not in (None, record["bin_bytes"]):
+            return _other_content(what, folder, f"{earlier['bin_bytes']:,} bytes", f"{record['bin_bytes']:,} bytes")
+    if None in expected or any(record["sha256"] is None for _, record in current):
+        return _other_content("this is not the data", folder, f"fingerprint {manifest.data_fingerprint[:_SHOWN]}",
+                              f"fingerprint {dataset.fingerprint[:_SHOWN]}")
+    return _other_ranges(saved_sources, current, folder)
+
+
+def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path) -> str:
+    """Return how the list of sources, their weights or the order of samples differ from those of the checkpoint."""
+    record = dataset.record()
+    names = [[Path(str(source.get("prefix", "one source"))).name for source in facts.get("sources", [{}])]
+             for facts in (saved, record)]
+    if len(names[0]) == 1:
+        names[1] = names[1] if len(names[1]) > 1 else names[0]
+    if len(names[0]) != len(names[1]):
+        return f"{folder.name} was trained on {_list(names[0])}, and this run would train on {_list(names[1])}"
+    if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
+        return f"the sources of {folder.name} are in the order {_list(names[0])}, and here {_list(names[1])}"
+    if saved.get("proportions") != record.get("proportions"):
+        weights = [_weights(facts.get("proportions")) for facts in (saved, record)]
+        return f"{folder.name} was trained with the weights {weights[0]}, and this run would use {weights[1]}"
+    settings = [facts.get("sources", [facts])[0] for facts in (saved, record)]
+    for key, flag in _ORDER_KEYS.items():
+        values = [facts.get(key) for facts in settings]
+        if values[0] != values[1]:
+            shown = [_ORDER_DEFAULTS.get(key) if value is None else value for value in values]
+            return f"{folder.name} was trained with {flag} {shown[0]}, and this run would use {shown[1]}"
+    return ""
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 9 else f"{', '.join(names[:8])} ... ({len(names)} sources)"
+
+
+def _weights(proportions: Any) -> str:
+    """Return the weights of each phase as text."""
+    phases = proportions if isinstance(proportions, list) else []
+    return "; ".join((f"from sample {phase['from_samples']:,} on " if phase["from_samples"] else "")
+                     + ", ".join(f"{weight:.4g}" for weight in phase["weights"]) for phase in phases) or "of one source"
+
+
+def _other_ranges(saved: list[dict[str, Any]], current: list[tuple[IndexedDataset, dict[str, Any]]],
+                  folder: Path) -> str:
+    """Return which tokens of the same data the checkpoint was trained on, and this run would be."""
+    for earlier, (indexed, record) in zip(saved, current, strict=True):
+        ranges = [f"{values.get('first_token'):,} to {values.get('last_token'):,}" for values in (earlier, record)]
+        if ranges[0] != ranges[1]:
+            what = "this data" if len(current) == 1 else str(indexed.prefix)
+            return f"{folder.name} was trained on tokens {ranges[0]} of {what}, and this run would train on tokens " \
+                   f"{ranges[1]}: --split or the validation data is another one"
+    return f"{folder.name} was trained on other samples of this data: a setting of the samples is another one"
 
 
 def _has_fingerprint(dataset: SampleDataset, recorded: str) -> bool:
@@ -91,24 +160,34 @@ def _has_fingerprint(dataset: SampleDataset, recorded: str) -> bool:
         (isinstance(dataset, ShuffledWindows) and dataset.earlier_fingerprint() == recorded)
 
 
-def _other_content(folder: Path, saved: str, current: str) -> str:
-    return f"this is not the data that {folder} was trained on ({saved} there, {current} here)"
+def _other_content(what: str, folder: Path, saved: str, current: str) -> str:
+    return f"{what} that {folder} was trained on ({saved} there, {current} here)"
 
 
-def expected_sha256(manifest: Manifest, plan: Plan) -> str | None:
-    """Return the hash of all data that the checkpoint was trained on; None if it is not known.
+def expected_sources(manifest: Manifest, plan: Plan) -> list[str | None]:
+    """Return the hash of each source of the training data; None if it is not known."""
+    sources, saved = plan.datasets["train"].sources, manifest.data or {}
+    records = saved.get("sources", [saved])
+    if len(records) != len(sources):
+        return [None] * len(sources)
+    return [expected_sha256(record, plan, indexed) for record, indexed in zip(records, sources, strict=True)]
+
+
+def expected_sha256(saved: dict[str, Any], plan: Plan, indexed: IndexedDataset) -> str | None:
+    """Return the hash of a source that the checkpoint was trained on; None if it is not known.
 
     A checkpoint that was saved before its data was hashed has no hash. Then an event of the run, or stored hashes, may
-    have the hash of the data with this size and modification time.
+    have the hash of the data with this size and modification time. `saved`: the facts that the manifest has about it.
     """
-    saved = manifest.data
-    if saved is None or saved.get("sha256") is not None:
-        return saved["sha256"] if saved else None
+    if not saved or saved.get("sha256") is not None:
+        return _text(saved.get("sha256"))
     key = (saved.get("bin_bytes"), saved.get("bin_mtime_ns"))
+    name = Path(str(saved["prefix"])).name if "prefix" in saved else None
     for row in read_rows(Path(plan.args.save) / "events.jsonl"):
-        if row.get("event") == HASHED_EVENT and (row.get("bin_bytes"), row.get("bin_mtime_ns")) == key:
+        if row.get("event") == HASHED_EVENT and (row.get("bin_bytes"), row.get("bin_mtime_ns")) == key and \
+                (name is None or row.get("name") in (None, name)):
             return _text(row.get("sha256"))
-    found = stored_hashes(plan, plan.datasets["train"].sources[0])
+    found = stored_hashes(plan, indexed)
     for hashes in (found.current, found.earlier):
         if hashes is not None and hashes.is_complete and (hashes.bin_bytes, hashes.bin_mtime_ns) == key:
             return hashes.sha256

@@ -55,6 +55,8 @@ class DataArguments:
         metavar="FROM_TOKENS:W1,W2,...")
     split: str = _flag("969,30,1", "proportions of train, valid and test documents in --train_data",
                        metavar="TRAIN,VALID,TEST")
+    sample_order: str = _flag("shuffled", "order of the samples: shuffled, or that of megatron or neox, to continue a "
+                                          "run of Megatron-LM or GPT-NeoX", metavar="NAME")
     tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
                                         "checked against data and model, and used by tools/generate.py", metavar="PATH")
     seq_length: int = _flag(1024, "tokens in a sample")

@@ -102,16 +102,32 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
                               "those of data that the model has seen", remedy="leave --valid_data out: --split keeps "
                               "some documents of --train_data for validation")
     phases = _parse_schedule(split_words(blend_schedule), len(prefixes))
+    if sample_order != "shuffled" and len(prefixes) > 1:
+        raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "
+                          "the blends of Megatron-LM and GPT-NeoX are not reproduced", remedy="use --sample_order "
+                          "shuffled, or join the data by tools/data.py merge")
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
     return DataSpec(prefixes, weights, valid, test, split, sample_order, packing, phases)
 
 
+def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int,
+                    global_batch_size: int) -> dict[str, int]:
+    """Return the number of samples that a run reads of each split, counted as Megatron-LM and GPT-NeoX do.
+
+    An evaluation at the end counts too (megatron/training/training.py, get_train_valid_test_num_samples).
+    """
+    evaluations = train_steps // eval_interval + 1 if eval_interval else 1
+    return {"train": train_steps * global_batch_size, "valid": evaluations * eval_steps * global_batch_size,
+            "test": eval_steps * global_batch_size}
+
+
 def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
     """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags."""
     return parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
                            test_data=flags.get("test_data"), split=flags.get("split") or "1",
+                           sample_order=flags.get("sample_order") or "shuffled",
                            blend_schedule=flags.get("blend_schedule"))
 
 

@@ -113,8 +113,9 @@ class MegatronSamples:
 
     def record(self) -> dict[str, Any]:
         """Return the facts about the data that a checkpoint records besides the fingerprint."""
-        return {**file_record(self.indexed), "sample_order": self.order, "order_samples": self.num_samples,
-                "first_sequence": self.first_sequence, "last_sequence": self.last_sequence}
+        return {**file_record(self.indexed), "first_token": self._first_token,
+                "last_token": self._first_token + self.num_tokens, "sample_order": self.order,
+                "order_samples": self.num_samples}
 
 
 def _shuffled_range(first: int, last: int, total: int, random: np.random.RandomState) -> npt.NDArray[Any]:
