@@ -88,8 +88,9 @@ class Loader:
     def _read(self, consumed_samples: int) -> _Step:
         """Read all samples of a step at once. The micro-batches are contiguous slices of one buffer per tensor."""
         length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
-        samples = torch.from_numpy(self.dataset.samples(self._own_samples(consumed_samples)))
-        tokens, labels = (x.contiguous().view(-1, length) for x in (samples[:, :-1], samples[:, 1:]))
+        samples = self.dataset.samples(self._own_samples(consumed_samples))
+        tokens, labels = (torch.from_numpy(part.astype(np.int64)).view(-1, length)
+                          for part in (samples[:, :-1], samples[:, 1:]))
         if self._eod_token is None:
             unmasked_tokens = float(tokens.numel())
             total_tokens = float(self.global_batch_size * self.dataset.seq_length)

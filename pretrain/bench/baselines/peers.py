@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -102,7 +103,7 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = torch.from_numpy(self._dataset.samples([index])[0])
+        sample = torch.from_numpy(self._dataset.samples([index])[0].astype(np.int64))
         return {"input_ids": sample[:-1], "labels": sample[1:], "shift_labels": sample[1:]}
 
 

@@ -55,8 +55,8 @@ class IndexedDataset:
         content = self.file.read(start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize)
         return np.frombuffer(content, self.dtype.newbyteorder("<")).astype(np.int64)
 
-    def tokens_at(self, starts: Sequence[int] | npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Return `length` tokens from each start [n] on, as int64 [n, length]."""
+    def tokens_at(self, starts: Sequence[int] | npt.NDArray[np.int64], length: int) -> npt.NDArray[np.integer]:
+        """Return `length` tokens from each start [n] on, [n, length], in the dtype of the file."""
         first = np.asarray(starts, np.int64)
         if first.size and not 0 <= int(first.min()) <= int(first.max()) <= self.num_tokens - length:
             raise IndexError(f"{self.bin_path}: {length} tokens from {first.min()} to {first.max()} of "
@@ -64,16 +64,16 @@ class IndexedDataset:
         width = self.dtype.itemsize
         rows = np.empty((len(first), length), self.dtype.newbyteorder("<"))
         self.file.read_rows((first * width).tolist(), rows.view(np.uint8))
-        return rows.astype(np.int64)
+        return rows
 
-    def pieces(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return lengths[i] tokens from starts[i] on, one piece after another, as int64 [sum(lengths)]."""
+    def pieces(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.integer]:
+        """Return lengths[i] tokens from starts[i] on, piece after piece, [sum(lengths)], in the dtype of the file."""
         if starts.size and not 0 <= int(starts.min()) <= int((starts + lengths).max()) <= self.num_tokens:
             raise IndexError(f"{self.bin_path}: pieces beyond the {self.num_tokens} tokens")
         width = self.dtype.itemsize
         tokens = np.empty(int(lengths.sum()), self.dtype.newbyteorder("<"))
         self.file.read_pieces((starts * width).tolist(), (lengths * width).tolist(), tokens.view(np.uint8))
-        return tokens.astype(np.int64)
+        return tokens
 
     def document_offset(self, document: int) -> int:
         """Return the number of tokens before a document; before num_documents: of all tokens."""

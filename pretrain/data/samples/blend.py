@@ -1,6 +1,7 @@
 """Blends of several sources with exact quotas."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.dataset import Indices, SampleDataset
+from pretrain.data.samples.look_ahead import LookAhead
 from pretrain.data.samples.quotas import Quotas
 
 
@@ -36,6 +38,7 @@ class BlendedSamples:
         for quotas, length in zip(self._phases, np.diff(self._starts).tolist(), strict=False):
             before.append(before[-1] + np.array(quotas.counts(length), np.int64))
         self._before = before  # samples of each dataset before each phase
+        self.locate = LookAhead(self._locate)
         # Samples until each dataset would have been read once, if each were read in proportion to its size.
         self.samples_per_epoch = sum(data.samples_per_epoch for data in datasets)
 
@@ -47,24 +50,30 @@ class BlendedSamples:
     def num_tokens(self) -> int:
         return sum(data.num_tokens for data in self.datasets)
 
-    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Return samples as int64 [n, seq_length + 1]."""
+    def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
+        """Return samples as integers [n, seq_length + 1]."""
         numbers, counters = self.locate(np.asarray(indices, np.int64))
-        samples = np.empty((len(numbers), self.seq_length + 1), np.int64)
-        for number in np.unique(numbers).tolist():
-            rows = np.flatnonzero(numbers == number)
-            samples[rows] = self.datasets[number].samples(counters[rows])
+        if len(numbers) == 1:
+            return self.datasets[int(numbers[0])].samples(counters)
+        by_dataset = np.argsort(numbers, kind="stable")
+        bounds = np.flatnonzero(np.diff(numbers[by_dataset], prepend=-1, append=-1)).tolist()
+        rows = [by_dataset[first:last] for first, last in itertools.pairwise(bounds)]
+        parts = [self.datasets[int(numbers[own[0]])].samples(counters[own]) for own in rows]
+        samples = np.empty((len(numbers), self.seq_length + 1), np.result_type(*parts))
+        for own, part in zip(rows, parts, strict=True):
+            samples[own] = part
         return samples
 
-    def locate(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return for each sample the number of its dataset, and its index in that dataset."""
+    def _locate(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return [2, n]: for each sample the number of its dataset, and its index in that dataset."""
         phase_of_index = np.searchsorted(self._starts, indices, side="right") - 1
-        numbers, counters = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+        located = np.empty((2, len(indices)), np.int64)
+        numbers, counters = located
         for phase in np.unique(phase_of_index).tolist():
             rows = np.flatnonzero(phase_of_index == phase)
             numbers[rows], counters[rows] = self._phases[phase].locate(indices[rows] - self._starts[phase])
             counters[rows] += self._before[phase][numbers[rows]]
-        return numbers, counters
+        return located
 
     def counts(self, num_samples: int) -> list[int]:
         """Return for each dataset how many of the first `num_samples` samples it gives."""

@@ -29,8 +29,12 @@ class SampleDataset(Protocol):
     def sources(self) -> tuple[IndexedDataset, ...]:
         """The token files that the samples come from."""
 
-    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Return samples as int64 [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end."""
+    def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
+        """Return samples [n, seq_length + 1]. Indices start at 0 and count over all epochs, without end.
+
+        The dtype is that of the files, such as uint16, so that the loader converts the tokens once; int32 or int64 if
+        there is PADDING.
+        """
 
     @property
     def num_tokens(self) -> int:

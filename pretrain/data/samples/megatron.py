@@ -77,8 +77,8 @@ class MegatronSamples:
     def sources(self) -> tuple[IndexedDataset, ...]:
         return (self.indexed,)
 
-    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Return samples as int64 [n, seq_length + 1]. Indices beyond the order begin again at its first sample."""
+    def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
+        """Return samples as integers [n, seq_length + 1]. Indices beyond the order begin again at its first sample."""
         numbers = self._samples[np.asarray(indices, np.int64) % len(self._samples)]
         starts, lengths = self._pieces(numbers.astype(np.int64) * self.seq_length)
         return self.indexed.pieces(starts, lengths).reshape(-1, self.seq_length + 1)

@@ -15,12 +15,9 @@ import numpy.typing as npt
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.dataset import Indices
 from pretrain.data.samples.file_record import file_record
+from pretrain.data.samples.look_ahead import LookAhead
 from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.errors import ConfigError
-
-_AHEAD = 4096  # sample starts computed at once: 0.8 us each; 64 at once: 24 us each
-_LARGEST_GAP = _AHEAD // 16
-_Starts = npt.NDArray[np.int64]
 
 
 class ShuffledWindows:
@@ -40,8 +37,7 @@ class ShuffledWindows:
                               remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
         # One window fewer than would fit, so that each epoch has at least seq_length choices for its first token.
         self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
-        self._next = 0  # the index after those of the last call
-        self._ahead: tuple[int, _Starts] = 0, np.zeros(0, np.int64)
+        self.sample_starts = LookAhead(self._compute_starts)
 
     @property
     def num_tokens(self) -> int:
@@ -51,26 +47,12 @@ class ShuffledWindows:
     def sources(self) -> tuple[IndexedDataset, ...]:
         return (self.indexed,)
 
-    def samples(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Return samples (indices count over all epochs) as int64 [n, seq_length + 1]."""
+    def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
+        """Return samples (indices count over all epochs) as integers [n, seq_length + 1]."""
         return self.indexed.tokens_at(self.sample_starts(np.asarray(indices, np.int64)), self.seq_length + 1)
 
-    def sample_starts(self, indices: npt.NDArray[np.int64]) -> _Starts:
+    def _compute_starts(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions of the first tokens of these samples in the flat stream."""
-        low, high = int(indices.min()), int(indices.max()) + 1
-        assert low >= 0
-        first, starts = self._ahead
-        if low < first or high > first + len(starts):
-            # Compute starts ahead only for a reader that uses most of them, in order.
-            is_sequential = low >= self._next and high - self._next <= _LARGEST_GAP
-            self._next = high
-            if not is_sequential:
-                return self._compute_starts(indices)
-            first, starts = self._ahead = low, self._compute_starts(np.arange(low, low + _AHEAD))
-        self._next = high
-        return starts[indices - first]
-
-    def _compute_starts(self, indices: npt.NDArray[np.int64]) -> _Starts:
         epochs, positions = np.divmod(indices, self.samples_per_epoch)
         keys = mix(mix(np.array([self.seed & MASK_64], np.uint64)) ^ epochs.astype(np.uint64))
         spare = self.num_tokens - 1 - self.samples_per_epoch * self.seq_length

@@ -153,7 +153,7 @@ def sample_windows(name: str, dataset: SampleDataset, number: int, *, masked_aft
 
     def tokens(start: int, stop: int) -> Tokens:
         index, first = divmod(start, width)
-        return dataset.samples([index])[0][first:first + stop - start]
+        return dataset.samples([index])[0][first:first + stop - start].astype(np.int64)
 
     full = np.full(number, dataset.seq_length, np.int64)
     return WindowSet(name, tokens, dataset.seq_length, dataset.seq_length, np.arange(number, dtype=np.int64) * width,
