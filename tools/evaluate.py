@@ -53,6 +53,8 @@ def _parser() -> Parser:
         help="windows that a rank computes at once (default: 8192 / T)")
     add("--eod_mask_loss", action=argparse.BooleanOptionalAction,
         help="leave out the prediction that follows an end-of-document token (default: as the run)")
+    add("--document_attention", action=argparse.BooleanOptionalAction,
+        help="attention sees only the tokens of the same document (default: as the run)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (default: the run's precision)")
     add("--partition_weights", action=argparse.BooleanOptionalAction,
         help="divide the weights among the ranks with ZeRO-3 (default: only if they do not fit on a device)")
@@ -70,9 +72,9 @@ def _parser() -> Parser:
 def _data_flags(args: argparse.Namespace) -> DataFlags:
     """Return the flags that choose the data. Raises ConfigError for flags that have no effect."""
     flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
-                      args.max_samples, args.eod_mask_loss)
+                      args.max_samples, args.eod_mask_loss, args.document_attention)
     if args.tasks is not None and not flags.data and not flags.split:
-        for name in ("stride", "max_samples", "eod_mask_loss", "partition_weights"):
+        for name in ("stride", "max_samples", "eod_mask_loss", "document_attention", "partition_weights"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name}", problem="it has no effect on --tasks",
                                   remedy="give --data or --split too")

@@ -36,7 +36,7 @@ from tests.support.launch import ROOT, run_ranks, train_ranks
 from tests.support.layouts import dp2, pp2
 
 transformers.logging.set_verbosity_error()
-LAYOUTS = {"pipeline": pp2(1), "zero3": dp2(3)}
+LAYOUTS = {"pipeline": pp2(1), "zero3": dp2(3), "documents": pp2(1)}  # "documents" with --document_attention
 STEPS = 3
 _MODEL = "vocab_size=260,n_layer=2,n_embd=64"
 TEXTS = ["Grüße aus Köln! " * 9, "x", "a longer document, of several windows " * 6]
@@ -46,7 +46,7 @@ _LLAMA = {"model_type": "llama", "vocab_size": 260, "hidden_size": 32, "num_hidd
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a tiny model with the same data in two layouts on 2 ranks, and return the folder of both runs."""
+    """Train a tiny model with the same data on 2 ranks, and return the folder of the runs of LAYOUTS."""
     base = tmp_path_factory.mktemp("evaluate")
     write_byte_tokenizer(base / "tokenizer")
     with IndexedWriter(base / "corpus", np.uint16) as writer:
@@ -59,7 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in LAYOUTS.items():
         (base / f"{name}.json").write_text(json.dumps(config))
         values = {**flags("corpus", steps=STEPS, tokenizer="tokenizer"), "model_overrides": _MODEL, "split": "70,20,10",
-                  "eval_steps": 2, "deepspeed_config": f"{name}.json", "save": name}
+                  "eval_steps": 2, "deepspeed_config": f"{name}.json", "save": name,
+                  **({"document_attention": True} if name == "documents" else {})}
         done = train_ranks(2, [f"--{key}={value}" for key, value in values.items()], base)
         assert [rank.returncode for rank in done] == [0, 0], done[0].stdout
     return base
@@ -203,6 +204,15 @@ def test_neither_ranks_nor_batches_nor_layouts_change_the_result(runs: Path, alo
     texts = expected["data"][1:3]
     assert [row["bytes"] for row in texts] == [row["tokens"] for row in texts] == [
         sum(len(text.encode()) for text in TEXTS), len(TEXTS[2])]
+
+
+def test_document_attention_is_as_in_the_run_or_as_the_flag_says(runs: Path, alone: Evaluate) -> None:
+    expected = [row["loss"] for row in alone(runs, "documents")["data"]]
+    partitioned = evaluate(runs, "documents", "--partition_weights", ranks=2)
+    assert [row["loss"] for row in partitioned["data"]] == pytest.approx(expected, rel=1e-6)
+    for run, flag in (("documents", "--no-document_attention"), ("zero3", "--document_attention")):
+        with_flag, without = ([row["loss"] for row in alone(runs, run, *words)["data"]] for words in ((flag,), ()))
+        assert with_flag != pytest.approx(without, rel=1e-6)
 
 
 def test_masked_tokens_and_windows_that_are_left_out(runs: Path, alone: Evaluate) -> None:

@@ -66,7 +66,8 @@ def _task_cases() -> Iterator[Case]:
     for flag, value in (("--task_folder", "{world}/tasks"), ("--num_fewshot", "1"), ("--limit", "1"),
                         ("--export", "{world}/new")):
         yield _case(f"{flag} without --tasks", (_RUN, "--data", "{world}/plain", flag, value), f"{flag}: it has no")
-    for flag, value in (("--stride", "1"), ("--max_samples", "1"), ("--eod_mask_loss", "")):
+    for flag, value in (("--stride", "1"), ("--max_samples", "1"), ("--eod_mask_loss", ""),
+                        ("--document_attention", "")):
         yield _case(f"{flag} with tasks only", (*own, "own", flag, *filter(None, [value])), f"{flag}: it has no", good)
     for what, path in {"under a file": "{world}/file/x", "other folder": "{world}/done", "proc": "/proc/x"}.items():
         yield _case(f"--export {what}", (*own, "own", "--export", path), path.rsplit("/", 1)[1], good)

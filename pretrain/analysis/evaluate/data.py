@@ -1,6 +1,6 @@
 """Open the data of an evaluation as windows of tokens, and check that it fits the model. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class DataFlags:
     stride: int | None = None
     max_samples: int | None = None
     eod_mask_loss: bool | None = None
+    document_attention: bool | None = None
 
 
 def open_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError) -> list[WindowSet]:
@@ -67,8 +68,10 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
     known = tokenizer if isinstance(tokenizer, Tokenizer) else None
     if Path(f"{word}.idx").is_file():
         indexed = IndexedDataset(word)
-        masked_after = _masked_after(source, flags, _check_data(source, indexed, known), known)
-        return _rolling(word, indexed, 0, indexed.num_tokens, length=length, stride=stride, masked_after=masked_after)
+        eod_token = _check_data(source, indexed, known)
+        windows = _rolling(word, indexed, 0, indexed.num_tokens, length=length, stride=stride,
+                           masked_after=_masked_after(source, flags, eod_token, known))
+        return replace(windows, document_end=_document_end(source, flags, eod_token, known))
     if not Path(word).is_file():
         raise ConfigError(f"--data {word}", problem=f"there is neither {word}.idx nor a text file {word}",
                           remedy="give the prefix of a .bin/.idx pair, or a .txt, .jsonl or .gz file")
@@ -79,7 +82,8 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
         raise tokenizer
     bos, eos = tokenizer.ids.bos, tokenizer.ids.eos
     context = bos if source.published and bos is not None else eos
-    return _text_windows(word, tokenizer, flags.jsonl_key, context, length=length, stride=stride)
+    windows = _text_windows(word, tokenizer, flags.jsonl_key, context, length=length, stride=stride)
+    return replace(windows, document_end=_document_end(source, flags, None, tokenizer))
 
 
 def _rolling(name: str, indexed: IndexedDataset, first: int, last: int, *, length: int, stride: int,
@@ -99,15 +103,27 @@ def _check_data(source: EvaluationSource, indexed: IndexedDataset, tokenizer: To
 def _masked_after(source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
                   tokenizer: Tokenizer | None) -> int | None:
     """Return the token after which no prediction counts, if the loss is masked as by --eod_mask_loss."""
-    masks = flags.eod_mask_loss
-    if masks is None:
-        masks = bool(source.run is not None and source.run["flags"].get("eod_mask_loss"))
-    if not masks:
+    return _eod_for("eod_mask_loss", flags.eod_mask_loss, source, eod_of_data, tokenizer)
+
+
+def _document_end(source: EvaluationSource, flags: DataFlags, eod_of_data: int | None,
+                  tokenizer: Tokenizer | None) -> int | None:
+    """Return the token that ends a document, if attention is limited as by --document_attention."""
+    return _eod_for("document_attention", flags.document_attention, source, eod_of_data, tokenizer)
+
+
+def _eod_for(name: str, value: bool | None, source: EvaluationSource, eod_of_data: int | None,
+             tokenizer: Tokenizer | None) -> int | None:
+    """Return the end-of-document token if the flag is on, or without the flag, if it was on in the run."""
+    if value is None:
+        value = bool(source.run is not None and source.run["flags"].get(name))
+    if not value:
         return None
     token = tokenizer.eod_token if tokenizer is not None else eod_of_data
     if token is None:
-        raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
-                          "and the data's .meta.json does not name the token", remedy="give --tokenizer")
+        raise ConfigError(f"--{name}", problem="the end-of-document token is unknown: there is no --tokenizer, "
+                          "and the data's .meta.json does not name the token",
+                          remedy=f"give --tokenizer, or --no-{name}")
     return token
 
 
@@ -179,7 +195,8 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
                                   remedy=f"--split {split} evaluates the data as it is now")
             sets.append(sample_windows(f"{name}, as in training", dataset,
                                        _samples_of_evaluation(source.path, run, flags), masked_after=masked_after))
-    return sets
+    document_end = _document_end(source, flags, data.eod_token, tokenizer)
+    return [replace(one, document_end=document_end) for one in sets]
 
 
 def _planned_samples(run: dict[str, Any]) -> dict[str, int] | None:

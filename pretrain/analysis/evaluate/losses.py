@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
+from pretrain.data.samples.positions import document_positions
 from pretrain.data.samples.windows import WindowSet
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
@@ -28,8 +30,9 @@ from pretrain.terminal.status import clear_status, status
 
 _STATUS_SECONDS = 10.0  # between two status lines
 
-LossOfRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps tokens_BT, labels_BT and weights_BT to the weighted sum of the losses of each row, [B] fp32."""
+LossOfRows = Callable[..., torch.Tensor]
+"""Maps tokens_BT, labels_BT, weights_BT and, with document attention, positions_BT to the weighted sum of the losses of
+each row, [B] fp32."""
 
 
 class RowLosses(nn.Module):
@@ -39,8 +42,9 @@ class RowLosses(nn.Module):
         super().__init__()
         self.model = as_module(config)
 
-    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
-        return self.model.row_losses(tokens_BT, labels_BT, weights_BT)
+    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor,
+                positions_BT: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model.row_losses(tokens_BT, labels_BT, weights_BT, positions_BT)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,10 @@ def _losses_of_batch(model: LoadedModel, windows: WindowSet, indices: Sequence[i
 
     Rows without a window count nothing: they make this rank's forward calls as many as those of other ranks.
     """
-    arrays = windows.batch(indices, rows)
-    tokens_BT, labels_BT, weights_BT, alone_B = (torch.from_numpy(array).to(model.device) for array in arrays)
-    loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT).double() + alone_B.double() * math.log(vocab_size)
+    arrays: tuple[Any, ...] = windows.batch(indices, rows)
+    if windows.document_end is not None:
+        arrays = *arrays, document_positions(arrays[0], windows.document_end)
+    tokens_BT, labels_BT, weights_BT, alone_B, *positions = (torch.from_numpy(x).to(model.device) for x in arrays)
+    loss_B = model.losses_of_rows(tokens_BT, labels_BT, weights_BT, *positions).double()
+    loss_B += alone_B.double() * math.log(vocab_size)
     return loss_B, weights_BT.sum(1, dtype=torch.float64) + alone_B

@@ -59,6 +59,7 @@ class Manifest:
     initialization: dict[str, Any] = field(default_factory=dict)  # fields of Initialization
     dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
+    document_attention: bool = False
     save_id: str = ""  # distinguishes two saves of the same step
     finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
@@ -88,7 +89,7 @@ class Manifest:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         values = asdict(self)
         empty = {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None, "finite": None,
-                 "data": None}
+                 "data": None, "document_attention": False}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -136,8 +137,8 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
         loss_scale=loss_scale, initialization=asdict(initialization_of(plan.args)),
         dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
-        save_id=save_id, origin=asdict(plan.origin) if plan.origin else None,
-        data=plan.datasets["train"].record())
+        document_attention=layout.document_attention, save_id=save_id,
+        origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record())
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:

@@ -115,6 +115,9 @@ def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     # both determine the order of the samples: after a change, samples would be repeated or skipped
     _reject_change(folder, "seed and length", {"--seed": (manifest.seed, plan.args.seed),
                                                "--seq_length": (manifest.seq_length, plan.layout.seq_length)})
+    # the same weights would compute something else
+    _reject_change(folder, "document attention", {
+        "--document_attention": (manifest.document_attention, plan.layout.document_attention)})
     # a scheduler cannot load the state of another scheduler
     _reject_change(folder, "source of the learning rate", {
         "scheduler of": (manifest.scheduler, scheduler_source(plan))})

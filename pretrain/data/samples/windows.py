@@ -39,6 +39,8 @@ class WindowSet:
     """the target that follows this token does not count"""
     text_bytes: int | None = None
     """UTF-8 bytes of the text that the targets encode; None: decode them"""
+    document_end: int | None = None
+    """with document attention: the token that ends a document"""
 
     def __len__(self) -> int:
         return len(self.starts)
