@@ -10,6 +10,7 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, run_main, whole_number
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
@@ -48,7 +49,19 @@ def plan_lines(plan: Plan) -> list[str]:
         "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
             f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
     }
-    return [f"{name:<11}{text}" for name, text in rows.items()] + [f"note       {note}" for note in plan.notes]
+    return [f"{name:<11}{text}" for name, text in rows.items()] + _source_lines(plan) + \
+        [f"note       {note}" for note in plan.notes]
+
+
+def _source_lines(plan: Plan) -> list[str]:
+    """Return a line for each source of a blend: its part of the samples, and how often the run reads it."""
+    train = plan.datasets["train"]
+    if not isinstance(train, BlendedSamples):
+        return []
+    samples = plan.train_steps * plan.layout.global_batch_size
+    return [f"{'source':<11}{data.sources[0].prefix}: {count / samples:.1%} of the samples, {epochs:.2f} epochs of "
+            f"{data.num_tokens:,} tokens"
+            for data, count, epochs in zip(train.datasets, train.counts(samples), train.epochs(samples), strict=True)]
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.data_spec import names_of_split
 from pretrain.data.seq_lengths import parse_seq_lengths
 from pretrain.model.config import find_config, preset_names
@@ -68,9 +69,24 @@ def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 
 
 def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
-    samples = resolved.train_steps * resolved.layout.global_batch_size
-    epochs = samples / data.datasets["train"].samples_per_epoch
-    return [f"the run reads its training data {epochs:.1f} times"] if epochs > 1 else []
+    """Note sources that the run reads more than once, and phases of --blend_schedule that it does not reach."""
+    samples, dataset = resolved.train_steps * resolved.layout.global_batch_size, data.datasets["train"]
+    if not isinstance(dataset, BlendedSamples):
+        epochs = samples / dataset.samples_per_epoch
+        return [f"the run reads its training data {epochs:.1f} times"] if epochs > 1 else []
+    repeated = [f"{source.sources[0].prefix.name} {epochs:.1f} times" for source, epochs in
+                zip(dataset.datasets, dataset.epochs(samples), strict=True) if epochs > 1]
+    unused = [f"{source.sources[0].prefix.name}" for source, count in
+              zip(dataset.datasets, dataset.counts(samples), strict=True) if count == 0]
+    late = [start for start, _ in dataset.schedule if start >= samples]
+    notes = [f"the run reads {_some(repeated)}"] if repeated else []
+    notes += [f"the run reads no sample of {_some(unused)}"] if unused else []
+    return notes + [f"--blend_schedule: the run ends before its weights from token {start * dataset.seq_length:,} on"
+                    for start in late]
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:8]) + (f" and {len(items) - 8} more sources" if len(items) > 8 else "")
 
 
 def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:

@@ -9,6 +9,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.steps import global_grad_norm, loss_scale
 from pretrain.engine.update_guard import FP16_OVERFLOW, SkippedUpdate, skipped_update
 from pretrain.errors import GuardError
@@ -175,10 +176,23 @@ class Guard:
         self._screen.line(f"warning: step {step.step}: {reason}; {action}; {self._samples_text(step)}")
 
     def _samples(self, step: _Step) -> dict[str, object]:
-        """Return the samples [first, last) of the global batch, and where the first one is in its epoch."""
-        first = step.consumed_samples - self._plan.layout.global_batch_size
-        epoch, position = divmod(first, self._plan.datasets["train"].samples_per_epoch)
-        return {"samples": [first, step.consumed_samples], "epoch": epoch, "position": position}
+        """Return the samples [first, last) of the global batch, and where the first one is in its epoch.
+
+        A blend has these numbers for each source that gave samples.
+        """
+        first, dataset = step.consumed_samples - self._plan.layout.global_batch_size, self._plan.datasets["train"]
+        found: dict[str, object] = {"samples": [first, step.consumed_samples]}
+        if not isinstance(dataset, BlendedSamples):
+            epoch, position = divmod(first, dataset.samples_per_epoch)
+            return {**found, "epoch": epoch, "position": position}
+        sources = []
+        for source, start, end in zip(dataset.datasets, dataset.counts(first), dataset.counts(step.consumed_samples),
+                                      strict=True):
+            if end > start:
+                epoch, position = divmod(start, source.samples_per_epoch)
+                sources.append({"source": str(source.sources[0].prefix), "samples": [start, end], "epoch": epoch,
+                                "position": position})
+        return {**found, "sources": sources}
 
     def _samples_text(self, step: _Step) -> str:
         return f"samples {step.consumed_samples - self._plan.layout.global_batch_size} to {step.consumed_samples - 1}"
