@@ -14,7 +14,12 @@ from pretrain.checkpoint.format.manifest import (
     scheduler_source,
 )
 from pretrain.checkpoint.load.init_from import check_origin
-from pretrain.checkpoint.load.same_data import check_same_data, check_same_tokenizer, evaluation_data_notes
+from pretrain.checkpoint.load.same_data import (
+    blend_note,
+    check_same_data,
+    check_same_tokenizer,
+    evaluation_data_notes,
+)
 from pretrain.config.initialization import initialization_of, reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import check_same_parameters
@@ -81,8 +86,8 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
     if manifest.step >= plan.last_step:
         _reject_other_evaluation_data(plan, manifest.step)
     other_data = check_same_data(manifest, plan, folder)
-    notes = [other_data, check_same_tokenizer(manifest, plan, folder), *evaluation_data_notes(plan),
-             _batch_note(manifest, plan, folder), _lengths_note(plan)]
+    notes = [other_data, blend_note(manifest, plan, folder), check_same_tokenizer(manifest, plan, folder),
+             *evaluation_data_notes(plan), _batch_note(manifest, plan, folder)]
     return Resume(folder, manifest, [*warnings, *filter(None, notes)], other_data)
 
 

@@ -13,6 +13,7 @@ from pretrain.checkpoint.save.rollbacks import position_after
 from pretrain.config.validate import Plan
 from pretrain.data.files.identity import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset, source_records
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.errors import ConfigError
@@ -21,8 +22,6 @@ from pretrain.monitor.read_run_folder import newest_start, read_rows
 HASHED_EVENT = "data_hashed"  # row of events.jsonl with the fields of `SampleDataset.record`
 OTHER_BYTES = "unknown"  # its `sha256` if the data was changed before all of it was hashed
 _FAST_S = 2.0  # data that is hashed within this time is hashed at the start
-_ORDER_KEYS = {"sample_order": "--sample_order", "order_samples": "an order of its samples for", "packing": "--packing"}
-_ORDER_DEFAULTS = {"sample_order": "shuffled", "packing": "none", "order_samples": "any number of samples"}
 _SHOWN = 12  # digits of a hash in a message
 
 
@@ -79,10 +78,19 @@ def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
                       remedy="give the data of the checkpoint, or continue with this data by --allow_other_data")
 
 
+def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
+    """Return a note if the weights of the blend change after the data position of the checkpoint, else ""."""
+    saved, current = (facts.get("proportions") for facts in (manifest.data or {}, plan.datasets["train"].record()))
+    if saved == current or None in (saved, current) or plan.args.allow_other_data:
+        return ""
+    return f"{folder.name} was trained with the weights {_weights(saved)}; this run continues with {_weights(current)}"
+
+
 def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return how the training data differs from that of the checkpoint; "": it does not, as far as is known."""
     dataset, saved = plan.datasets["train"], manifest.data or {}
-    problem = _other_sources(saved, dataset, folder) if manifest.data is not None else ""
+    position = position_after(folder.parent, manifest)
+    problem = _other_sources(saved, dataset, folder, position) if manifest.data is not None else ""
     if problem:
         return problem
     saved_sources = saved.get("sources", [saved])
@@ -97,7 +105,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     for what, sha256, (_, record) in zip(where, expected, current, strict=True):
         if sha256 is not None and record["sha256"] is not None and sha256 != record["sha256"]:
             return _other_content(what, folder, f"SHA-256 {sha256[:_SHOWN]}", f"SHA-256 {record['sha256'][:_SHOWN]}")
-    if _has_fingerprint(dataset, manifest.data_fingerprint):
+    if _has_fingerprint(dataset, manifest.data_fingerprint, saved):
         return ""
     for what, earlier, (_, record) in zip(where, saved_sources, current, strict=True):
         if earlier.get("bin_bytes") not in (None, record["bin_bytes"]):
@@ -108,7 +116,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     return _other_ranges(saved_sources, current, folder)
 
 
-def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path) -> str:
+def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path, position: int) -> str:
     """Return how the list of sources, their weights or the order of samples differ from those of the checkpoint."""
     record = dataset.record()
     names = [[Path(str(source.get("prefix", "one source"))).name for source in facts.get("sources", [{}])]
@@ -119,15 +127,22 @@ def _other_sources(saved: dict[str, Any], dataset: SampleDataset, folder: Path) 
         return f"{folder.name} was trained on {_list(names[0])}, and this run would train on {_list(names[1])}"
     if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
         return f"the sources of {folder.name} are in the order {_list(names[0])}, and here {_list(names[1])}"
-    if saved.get("proportions") != record.get("proportions"):
-        weights = [_weights(facts.get("proportions")) for facts in (saved, record)]
-        return f"{folder.name} was trained with the weights {weights[0]}, and this run would use {weights[1]}"
+    # phases that begin after the data position may change
+    phases = [[phase for phase in facts.get("proportions", []) if phase["from_samples"] < max(position, 1)]
+              for facts in (saved, record)]
+    if phases[0] != phases[1]:
+        return f"{folder.name} was trained with the weights {_weights(phases[0])}, and this run would use " \
+               f"{_weights(phases[1])} (--blend_schedule {position * dataset.seq_length}:W1,W2,... changes them from " \
+               "here on)"
     settings = [facts.get("sources", [facts])[0] for facts in (saved, record)]
-    for key, flag in _ORDER_KEYS.items():
-        values = [facts.get(key) for facts in settings]
+    for key, default in (("sample_order", "shuffled"), ("packing", "none")):
+        values = [facts.get(key) or default for facts in settings]
         if values[0] != values[1]:
-            shown = [_ORDER_DEFAULTS.get(key) if value is None else value for value in values]
-            return f"{folder.name} was trained with {flag} {shown[0]}, and this run would use {shown[1]}"
+            return f"{folder.name} was trained with --{key} {values[0]}, and this run would use {values[1]}"
+    planned = [facts.get("order_samples") for facts in settings]
+    if planned[0] != planned[1]:
+        return f"the order of the samples depends on their number: {folder.name} is part of a run of {planned[0]:,} " \
+               f"samples, and this run has {planned[1]:,}"
     return ""
 
 
@@ -154,8 +169,13 @@ def _other_ranges(saved: list[dict[str, Any]], current: list[tuple[IndexedDatase
     return f"{folder.name} was trained on other samples of this data: a setting of the samples is another one"
 
 
-def _has_fingerprint(dataset: SampleDataset, recorded: str) -> bool:
-    """Return whether a checkpoint recorded this fingerprint. Earlier versions hashed the whole index of large data."""
+def _has_fingerprint(dataset: SampleDataset, recorded: str, saved: dict[str, Any]) -> bool:
+    """Return whether a checkpoint recorded this fingerprint. Earlier versions hashed the whole index of large data.
+
+    `saved`: the facts of its manifest. The weights of a blend have been compared already.
+    """
+    if isinstance(dataset, BlendedSamples) and "proportions" in saved:
+        return dataset.fingerprint_with(saved["proportions"]) == recorded
     return dataset.fingerprint == recorded or \
         (isinstance(dataset, ShuffledWindows) and dataset.earlier_fingerprint() == recorded)
 

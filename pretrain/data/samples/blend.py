@@ -89,7 +89,11 @@ class BlendedSamples:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the fingerprints of the datasets, the weights and the schedule."""
-        content = {"blend": [data.fingerprint for data in self.datasets], **self._proportions()}
+        return self.fingerprint_with(self._proportions()["proportions"])
+
+    def fingerprint_with(self, proportions: list[dict[str, Any]]) -> str:
+        """Return the fingerprint of these datasets with other weights, as `record` has them."""
+        content = {"blend": [data.fingerprint for data in self.datasets], "proportions": proportions}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:

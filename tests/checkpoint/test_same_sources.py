@@ -1,0 +1,159 @@
+"""Which blends a run may resume with, and the hashes of several sources."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
+from pretrain.checkpoint.load import same_data
+from pretrain.checkpoint.load.start import Start, check_start
+from pretrain.config.flags.arguments import parse_arguments
+from pretrain.data.files.hashes import hashes_path, read_hashes
+from pretrain.data.files.writer import IndexedWriter
+from pretrain.distributed.device import cpu_device
+from pretrain.errors import ConfigError
+from pretrain.resilience.data_watch import DataWatch
+from tests.checkpoint.test_same_data import _Lines
+from tests.support.big_data import change_token, write_big_data
+from tests.support.launch import ROOT
+
+Starter = Callable[..., Start]
+NAMES = ("web", "code", "books")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Starter:
+    for number, name in enumerate((*NAMES, "other")):
+        random = np.random.default_rng(number)
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for _ in range(20):
+                writer.add_document(random.integers(0, 250, 100))
+            writer.finalize({"vocab_size": 256, "max_token": 249, "eod_token": 0, "tokenizer_sha256": "ab" * 32})
+
+    def start(*flags: str) -> Start:
+        args = parse_arguments(["--deepspeed_config", str(ROOT / "ds_configs" / "zero1_bf16.json"), "--model", "tiny",
+                                "--model_overrides", "vocab_size=256", "--train_data", *train(5, 3, 2, at=tmp_path),
+                                "--seq_length", "16", "--split", "80,20,0", "--train_steps", "50", "--save",
+                                str(tmp_path / "run"), *flags])
+        return check_start(args, world_size=1, device=cpu_device())
+
+    return start
+
+
+def train(*weights: float, at: Path, names: tuple[str, ...] = NAMES) -> list[str]:
+    return [word for weight, name in zip(weights, names, strict=True) for word in (str(weight), str(at / name))]
+
+
+def write_checkpoint(start: Start, **changes: object) -> Manifest:
+    """Write a checkpoint at sample 80 that has only a manifest."""
+    folder = Path(start.plan.args.save) / "checkpoints" / "global_step10"
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = replace(manifest_of(start.plan, step=10, consumed_samples=80, versions={}), **changes)
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return manifest
+
+
+def test_the_same_blend_resumes(start: Starter, tmp_path: Path) -> None:
+    manifest = write_checkpoint(start())
+    assert manifest.data is not None
+    assert [len(source["sha256"]) for source in manifest.data["sources"]] == [64] * 3
+    for flags in ([], ["--train_data", *train(0.5, 0.3, 0.2, at=tmp_path)]):
+        resume = start(*flags).resume
+        assert resume is not None
+        assert (resume.warnings, resume.other_data) == ([], "")
+
+
+@pytest.mark.parametrize(("weights", "names", "flags", "message"), [
+    ((4, 4, 2), NAMES, (), r"global_step10 was trained with the weights 0.5, 0.3, 0.2, and this run would use 0.4, 0.4,"
+                           r" 0.2 \(--blend_schedule 1280:W1,W2,... changes them from here on\)"),
+    ((5, 2, 3), ("web", "books", "code"), (), "in the order web, code, books, and here web, books, code"),
+    ((5, 5), ("web", "code"), (), "global_step10 was trained on web, code, books, and this run would train on web, "
+                                  "code"),
+    ((5, 3, 2), ("web", "code", "other"), (), "other is not the data that .*global_step10 was trained on .SHA-256"),
+    ((5, 3, 2), NAMES, ("--split", "70,30,0"), "trained on tokens 0 to 1,600 of .*web, and this run .* 0 to 1,400"),
+    ((5, 3, 2), NAMES, ("--blend_schedule", "1264:1,1,1"), r"0.5, 0.3, 0.2; from sample 79 on 0.3333"),
+    ((1,), ("web",), (), "trained on web, code, books, and this run would train on one source"),
+])
+def test_another_blend_is_rejected(start: Starter, tmp_path: Path, weights: tuple[float, ...], names: tuple[str, ...],
+                                   flags: tuple[str, ...], message: str) -> None:
+    write_checkpoint(start())
+    words = ["--train_data", *train(*weights, at=tmp_path, names=names), *flags]
+    with pytest.raises(ConfigError, match=message) as error:
+        start(*words)
+    assert str(error.value).startswith("--train_data ")
+    resume = start(*words, "--allow_other_data").resume
+    assert resume is not None
+    assert "training continues at sample 80 of this data" in resume.other_data
+
+
+def test_the_weights_may_change_after_the_checkpoint(start: Starter) -> None:
+    write_checkpoint(start())
+    resume = start("--blend_schedule", "1280:1,1,0").resume
+    assert resume is not None
+    assert resume.other_data == ""
+    [note] = resume.warnings
+    assert note.endswith("0.5, 0.3, 0.2; this run continues with 0.5, 0.3, 0.2; from sample 80 on 0.5, 0.5, 0")
+
+
+def test_another_order_is_rejected(start: Starter, tmp_path: Path) -> None:
+    one = ["--train_data", str(tmp_path / "web")]
+    write_checkpoint(start(*one))
+    with pytest.raises(ConfigError, match="trained with --sample_order shuffled, and this run would use megatron"):
+        start(*one, "--sample_order", "megatron")
+    write_checkpoint(start(*one, "--sample_order", "megatron", "--allow_other_data"))
+    assert start(*one, "--sample_order", "megatron").resume is not None
+    with pytest.raises(ConfigError, match="global_step10 is part of a run of 50 samples, and this run has 60"):
+        start(*one, "--sample_order", "megatron", "--train_steps", "60")
+
+
+def test_a_changed_source_is_named(start: Starter, tmp_path: Path) -> None:
+    write_checkpoint(start())
+    change_token(tmp_path / "code", keep_mtime=False, byte=500)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/code is not the data that .* was trained on .SHA-256"):
+        start()
+
+
+def test_sources_must_have_the_same_tokenizer(start: Starter, tmp_path: Path) -> None:
+    meta = tmp_path / "books.meta.json"
+    text = meta.read_text()
+    meta.write_text(text.replace('"eod_token": 0', '"eod_token": 7'))
+    with pytest.raises(ConfigError, match=rf"--train_data {tmp_path}/books: its end-of-document token is 7, and that of"
+                                          rf" --train_data {tmp_path}/web is 0"):
+        start()
+    meta.write_text(text.replace("abab", "cdcd"))
+    with pytest.raises(ConfigError, match="books: it was prepared with another tokenizer"):
+        start()
+    meta.write_text(text)
+    shutil.copy(tmp_path / "web.bin", tmp_path / "code.bin")
+    with open(tmp_path / "code.bin", "r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ConfigError, match=r"code\.bin: found 100 bytes \(truncated"):
+        start()
+
+
+def test_sources_are_hashed_one_after_another(start: Starter, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        write_big_data(tmp_path / name, num_blocks=2)
+    monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
+    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
+    started, output, rejections = start(), _Lines(), []
+    watch = DataWatch(started.plan, None, reject=rejections.append, active=True,
+                      folder=output, screen=output)  # type: ignore[arg-type]
+    most, deadline = 0, time.monotonic() + 900
+    sources = started.plan.datasets["train"].sources
+    while any(source.hashes is None for source in sources) and time.monotonic() < deadline:
+        most = max(most, sum(source.is_hashing for source in watch.sources))
+        watch.poll(1)
+        time.sleep(0.01)
+    watch.close()
+    assert (most, output.lines, rejections) == (1, [same_data.HASHED_EVENT] * 3, [])
+    assert [read_hashes(hashes_path(tmp_path / name)) for name in NAMES] == [source.hashes for source in sources]
+    paths = {same_data.fallback_path(started.plan, source).name for source in sources}
+    assert len(paths) == 3
+    assert all(name.startswith("train_data.") for name in paths)
