@@ -1,6 +1,7 @@
 """Read an input as a stream of chunks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pretrain.data.inputs.chunk import BEGINNING, BOM, CHUNK_BYTES, LONG_BYTES, Chunk, Position, ReadSettings
 from pretrain.data.inputs.cut import separator_cut, text_cut
@@ -130,8 +131,10 @@ def _text_chunks(reader: _Reader, separator: bytes, chunk_bytes: int, *, is_new:
         reader.fill(size + max(len(separator), 1))
         ahead = reader.ahead
         if len(ahead) <= size:
-            if ahead or is_new:  # an empty file is an empty document
+            if ahead:
                 yield reader.take(len(ahead), "text")
+            elif is_new:  # an empty file is an empty document
+                yield replace(reader.take(0, "text"), end=reader.position._replace(parts=1))
             return
         cut = separator_cut(ahead, separator, size) if separator else text_cut(ahead[:size])
         yield reader.take(cut, "text", ends_document=bool(separator) and ahead.endswith(separator, 0, cut))

@@ -51,6 +51,12 @@ def utf16_problem(head: bytes) -> str:
     return "UTF-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
 
 
+def utf16_error(where: str, encoding: str) -> ConfigError:
+    """Return the error for text of another encoding."""
+    return ConfigError(where, found=f"{encoding} text", expected="UTF-8",
+                       remedy=f"convert the file first: iconv -f {encoding} -t UTF-8 FILE")
+
+
 def says_jsonl(path: str) -> bool:
     """Return whether a file's name ends as names of JSON lines do."""
     name = path.lower()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pretrain.data.inputs.chunk import Chunk, ReadSettings
 from pretrain.data.inputs.chunks import read_chunks
+from pretrain.data.inputs.detect import utf16_error, utf16_problem
 from pretrain.data.inputs.find import Input
 from pretrain.data.inputs.json_line import text_of_json_line
 from pretrain.data.text import decode_utf8
@@ -51,7 +52,15 @@ def documents(chunk: Chunk, settings: ReadSettings) -> Iterator[Piece | Skipped]
         except ConfigError as error:
             if not settings.skip_errors:
                 raise
-            yield Skipped(where, str(error).removeprefix(f"{where}: "), ends)
+            place, reason = _split_message(str(error), where, chunk.name)
+            yield Skipped(place, reason, ends)
+
+
+def _split_message(message: str, where: str, name: str) -> tuple[str, str]:
+    """Return the place and the reason of an error. Its line may be another one than that of the document in `where`."""
+    if not message.startswith(f"{where}: "):
+        where = message[: message.find(": ", len(name))]
+    return where, message[len(where) + 2 :]
 
 
 def read_pieces(inputs: Iterable[Input], settings: ReadSettings) -> Iterator[Piece]:
@@ -88,6 +97,8 @@ def _parts(chunk: Chunk, settings: ReadSettings) -> Iterator[tuple[int, bytes | 
 
 def plain_text(data: bytes, name: str, line: int) -> str:
     """Return the text in `data`, which begins at line number `line`. Raises ConfigError that names file and line."""
+    if line == 1 and (encoding := utf16_problem(data)):
+        raise utf16_error(f"{name}:{line}", encoding)
     text = decode_utf8(data, name, line)
     if b"\0" in data:
         line += data.count(b"\n", 0, data.index(b"\0"))

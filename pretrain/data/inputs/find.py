@@ -16,6 +16,7 @@ from pretrain.data.inputs.detect import (
     check_supported,
     compression_of,
     detect_kind,
+    utf16_error,
     utf16_problem,
 )
 from pretrain.data.inputs.parquet import check_parquet
@@ -203,8 +204,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
     if settings.format == "parquet":
         raise ConfigError(name, problem="this is not a Parquet file", remedy="leave --format out")
     if (encoding := utf16_problem(content)) and not settings.skip_errors:
-        raise ConfigError(name, found=f"{encoding} text", expected="UTF-8",
-                          remedy=f"convert the file first: iconv -f {encoding} -t UTF-8 FILE")
+        raise utf16_error(name, encoding)
     if settings.format != "auto":
         return settings.format
     return detect_kind(content, name, is_complete=is_complete)

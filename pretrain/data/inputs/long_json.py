@@ -29,6 +29,7 @@ class LongLine:
         self.where = where
         self.size = 0
         """bytes of the line so far, and of its newline"""
+        self._size_of_line = 0  # so far, without the newline
         self._read_block = read_block
         self._data = b""
         self._at = 0
@@ -41,12 +42,13 @@ class LongLine:
         self._ended = end >= 0 or not block
         if end >= 0:
             block, self._after = block[:end], block[end + 1:]
-        self.size += len(block) + (end >= 0)
+        self._size_of_line += len(block)
+        self.size = self._size_of_line + (end >= 0)
         self._data, self._at = self._data[self._at:] + block, 0
 
     def error(self, problem: str) -> ConfigError:
         """Return the error for a problem at the current byte."""
-        byte = self.size - len(self._data) + self._at + 1
+        byte = self._size_of_line - len(self._data) + self._at + 1
         return not_json(self.where, f"{problem} at byte {byte} of the line")
 
     def skip_to_end(self) -> bytes:
@@ -79,7 +81,7 @@ class LongLine:
     def match(self, pattern: "re.Pattern[bytes]") -> bytes:
         """Consume and return what matches the pattern; b"" if nothing does."""
         self.ahead(_LONGEST_TOKEN)
-        found = pattern.match(self._data, self._at)
+        found = pattern.match(self._data, self._at, self._at + _LONGEST_TOKEN)
         if found is None:
             return b""
         self._at = found.end()
@@ -107,7 +109,7 @@ class LongLine:
             raise self.error(f"0x{part[error.start]:02X} is not valid UTF-8") from None
         except json.JSONDecodeError as error:
             self.advance(len(part.decode()[: max(error.pos - 1, 0)].encode()))
-            raise self.error(error.msg) from None
+            raise self.error(error.msg.removesuffix(" at")) from None
         return text
 
 

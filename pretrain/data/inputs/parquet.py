@@ -20,6 +20,7 @@ def read_parquet(path: str, column: str, start: Position, *, chunk_bytes: int, l
     try:
         file = _open(path)
         bytes_per_row = os.path.getsize(path) / max(file.metadata.num_rows, 1)
+        chunk_bytes = max(chunk_bytes, 4)  # the longest UTF-8 character
         chunks = _Chunks(path, start, chunk_bytes, max(long_bytes, chunk_bytes), bytes_per_row)
         for value in _values(file, _column_path(file.schema_arrow, column, path), start.offset, chunk_bytes):
             yield from chunks.add(value)
@@ -100,7 +101,7 @@ class _Chunks:
         self._position = start
         self._values: list[bytes | None] = []
         self._size = 0
-        self._chunk_bytes, self._long_bytes = max(chunk_bytes, 4), long_bytes
+        self._chunk_bytes, self._long_bytes = chunk_bytes, long_bytes
         self._bytes_per_row = bytes_per_row
 
     def add(self, value: bytes | None) -> Iterator[Chunk]:

@@ -1,0 +1,76 @@
+"""Helpers: write the same bytes in every compression, and read documents in every way."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from pretrain.data.inputs.chunk import BEGINNING, Chunk, Position, ReadSettings
+from pretrain.data.inputs.chunks import read_chunks
+from pretrain.data.inputs.documents import Skipped, documents
+from pretrain.data.inputs.find import Input, find_inputs
+
+DEFAULTS = ReadSettings()
+SMALL: dict[str, Any] = {"chunk_bytes": 8, "long_bytes": 32}
+
+
+def write(path: Path, data: bytes, compression: str = "") -> str:
+    """Write `data`, compressed into two members or frames. Return the path."""
+    half = len(data) // 2
+    if compression == "gzip":
+        data = gzip.compress(data[:half]) + gzip.compress(data[half:])
+    elif compression == "zstd":
+        data = b"".join(pyarrow.compress(part, codec="zstd", asbytes=True) for part in (data[:half], data[half:]))
+    path.write_bytes(data)
+    return str(path)
+
+
+def write_parquet(path: Path, texts: Sequence[str | None], *, row_group_size: int = 1000) -> str:
+    """Write a Parquet file with two columns. Return the path."""
+    table = pyarrow.table({"number": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
+    return str(path)
+
+
+def json_lines(texts: Sequence[object], *, ensure_ascii: bool = True, newline: str = "\n", key: str = "text") -> bytes:
+    """Return one JSON object per line."""
+    lines = (json.dumps({"id": [1.5, {"text": "other"}], key: text}, ensure_ascii=ensure_ascii) for text in texts)
+    return "".join(line + newline for line in lines).encode()
+
+
+def chunks_of(path: str, settings: ReadSettings, *, start: Position = BEGINNING, **sizes: int) -> list[Chunk]:
+    """Return the chunks of one file."""
+    return list(read_chunks(one(path, settings), settings, start=start, **sizes))
+
+
+def one(path: str, settings: ReadSettings = DEFAULTS) -> Input:
+    """Return the only input of a path."""
+    (found,) = find_inputs([path], settings).files
+    return found
+
+
+def texts_of(chunks: Sequence[Chunk], settings: ReadSettings) -> list[str | Skipped]:
+    """Return the documents of chunks; the first `Skipped` for one that cannot be read."""
+    found: list[str | Skipped] = []
+    text, skipped, is_open = "", None, False
+    for chunk in chunks:
+        for piece in documents(chunk, settings):
+            is_open = True
+            if isinstance(piece, Skipped):
+                skipped = skipped or piece
+            else:
+                text += piece.text
+            if piece.ends_document:
+                found.append(text if skipped is None else skipped)
+                text, skipped, is_open = "", None, False
+    assert not is_open
+    return found
+
+
+def read_texts(path: str, settings: ReadSettings = DEFAULTS, **sizes: int) -> list[str | Skipped]:
+    """Return the documents of a file."""
+    return texts_of(chunks_of(path, settings, **sizes), settings)
