@@ -1,53 +1,129 @@
 #!/usr/bin/env python3
-"""Hash and verify data sets: pairs of .bin and .idx files. No command needs a GPU.
+"""Describe, hash, verify, merge and split data sets: pairs of .bin and .idx files. No command needs a GPU.
 
-Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input.
+    python tools/data.py info data/corpus
+    python tools/data.py merge data/all data/web data/books
+    python tools/data.py split data/all --proportions 969,30,1 --out data/train data/valid data/test
+
+Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged .bin or .idx.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.cli import Parser, prefix, run_main
-from pretrain.data.files.verify import store_hashes, verify_data
+from pretrain.cli import LARGEST_INT, Parser, prefix, run_main, text, whole_number
+from pretrain.data.commands.describe import describe
+from pretrain.data.commands.merge import merge
+from pretrain.data.commands.split import split
+from pretrain.data.commands.verify import store_hashes, verify_data
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
 from pretrain.terminal.progress import ProgressBar
 
 
-def _hash(name: str) -> int:
-    with ProgressBar(f"hashing {name}", _bin_bytes(name)) as progress:
-        hashes = store_hashes(name, progress.advance)
-    print(f"{name}: SHA-256 {hashes.sha256}, written to {name}.sha256.json")
+def _info(flags: argparse.Namespace) -> int:
+    for name in flags.prefixes:
+        data = IndexedDataset(name)
+        with ProgressBar(f"reading the index of {name}", 16 * data.num_documents) as progress:
+            rows = describe(data, progress.advance)
+        print(name)
+        for key, value in rows:
+            print(f"  {key:<18}{value}")
     return 0
 
 
-def _verify(name: str) -> int:
-    with ProgressBar(f"verifying {name}", _bin_bytes(name)) as progress:
-        lines = verify_data(name, progress.advance)
-    for line in lines or [f"{name}: every byte has its hash"]:
-        print(line)
-    return 1 if lines else 0
+def _hash(flags: argparse.Namespace) -> int:
+    for name in flags.prefixes:
+        with ProgressBar(f"hashing {name}", _bin_bytes([name])) as progress:
+            hashes = store_hashes(name, progress.advance)
+        print(f"{name}: SHA-256 {hashes.sha256}, written to {name}.sha256.json")
+    return 0
 
 
-def _bin_bytes(name: str) -> int:
-    path = Path(f"{name}.bin")
-    return path.stat().st_size if path.is_file() else 0
+def _verify(flags: argparse.Namespace) -> int:
+    code = 0
+    for name in flags.prefixes:
+        with ProgressBar(f"verifying {name}", _bin_bytes([name])) as progress:
+            lines, summary = verify_data(name, progress.advance)
+        for line in lines or [f"{name}: {summary}"]:
+            print(line)
+        code = 1 if lines else code
+    return code
+
+
+def _merge(flags: argparse.Namespace) -> int:
+    with ProgressBar(f"merging into {flags.output}", _bin_bytes(flags.prefixes)) as progress:
+        writer, notes = merge(flags.output, flags.prefixes, overwrite=flags.overwrite, advance=progress.advance)
+    for note in notes:
+        print(f"note: {note}")
+    _print_written([writer])
+    return 0
+
+
+def _split(flags: argparse.Namespace) -> int:
+    with ProgressBar(f"splitting {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
+        writers = split(flags.prefix, flags.out, proportions=flags.proportions, documents=flags.documents,
+                        seed=flags.seed, overwrite=flags.overwrite, advance=progress.advance)
+    _print_written(writers)
+    return 0
+
+
+def _print_written(writers: Sequence[IndexedWriter]) -> None:
+    for writer in writers:
+        print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens of {writer.dtype}")
+
+
+def _bin_bytes(names: Sequence[str]) -> int:
+    paths = [Path(f"{name}.bin") for name in names]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _parser() -> Parser:
-    parser = Parser(description="Hash and verify data sets.",
-                    epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input.")
+    parser = Parser(description="Describe, hash, verify, merge and split data sets.",
+                    epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged "
+                           ".bin or .idx.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, function, text in (("hash", _hash, "write PREFIX.sha256.json, the hashes of every byte"),
-                                 ("verify", _verify, "compare every byte with PREFIX.sha256.json")):
-        command = commands.add_parser(name, help=text, description=text)
+    help_of_prefix = "path of the data set, without .bin"
+    for name, function, description in (
+            ("info", _info, "print the counts, the lengths of documents, the tokenizer and the hash"),
+            ("hash", _hash, "write PREFIX.sha256.json, the hashes of every byte"),
+            ("verify", _verify, "check every entry of the .idx, and compare every byte with PREFIX.sha256.json")):
+        command = commands.add_parser(name, help=description, description=description)
         command.set_defaults(function=function)
-        command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix,
-                             help="path of the data set, without .bin")
+        command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
+    command = commands.add_parser("merge", help="write the documents of several data sets into one",
+                                  description="Write the documents of several data sets into one, in this order. "
+                                              "The tokens get the widest of their types.")
+    command.set_defaults(function=_merge)
+    command.add_argument("output", metavar="OUT", type=prefix, help="path of the new data set, without .bin")
+    command.add_argument("prefixes", metavar="PREFIX", nargs="+", type=prefix, help=help_of_prefix)
+    _add_overwrite(command)
+    command = commands.add_parser("split", help="divide the documents of a data set among several",
+                                  description="Divide the documents of a data set among several.")
+    command.set_defaults(function=_split)
+    command.add_argument("prefix", metavar="PREFIX", type=prefix, help=help_of_prefix)
+    command.add_argument("--out", required=True, metavar="OUT", nargs="+", type=prefix,
+                         help="paths of the new data sets, without .bin")
+    sizes = command.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--proportions", type=text, metavar="P,P...", help="proportions of the documents: 969,30,1")
+    sizes.add_argument("--documents", type=text, metavar="N,N...",
+                       help="numbers of documents. One of them may be the word rest: rest,1000")
+    command.add_argument("--seed", type=whole_number(0, LARGEST_INT),
+                         help="choose the documents at random, with this seed; they keep their order. Without it, the "
+                              "parts are consecutive documents, those of the flag --split of a run")
+    _add_overwrite(command)
     return parser
 
 
+def _add_overwrite(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--overwrite", action="store_true", help="replace existing files")
+
+
 def main() -> int:
-    args: argparse.Namespace = _parser().parse_args()
-    return max(args.function(name) for name in args.prefixes)
+    flags: argparse.Namespace = _parser().parse_args()
+    code: int = flags.function(flags)
+    return code
 
 
 if __name__ == "__main__":

@@ -107,12 +107,19 @@ def path_cases() -> Iterator[Case]:
             yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
         yield Case(f"generate --prompt_file {what}", "tools/generate.py", ("{world}/done", "--prompt_file", path),
                    _name_of(path))
-    for program, what in itertools.product(("tools/data.py hash", "tools/data.py verify"),
+    for command, what in itertools.product(("hash", "verify", "info", "merge", "split"),
                                            ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")):
-        yield Case(f"{program} {what}", program, (f"{{world}}/{what}",), what.rstrip("/").removesuffix(".bin"))
+        program = f"tools/data.py {command}"
+        words = [word.replace("{world}/corpus", f"{{world}}/{what}") for word in TOOLS[program]]
+        words = [f"{{world}}/{what}"] if command == "hash" else words
+        yield Case(f"{program} {what}", program, tuple(words), what.rstrip("/").removesuffix(".bin"))
     for what, content in (("damaged", b"{"), ("list", b"[]"), ("not UTF-8", b"\xff"), ("deep", b"[" * 100_000)):
         yield Case(f"data verify: {what} hashes", "tools/data.py verify", ("{world}/corpus",), "corpus.sha256.json",
                    (("corpus.sha256.json", content),))
+    for what in ("2", "1,x", "1,1,1"):
+        for flag in ("--proportions", "--documents"):
+            program = "tools/data.py split"
+            yield Case(f"{program} {flag} {what}", program, ("{world}/corpus", flag, what, "--out", "a", "b"), flag)
     yield from _weights_cases()
     yield from _generate_cases()
     yield from _output_cases()
@@ -173,6 +180,9 @@ def _output_cases() -> Iterator[Case]:
     for what, path in {**UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}.items():
         yield Case(f"prepare_data --out {what}", "tools/prepare_data.py",
                    (*TOOLS["tools/prepare_data.py"], "--out", path), "--out")
+        yield Case(f"data merge {what}", "tools/data.py merge", (path, "{world}/corpus"), path.rsplit("/", 1)[-1][:50])
+        yield Case(f"data split --out {what}", "tools/data.py split",
+                   ("{world}/corpus", "--documents", "rest", "--out", path), "--out")
     for flag, (what, path) in itertools.product(("--json", "--csv", "--plot", "--write"), {
             **UNWRITABLE, "folder": "{world}/nvme", "no folder": "{world}/none/x"}.items()):
         if what != "folder":

@@ -18,7 +18,7 @@ from pretrain.data.files.token_file import TokenFile
 from pretrain.errors import ConfigError
 
 _SAMPLES, _SAMPLE_TOKENS = 64, 1024  # of the .bin, for the fingerprint
-_RANGE_FACTOR = 8  # a range of entries is read at once if at most this many times the wanted entries are in it
+_RANGE_FACTOR = 32  # a range of entries is read at once if at most this many times the wanted entries are in it
 
 
 class IndexedDataset:
@@ -50,10 +50,14 @@ class IndexedDataset:
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of the flat stream as int64 [stop - start]."""
+        return self.raw_tokens(start, stop).astype(np.int64)
+
+    def raw_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return tokens [start, stop) of the flat stream in the dtype of the file."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of {self.num_tokens}")
         content = self.file.read(start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize)
-        return np.frombuffer(content, self.dtype.newbyteorder("<")).astype(np.int64)
+        return np.frombuffer(content, self.dtype.newbyteorder("<"))
 
     def tokens_at(self, starts: Sequence[int] | npt.NDArray[np.int64], length: int) -> npt.NDArray[np.integer]:
         """Return `length` tokens from each start [n] on, [n, length], in the dtype of the file."""

@@ -65,13 +65,17 @@ class IndexedWriter:
         lengths[0] += self._open_tokens
         self._open_tokens = values.size - int(bounds[-1])
         self.add_sequences(lengths)
+        self.end_documents(np.arange(self.num_sequences - lengths.size, self.num_sequences) + 1)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Append one complete document, int [n]."""
         self.add_documents(tokens, [np.asarray(tokens).size])
 
     def add_tokens(self, tokens: npt.ArrayLike) -> None:
-        """Append tokens [n]. `add_sequences` divides them. Raises ConfigError for tokens that the dtype cannot hold."""
+        """Append tokens [n], which `add_sequences` and `end_documents` divide.
+
+        Raises ConfigError for tokens that the dtype cannot hold.
+        """
         values = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if values.size and not limits.min <= int(values.min()) <= int(values.max()) <= limits.max:
@@ -82,24 +86,23 @@ class IndexedWriter:
         self._hasher.update(content)
         self.num_tokens += values.size
 
-    def add_sequences(self, lengths: npt.ArrayLike, document_ends: npt.ArrayLike | None = None) -> None:
-        """Divide the tokens that follow the last sequence into sequences of these lengths [n].
-
-        document_ends: a document ends before each of these positions in `lengths` (ascending, at most n); None: each
-            sequence is a document.
-        """
+    def add_sequences(self, lengths: npt.ArrayLike) -> None:
+        """Divide the tokens that follow the last sequence into sequences of these lengths [n]."""
         sizes = np.asarray(lengths, np.int64)
         longest = int(sizes.max()) if sizes.size else 0
         if longest > np.iinfo(np.int32).max:
             raise ConfigError(str(self.prefix), found=f"a document of {longest} tokens",
                               expected="at most 2147483647 tokens", remedy="split the document into several")
-        ends = np.arange(1, sizes.size + 1) if document_ends is None else np.asarray(document_ends, np.int64)
         self._lengths.write(sizes.astype(LENGTH_DTYPE).tobytes())
-        self._documents.write((self.num_sequences + ends).astype(OFFSET_DTYPE).tobytes())
         self._divided_tokens += int(sizes.sum())
-        self._last_end = self.num_sequences + int(ends[-1]) if ends.size else self._last_end
         self.num_sequences += sizes.size
-        self.num_documents += ends.size
+
+    def end_documents(self, ends: npt.ArrayLike) -> None:
+        """End documents: each has the sequences up to the number in `ends` [n], counted from the first of the pair."""
+        numbers = np.asarray(ends, np.int64)
+        self._documents.write(numbers.astype(OFFSET_DTYPE).tobytes())
+        self._last_end = int(numbers[-1]) if numbers.size else self._last_end
+        self.num_documents += numbers.size
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
         """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names."""

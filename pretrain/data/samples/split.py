@@ -1,6 +1,7 @@
 """Divide the documents of a data set into training, validation and test documents."""
 
 import itertools
+from collections.abc import Sequence
 
 from pretrain.errors import ConfigError
 
@@ -18,8 +19,11 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return proportions[0] / sum(proportions), proportions[1] / sum(proportions), proportions[2] / sum(proportions)
 
 
-def split_documents(num_documents: int, fractions: tuple[float, float, float]) -> list[tuple[int, int]]:
-    """Return [first, last) documents of train, valid and test: consecutive, rounded as in Megatron-LM and GPT-NeoX."""
+def split_documents(num_documents: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
+    """Return [first, last) documents of each part, such as train, valid and test: consecutive.
+
+    The numbers are rounded as in Megatron-LM and GPT-NeoX.
+    """
     bounds = [0]
     for fraction in fractions:
         bounds.append(bounds[-1] + round(fraction * num_documents))

@@ -1,14 +1,14 @@
 """Hash and verify whole data sets, on all CPU cores."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from pretrain.data.commands.copy_documents import Advance, open_checked
 from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hash_block, hashes_path, read_hashes, write_hashes
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
-
-Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note
 
 
 def store_hashes(prefix: str, advance: Advance) -> DataHashes:
@@ -23,19 +23,26 @@ def store_hashes(prefix: str, advance: Advance) -> DataHashes:
     return hashes
 
 
-def verify_data(prefix: str, advance: Advance) -> list[str]:
-    """Compare every byte of a data set with PREFIX.sha256.json. Return a line for each difference.
+def verify_data(prefix: str, advance: Advance) -> tuple[list[str], str]:
+    """Check every entry of the .idx, and compare every byte with PREFIX.sha256.json.
 
-    Raises ConfigError for a damaged pair, and if there are no hashes to compare with.
+    Return a line for each difference, and what was compared. Raises ConfigError for a damaged pair, and for hashes that
+    cannot be used.
     """
-    data, path = IndexedDataset(prefix), hashes_path(prefix)
+    data, path = open_checked(prefix), hashes_path(prefix)
+    remedy = f"python tools/data.py hash {prefix} writes "
     try:
         stored = read_hashes(path)
-        problem = "there is no such file" if stored is None else "it has the hashes of a part of the .bin only"
     except ValueError as error:
-        stored, problem = None, f"it is damaged: {error}"
-    if stored is None or not stored.is_complete:
-        raise ConfigError(str(path), problem=problem, remedy=f"python tools/data.py hash {prefix} writes it")
+        raise ConfigError(str(path), problem=f"it is damaged: {error}", remedy=f"{remedy}it") from None
+    if stored is None:
+        return [], f"every entry of the .idx is right; the bytes cannot be compared: there are no hashes. {remedy}them"
+    if not stored.is_complete:
+        raise ConfigError(str(path), problem="it has the hashes of a part of the .bin only", remedy=f"{remedy}it")
+    return _differences(data, stored, path, advance), "every byte has its hash"
+
+
+def _differences(data: IndexedDataset, stored: DataHashes, path: Path, advance: Advance) -> list[str]:
     lines = []
     if data.index.sha256 != stored.idx_sha256:
         lines.append(f"{data.idx_path}: it does not have the SHA-256 of {path}")
