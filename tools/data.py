@@ -29,7 +29,7 @@ def _info(flags: argparse.Namespace) -> int:
             rows = describe(data, progress.advance)
         print(name)
         for key, value in rows:
-            print(f"  {key:<18}{value}")
+            print(f"  {key:<19}{value}")
     return 0
 
 
