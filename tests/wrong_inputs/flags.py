@@ -180,7 +180,8 @@ def _output_cases() -> Iterator[Case]:
     for what, path in {**UNWRITABLE, "slash": "{world}/nvme/", "dot": ".", "dot dot": "..", "suffix": "x.bin"}.items():
         yield Case(f"prepare_data --out {what}", "tools/prepare_data.py",
                    (*TOOLS["tools/prepare_data.py"], "--out", path), "--out")
-        yield Case(f"data merge {what}", "tools/data.py merge", (path, "{world}/corpus"), path.rsplit("/", 1)[-1][:50])
+        yield Case(f"data merge {what}", "tools/data.py merge", (path, "{world}/corpus"),
+                   path.rsplit("/", 1)[-1][:50].removesuffix(".bin"))
         yield Case(f"data split --out {what}", "tools/data.py split",
                    ("{world}/corpus", "--documents", "rest", "--out", path), "--out")
     for flag, (what, path) in itertools.product(("--json", "--csv", "--plot", "--write"), {
