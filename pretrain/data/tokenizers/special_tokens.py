@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrain.errors import ConfigError
 
 CONFIG_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -26,6 +28,11 @@ class TokenIds:
     unk: int | None = None
     notes: tuple[str, ...] = ()
     """what differs in an exported tokenizer, one line each"""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of arrays of tokens."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
     def config_keys(self) -> dict[str, int | None]:
         """Return the keys of a config.json for these tokens; None for those that the tokenizer does not have."""
