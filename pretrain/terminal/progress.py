@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
@@ -13,17 +14,21 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressBar:
-    """Context manager that shows progress on stderr if `active`."""
+    """Context manager that shows progress on stderr if `active`.
 
-    def __init__(self, title: str, total_bytes: int, *, active: bool = True) -> None:
+    total_bytes: 0 if it is unknown. done_bytes: bytes that an earlier process has done.
+    """
+
+    def __init__(self, title: str, total_bytes: int, *, done_bytes: int = 0, active: bool = True) -> None:
         self._active, self._lock = active, threading.Lock()
-        self._title, self._total, self._done, self._note = title, max(total_bytes, 1), 0, ""
+        self._title, self._total, self._note = title, total_bytes, ""
+        self._done = self._done_before = done_bytes
         self._started = self._last_line = time.monotonic()
         self._bar = RichProgress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
             console=Console(stderr=True), disable=not (active and sys.stderr.isatty()))
-        self._task = self._bar.add_task(title, total=self._total, note="")
+        self._task = self._bar.add_task(title, total=total_bytes or None, completed=done_bytes, note="")
 
     def advance(self, num_bytes: int, note: str) -> None:
         """Add processed bytes. May be called from any thread."""
@@ -32,11 +37,18 @@ class ProgressBar:
         self._bar.update(self._task, completed=self._done, note=self._status())
         if self._active and self._bar.disable and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            print(f"{self._title}: {100 * self._done // self._total}%, {self._status()}", file=sys.stderr, flush=True)
+            percent = f"{100 * self._done // self._total}%, " if self._total else ""
+            print(f"{self._title}: {percent}{self._status()}{self._eta()}", file=sys.stderr, flush=True)
 
     def _status(self) -> str:
-        megabytes = self._done / 1e6
-        return f"{megabytes:.1f} MB, {megabytes / max(time.monotonic() - self._started, 1e-3):.1f} MB/s, {self._note}"
+        return f"{self._done / 1e6:.1f} MB, {self._bytes_per_second() / 1e6:.1f} MB/s, {self._note}"
+
+    def _bytes_per_second(self) -> float:
+        return (self._done - self._done_before) / max(time.monotonic() - self._started, 1e-3)
+
+    def _eta(self) -> str:
+        left, rate = self._total - self._done, self._bytes_per_second()
+        return f", ETA {timedelta(seconds=round(left / rate))}" if left > 0 and rate > 0 else ""
 
     def __enter__(self) -> "ProgressBar":
         self._bar.start()

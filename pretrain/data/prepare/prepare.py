@@ -1,39 +1,38 @@
-"""Tokenize text files into a `.bin/.idx` pair. The main process reads and writes in order; workers tokenize.
+"""Tokenize inputs into token files. The main process reads and writes in order; workers tokenize.
 
-The output does not depend on the number of workers: the batches are the same, and results are written in order.
+The output does not depend on the number of workers, and not on whether the preparation was stopped and resumed: the
+batches are the same, and results are written in order.
 """
 
-import concurrent.futures
 import functools
-import math
-import multiprocessing
 import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from pretrain.cli import bad_path
+from pretrain.cli import bad_path, say
 from pretrain.data.files.index_format import dtype_for_vocab
-from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.inputs.chunk import CHUNK_BYTES, Chunk, ReadSettings
-from pretrain.data.inputs.chunks import read_chunks
-from pretrain.data.inputs.documents import Skipped, documents
-from pretrain.data.inputs.find import Input, find_inputs
-from pretrain.data.tokenizers.tokenizer import load_tokenizer
-from pretrain.errors import ConfigError
+from pretrain.data.inputs.chunk import CHUNK_BYTES, Position, ReadSettings
+from pretrain.data.inputs.find import Inputs, find_inputs
+from pretrain.data.prepare.batches import FIRST_PLACE, Place, read_batches
+from pretrain.data.prepare.document_writer import DocumentWriter
+from pretrain.data.prepare.finish import existing_outputs, rename_files, write_files
+from pretrain.data.prepare.inputs_record import record_inputs
+from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
+from pretrain.data.prepare.statistics import entropy_nats
+from pretrain.data.prepare.stop_signals import StopRequest
+from pretrain.data.prepare.summary import make_summary
+from pretrain.data.prepare.tokenize_batch import TokenizeSettings, make_tokenize
+from pretrain.data.prepare.worker_pool import map_in_order
+from pretrain.data.tokenizers.special_tokens import TokenIds
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError, shorten
 from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar
-
-_CHECK_WORKERS_S = 5.0  # time without a result, after which the workers are checked
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ class PreparedData:
     tokenizer: str
     """path of the tokenizer's file"""
     tokenizer_sha256: str
+    bos_token: int | None
+    """the token that begins each document; None without --prepend_bos"""
     eod_token: int | None
     """the token that ends each document; None without --append_eod"""
     num_tokens: int
@@ -54,171 +55,189 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
-class _WorkerSettings:
-    """Settings that each worker needs."""
+class PrepareSettings:
+    """Everything that determines the output, apart from the inputs and the tokenizer."""
 
-    tokenizer: str
-    reading: ReadSettings
-    eod_token: int | None
-    dtype: str
-
-
-@dataclass(frozen=True)
-class _TokenizedBatch:
-    tokens: npt.NDArray[Any]
-    ends: list[int]
-    """positions in `tokens` at which documents end"""
-    error: str
-    """message of a ConfigError; empty without an error"""
+    read: ReadSettings = ReadSettings()
+    append_eod: bool = True
+    prepend_bos: bool = False
+    deduplicate: bool = False
 
 
-def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, jsonl_key: str = "text", workers: int | None = None,
-            append_eod: bool = True) -> PreparedData:
-    """Tokenize `inputs` into out.bin, out.idx and out.meta.json. After an error no file is written.
+def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings = PrepareSettings(),
+            workers: int | None = None, overwrite: bool = False,
+            seconds_between_states: float | None = None) -> PreparedData:
+    """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
 
-    workers: number of processes (default: one per CPU core). Raises ConfigError.
+    Continues an earlier preparation that was stopped. workers: number of processes (default: one per CPU core).
+    Raises ConfigError. After an error, and after StopRequest, out.partial/ remains if it is worth resuming.
     """
     if workers is not None and workers < 1:
         raise ConfigError("--workers", found=workers, expected="at least 1")
-    reading = ReadSettings(jsonl_key=jsonl_key)
-    found = find_inputs(inputs, reading)
-    total_bytes = found.num_bytes
-    if problem := bad_path(f"{out}.meta.json.tmp-1234567"):
+    found = find_inputs(inputs, settings.read)
+    if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
     check_folder(Path(out).absolute().parent, "--out")
-    loaded = load_tokenizer(tokenizer)
-    if append_eod and loaded.eod_token is None:
-        raise ConfigError(f"--tokenizer {tokenizer}",
+    job = _Job(found, load_tokenizer(tokenizer), out, settings)
+    state = _resumable_state(out, job.record, overwrite=overwrite)
+    if state is not None and state.get("finished"):
+        output = PartialOutput(out, state)
+    else:
+        output = job.run(state, workers=workers, seconds_between_states=seconds_between_states)
+        state = read_state(out)
+    assert state is not None
+    rename_files(output, out)
+    return PreparedData(**state["meta"])
+
+
+def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
+    """Return the state of an earlier preparation of the same data; None to begin anew.
+
+    Raises ConfigError if existing files would be lost.
+    """
+    state = read_state(out)
+    skipped = state is not None and not record["skip_errors"] and state["skipped"] > 0
+    different = [] if state is None else [name for name, value in record.items()
+                                          if name != "skip_errors" and state["record"].get(name) != value]
+    if different or skipped:
+        if not overwrite:
+            names = ", ".join([*different, *(["--on_error"] if skipped else [])])
+            raise ConfigError(str(partial_path(out)), problem=f"an earlier preparation was stopped here, and the "
+                              f"following was different: {names}",
+                              remedy="give the same command to continue it, or --overwrite to begin anew")
+        state = None
+    if (state is None or not state["finished"]) and not overwrite and (existing := existing_outputs(out)):
+        raise ConfigError(f"--out {out}", problem=f"{existing[0]} exists", remedy="give --overwrite to replace it, or "
+                          "another --out")
+    return state
+
+
+class _Job:
+    """A preparation: inputs, tokenizer and settings that have been checked."""
+
+    def __init__(self, inputs: Inputs, tokenizer: Tokenizer, out: str, settings: PrepareSettings) -> None:
+        self._inputs, self._out, self._settings = inputs, out, settings
+        self._ids: TokenIds = tokenizer.ids
+        self._path, self._fingerprint = tokenizer.path, tokenizer.fingerprint
+        self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
+                                          dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
+        read = settings.read
+        self.record = {
+            "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
+            "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
+            "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
+            "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
+        """what must be the same for a resume"""
+
+    def run(self, state: dict[str, Any] | None, *, workers: int | None,
+            seconds_between_states: float | None) -> PartialOutput:
+        """Write everything into the partial output. Raises ConfigError."""
+        try:
+            output = PartialOutput(self._out, state, seconds_between_states=seconds_between_states)
+            try:
+                self._write(output, state, workers)
+            except BaseException as error:
+                self._leave(output, error)
+                raise
+        except OSError as error:
+            raise ConfigError(f"--out {self._out}", problem=f"the files cannot be written: {error.strerror or error}",
+                              remedy="the same command continues, if the reason is removed") from None
+        return output
+
+    def _leave(self, output: PartialOutput, error: BaseException) -> None:
+        """Close the partial output; delete it if there is nothing to resume."""
+        if not output.has_progress:
+            output.delete()
+        else:
+            output.close()
+            if isinstance(error, StopRequest):
+                error.remedy = f"the work so far is kept in {output.path}: the same command continues it"
+
+    def _write(self, output: PartialOutput, state: dict[str, Any] | None, workers: int | None) -> None:
+        writer = DocumentWriter(output, self._tokenize.dtype, vocab_size=self._ids.vocab_size,
+                                special_tokens=self._tokenize.special_tokens,
+                                deduplicate=self._settings.deduplicate, state=state)
+        place, done_bytes = FIRST_PLACE, 0
+        if state is not None:
+            place, done_bytes = Place(state["input"], Position(*state["position"])), state["done_bytes"]
+        total = self._inputs.num_bytes
+        batches = read_batches(self._inputs.files, self._settings.read, place, continues=writer.is_inside_document)
+        results = map_in_order(functools.partial(make_tokenize, self._tokenize), batches,
+                               self._num_workers(workers, total - done_bytes))
+
+        def save() -> None:
+            output.save({**self._state(writer), "input": place.input, "position": place.position,
+                         "done_bytes": done_bytes, "finished": False})
+
+        if state is not None:
+            say(f"continues the preparation in {output.path} after {writer.num_documents:,} documents")
+        with ProgressBar("tokenizing", total, done_bytes=done_bytes) as progress:
+            rate = _TokenRate(writer.num_tokens)
+            for batch, result in results:
+                if result.error:
+                    kept = " The work so far is kept: with --on_error skip, the same command continues it."
+                    raise ConfigError.from_line(result.error + kept * output.has_progress)
+                writer.add(result, save)
+                place, done_bytes = batch.end, done_bytes + batch.file_bytes
+                progress.advance(batch.file_bytes, f"{rate.text(writer.num_tokens)}, {writer.num_documents:,} documents")
+                if self._can_resume and output.is_due():
+                    save()
+        self._finish(output, writer)
+
+    @property
+    def _can_resume(self) -> bool:
+        return all(file.can_resume for file in self._inputs.files)
+
+    def _num_workers(self, workers: int | None, num_bytes: int) -> int:
+        """Return the number of processes. Starting a worker takes longer than tokenizing a small input."""
+        most = workers or len(os.sched_getaffinity(0))
+        return min(most, 1 + num_bytes // CHUNK_BYTES) if self._can_resume else most
+
+    def _state(self, writer: DocumentWriter) -> dict[str, Any]:
+        return {"record": self.record, "skipped": writer.statistics.skipped, **writer.state()}
+
+    def _finish(self, output: PartialOutput, writer: DocumentWriter) -> None:
+        """Complete all files in the partial output."""
+        statistics = writer.statistics
+        if statistics.documents == 0:
+            raise ConfigError(shorten(" ".join(file.name for file in self._inputs.files)),
+                              problem="there is no document that is not empty")
+        if record_inputs(self._inputs.files) != self.record["inputs"]:
+            raise ConfigError("INPUT", problem="a file was changed while it was read", remedy="prepare the data again")
+        meta = PreparedData(
+            vocab_size=self._ids.vocab_size, tokenizer=str(self._path.resolve()), tokenizer_sha256=self._fingerprint,
+            bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,
+            num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts)[-1]),
+            entropy_nats=entropy_nats(statistics.token_counts))
+        summary = make_summary(
+            statistics, unknown_token=self._ids.unk, duplicates_counted=writer.duplicates_are_counted,
+            deduplicated=self._settings.deduplicate, entropy_nats=meta.entropy_nats,
+            inputs=self._inputs.describe(), settings={**self.record, "tokenizer": meta.tokenizer})
+        write_files(output, self._tokenize.dtype, blocks=writer.finish(), meta=asdict(meta), summary=summary)
+        writer.close()
+        output.save({**self._state(writer), "meta": asdict(meta), "finished": True})
+
+
+class _TokenRate:
+    """Tokens per second since this object was made."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._first, self._started = num_tokens, time.monotonic()
+
+    def text(self, num_tokens: int) -> str:
+        rate = (num_tokens - self._first) / max(time.monotonic() - self._started, 1e-3)
+        return f"{rate / 1e6:.2f} M tokens/s"
+
+
+def _special_tokens(tokenizer: Tokenizer, settings: PrepareSettings) -> tuple[int | None, int | None]:
+    """Return the tokens that begin and end each document. Raises ConfigError if the tokenizer does not have them."""
+    if settings.append_eod and tokenizer.eod_token is None:
+        raise ConfigError(f"--tokenizer {tokenizer.path}",
                           problem="it has no end-of-document token such as <|endoftext|> or </s>",
                           remedy="choose another tokenizer, or give --no-append_eod")
-    eod_token = loaded.eod_token if append_eod else None
-    settings = _WorkerSettings(str(loaded.path), reading, eod_token, dtype_for_vocab(loaded.vocab_size).name)
-    counts = np.zeros(loaded.vocab_size, np.int64)
-    try:
-        with IndexedWriter(out, settings.dtype) as writer, ProgressBar("tokenizing", total_bytes) as progress:
-            # Starting a worker takes longer than tokenizing one chunk.
-            most_workers = min(workers or len(os.sched_getaffinity(0)), 1 + total_bytes // CHUNK_BYTES)
-            for batch, result in _map_in_order(_batches(found.files, reading, CHUNK_BYTES), settings, most_workers):
-                if result.error:
-                    raise ConfigError.from_line(result.error)
-                writer.add_documents(result.tokens, result.ends)
-                counts += np.bincount(result.tokens, minlength=len(counts))
-                progress.advance(sum(chunk.file_bytes for chunk in batch), f"{writer.num_documents:,} documents")
-            if writer.num_documents == 0:
-                raise ConfigError(" ".join(inputs), problem="there is no document that is not empty")
-            summary = PreparedData(
-                vocab_size=loaded.vocab_size, tokenizer=str(loaded.path.resolve()),
-                tokenizer_sha256=loaded.fingerprint, eod_token=eod_token, num_tokens=writer.num_tokens,
-                num_documents=writer.num_documents, max_token=int(np.flatnonzero(counts)[-1]),
-                entropy_nats=entropy_nats(counts))
-            writer.finalize(vars(summary))
-    except OSError as error:
-        raise ConfigError(f"--out {out}", problem=f"the files cannot be written: {error}") from None
-    return summary
-
-
-def entropy_nats(counts: npt.NDArray[np.int64]) -> float:
-    """Return the entropy in nats of the frequencies `counts` [n]."""
-    frequencies = counts[counts > 0] / counts.sum()
-    return -math.fsum((frequencies * np.log(frequencies)).tolist())
-
-
-def _batches(inputs: Iterable[Input], reading: ReadSettings, batch_bytes: int) -> Iterator[list[Chunk]]:
-    """Yield lists of chunks in the order of the inputs; small files are combined up to `batch_bytes`."""
-    batch: list[Chunk] = []
-    size = 0
-    for found in inputs:
-        for chunk in read_chunks(found, reading, chunk_bytes=batch_bytes):
-            batch.append(chunk)
-            size += chunk.num_bytes
-            if size >= batch_bytes // 2:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _map_in_order(batches: Iterator[list[Chunk]], settings: _WorkerSettings,
-                  workers: int) -> Iterator[tuple[list[Chunk], _TokenizedBatch]]:
-    """Yield each batch and its result, in order. At most a few batches per worker are read ahead."""
-    if workers == 1:
-        yield from ((batch, _tokenize(batch, settings)) for batch in batches)
-        return
-    # Not fork: a child would inherit locks of the parent's threads (progress bar, torch).
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    pending: deque[tuple[list[Chunk], Future[_TokenizedBatch]]] = deque()
-    try:
-        for batch in batches:
-            pending.append((batch, pool.submit(_tokenize, batch, settings)))
-            if len(pending) > 3 * workers:
-                done, future = pending.popleft()
-                yield done, _result(pool, future)
-        while pending:
-            done, future = pending.popleft()
-            yield done, _result(pool, future)
-    except BrokenProcessPool:
-        raise ConfigError("--workers", problem=f"one of {workers} worker processes was killed",
-                          remedy="if memory is short, give fewer workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _result(pool: ProcessPoolExecutor, future: "Future[_TokenizedBatch]") -> _TokenizedBatch:
-    """Return the result of a future. Raises BrokenProcessPool if a worker was killed.
-
-    If a worker is killed while it writes a result, the executor waits forever for the rest of it (Python 3.10 to 3.13,
-    concurrent/futures/process.py, `wait_result_broken_or_wakeup`): the pipe remains open, because this process and the
-    other workers can write to it. In this case the other workers are killed and the pipes are closed here.
-    """
-    while True:
-        try:
-            return future.result(timeout=_CHECK_WORKERS_S)
-        except concurrent.futures.TimeoutError:  # a class of its own in Python 3.10
-            workers = list((pool._processes or {}).values())
-            if not all(worker.is_alive() for worker in workers):
-                for worker in workers:
-                    worker.kill()
-                pool._result_queue._writer.close()  # type: ignore[attr-defined]
-                pool._call_queue._reader.close()  # type: ignore[attr-defined]
-
-
-def _start_worker() -> None:
-    """Ignore Ctrl-C, which the parent handles, and exit when the parent ends for any reason."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-_load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
-
-
-def _tokenize(batch: list[Chunk], settings: _WorkerSettings) -> _TokenizedBatch:
-    """Tokenize a batch; runs in a worker process if there are several workers."""
-    tokenizer = _load_once(settings.tokenizer)
-    parts: list[npt.NDArray[Any]] = [np.zeros(0, settings.dtype)]
-    ends: list[int] = []
-    size = 0
-    try:
-        for chunk in batch:
-            for document in documents(chunk, settings.reading):
-                assert not isinstance(document, Skipped)
-                text, is_end = document.text, document.ends_document
-                if not text and not (is_end and chunk.kind == "part"):
-                    continue
-                tokens = tokenizer.encode(text)
-                if is_end and settings.eod_token is not None:
-                    tokens.append(settings.eod_token)
-                parts.append(np.asarray(tokens, settings.dtype))
-                size += len(tokens)
-                if is_end:
-                    ends.append(size)
-    except ConfigError as error:
-        return _TokenizedBatch(parts[0], [], str(error))
-    return _TokenizedBatch(np.concatenate(parts), ends, "")
+    if settings.prepend_bos and tokenizer.ids.bos is None:
+        raise ConfigError(f"--tokenizer {tokenizer.path}",
+                          problem="it has no token such as <s> that begins a document",
+                          remedy="choose another tokenizer, or leave out --prepend_bos")
+    return (tokenizer.ids.bos if settings.prepend_bos else None,
+            tokenizer.eod_token if settings.append_eod else None)

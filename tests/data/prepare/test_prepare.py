@@ -1,56 +1,23 @@
 """Tokenizing files: the output does not depend on the number of workers, and errors name file and line."""
 
 import gzip
-import itertools
-import json
-import multiprocessing
 import os
-import signal
-import struct
-import subprocess
-import sys
-import time
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
 
-import pretrain.data.prepare.prepare
+import pretrain.data.prepare.batches
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
-from pretrain.data.prepare.prepare import PreparedData, entropy_nats, prepare
+from pretrain.data.inputs.chunk import ReadSettings
+from pretrain.data.prepare.prepare import PreparedData, PrepareSettings, prepare
+from pretrain.data.prepare.statistics import entropy_nats
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
 from pretrain.errors import ConfigError
-
-TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
-SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
-TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return train_sentencepiece([str(path) for path in SOURCES], tmp_path_factory.mktemp("tok"), vocab_size=600)
-
-
-def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
-    path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
-
-
-def documents(prefix: Path, tokenizer: Tokenizer, *, eod: bool = True) -> list[str]:
-    data = IndexedDataset(prefix)
-    bounds = data.document_offsets().tolist()
-    texts = []
-    for start, stop in itertools.pairwise(bounds):
-        tokens = data.tokens(start, stop).tolist()
-        assert (tokens[-1] == tokenizer.eod_token) == eod
-        assert tokens.count(tokenizer.eod_token) == eod
-        texts.append(tokenizer.decode(tokens))
-    return texts
+from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool
 
 
 def test_all_file_types_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -75,12 +42,12 @@ def test_meta_json_describes_the_data(tmp_path: Path, tokenizer: Tokenizer) -> N
     tokens = IndexedDataset(tmp_path / "out").tokens(0, done.num_tokens)
     fractions = np.unique(tokens, return_counts=True)[1] / len(tokens)
     expected = {
-        "vocab_size": 600, "tokenizer": str(tokenizer.path), "tokenizer_sha256": tokenizer.fingerprint, "eod_token": 1,
+        "vocab_size": 600, "tokenizer": str(tokenizer.path), "tokenizer_sha256": tokenizer.fingerprint,
+        "bos_token": None, "eod_token": 1,
         "num_tokens": sum(len(tokenizer.encode(text)) + 1 for text in TEXTS), "num_documents": len(TEXTS),
         "max_token": int(tokens.max()), "entropy_nats": pytest.approx(float(-(fractions * np.log(fractions)).sum()))}
     assert read_meta(tmp_path / "out") == vars(done) == expected
-    endings = ["bin", "idx", "meta.json", "sha256.json"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", *(f"out.{ending}" for ending in endings)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", *(f"out.{ending}" for ending in ENDINGS)]
 
 
 def test_entropy() -> None:
@@ -90,8 +57,7 @@ def test_entropy() -> None:
 
 def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
-    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), jsonl_key="body",
-                   append_eod=False)
+    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=PrepareSettings(ReadSettings(jsonl_key="body"), append_eod=False))
     assert done.eod_token is None
     assert documents(tmp_path / "out", tokenizer, eod=False) == TEXTS
 
@@ -100,7 +66,7 @@ def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: Tokenizer,
                                                    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     """Chunks may end inside long lines, multi-byte characters and line ends."""
-    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", chunk_bytes)
     texts = [TEXTS[0][:3000], "x" * 300 + "😀é\u2581" * 50 + " y" * 100, "\r\n" * 20]
     inputs = [jsonl(tmp_path / "a.jsonl", texts)]
     for number, text in enumerate(texts):
@@ -112,13 +78,13 @@ def test_every_chunk_size_gives_the_same_documents(tmp_path: Path, tokenizer: To
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: Tokenizer,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 4096)
     inputs = [jsonl(tmp_path / "a.jsonl", TEXTS * 2), *map(str, SOURCES)]
     written = []
     for workers in (1, 2, 3):
         out = tmp_path / f"out{workers}"
         prepare(inputs, tokenizer=str(tokenizer.path), out=str(out), workers=workers)
-        written.append([Path(f"{out}.{ending}").read_bytes() for ending in ("bin", "idx", "meta.json")])
+        written.append(output(out))
     assert written[0] == written[1] == written[2]
     assert documents(tmp_path / "out3", tokenizer) == TEXTS * 2 + TEXTS[: len(SOURCES)]
 
@@ -126,14 +92,15 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, tokenizer: 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_is_reported_and_the_old_files_remain(tmp_path: Path, tokenizer: Tokenizer, workers: int,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrain.data.prepare.prepare, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(pretrain.data.prepare.batches, "CHUNK_BYTES", 4096)
     good = jsonl(tmp_path / "good.jsonl", TEXTS)
     prepare([good], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"))
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(Path(good).read_bytes() + b'{"text": "cut of\n')
     with pytest.raises(ConfigError, match=rf"bad\.jsonl:{len(TEXTS) + 1}: it is not valid JSON: Unterminated string"):
-        prepare([good, str(bad)], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=workers)
+        prepare([good, str(bad)], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), workers=workers,
+                overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
@@ -159,9 +126,9 @@ BAD_LINES = {
     "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected one JSON object per line"),
     "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. Did you mean \"txet\"?"),
     "other key": (b'{"content": "a"}', "Name the key of the text with --jsonl_key; this object has content"),
-    "no string": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null. Correct or remove this line"),
+    "no string": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null"),
     "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
-    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11"),
+    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11 of the line"),
     "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),
 }
 
@@ -177,17 +144,13 @@ def test_bad_lines_are_rejected(tmp_path: Path, tokenizer: Tokenizer, name: str)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900)
-
-
 def test_the_tool_passes_its_flags(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
     out = tmp_path / "new" / "out"
     done = run_tool(source, "--tokenizer", str(tokenizer.path), "--out", str(out), "--jsonl-key=body",
                     "--no-append-eod")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{len(TEXTS)} documents" in done.stdout
+    assert re.search(rf"documents +{len(TEXTS)}\n", done.stdout)
     assert documents(out, tokenizer, eod=False) == TEXTS
 
 
@@ -233,76 +196,8 @@ def test_a_tokenizer_without_eod_is_rejected_by_default(tmp_path: Path) -> None:
     where = {"tokenizer": str(tmp_path), "out": str(tmp_path / "out")}
     with pytest.raises(ConfigError, match="it has no end-of-document token"):
         prepare([str(tmp_path / "a.txt")], **where)
-    done: PreparedData = prepare([str(tmp_path / "a.txt")], append_eod=False, **where)
+    done: PreparedData = prepare([str(tmp_path / "a.txt")], settings=PrepareSettings(append_eod=False), **where)
     assert done.num_tokens == 4
-
-
-def children(pid: int) -> list[int]:
-    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return [int(word) for words in lists for word in words.split()]
-
-
-def start_long_job(tmp_path: Path, tokenizer: Tokenizer) -> tuple[subprocess.Popen[str], list[int]]:
-    """Start the tool with much text. Return its process and the ids of its worker processes."""
-    source = jsonl(tmp_path / "a.jsonl", TEXTS * 2000)
-    words = [source, "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out"), "--workers", "2"]
-    process = subprocess.Popen([sys.executable, str(TOOL), *words], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    workers: list[int] = []
-    while len(workers) < 2 or not any(path.stat().st_size for path in tmp_path.glob("out.bin.tmp-*")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        workers = [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return process, workers
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process runs. Zombies do not count: in some containers, no process reaps orphans."""
-    try:
-        return Process(pid).status() != STATUS_ZOMBIE
-    except NoSuchProcess:
-        return False
-
-
-def wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 600
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize(("whom", "which", "code", "message"), [
-    ("worker", signal.SIGKILL, 2, "worker processes was killed"),
-    ("parent", signal.SIGINT, 130, "ds-pretrain: interrupted"),
-    ("parent", signal.SIGKILL, -signal.SIGKILL, ""),
-])  # fmt: skip
-def test_no_process_remains_after_a_kill(tmp_path: Path, tokenizer: Tokenizer, whom: str, which: signal.Signals,
-                                         code: int, message: str) -> None:
-    process, workers = start_long_job(tmp_path, tokenizer)
-    os.kill(workers[0] if whom == "worker" else process.pid, which)
-    error = process.communicate(timeout=900)[1]
-    assert process.returncode == code
-    assert message in error
-    assert "Traceback" not in error
-    wait_gone(workers)
-    assert not (tmp_path / "out.idx").exists()
-    if code > 0:
-        assert error.count("\n") == 1
-        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-def _die_within_a_result() -> None:
-    """Write a part of a result, as a worker does that is killed while it writes."""
-    queue = sys._getframe(1).f_locals["result_queue"]  # of concurrent.futures.process._process_worker
-    os.write(queue._writer.fileno(), struct.pack("!i", 1000) + b"part")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_is_killed_within_a_result_is_noticed() -> None:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool, \
-            pytest.raises(BrokenProcessPool):
-        pretrain.data.prepare.prepare._result(pool, pool.submit(_die_within_a_result))  # type: ignore[arg-type]
 
 
 def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixture[str],
@@ -316,4 +211,5 @@ def test_a_log_file_gets_a_progress_line_at_intervals(capsys: pytest.CaptureFixt
             now[0] += 6
             shown.advance(10_000_000, "5 documents")
     assert capsys.readouterr().err.splitlines() == [
-        "tokenizing: 50%, 20.0 MB, 1.7 MB/s, 5 documents", "tokenizing: 100%, 40.0 MB, 1.7 MB/s, 5 documents"]
+        "tokenizing: 50%, 20.0 MB, 1.7 MB/s, 5 documents, ETA 0:00:12",
+        "tokenizing: 100%, 40.0 MB, 1.7 MB/s, 5 documents"]

@@ -1,0 +1,73 @@
+"""Read the inputs in batches for the workers, from any position on."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pretrain.data.inputs.chunk import BEGINNING, CHUNK_BYTES, Chunk, Position, ReadSettings
+from pretrain.data.inputs.chunks import read_chunks
+from pretrain.data.inputs.find import Input
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in the list of inputs."""
+
+    input: int
+    position: Position
+
+
+FIRST_PLACE = Place(0, BEGINNING)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive chunks of the inputs."""
+
+    chunks: list[Chunk]
+    continues: bool
+    """whether the first chunk begins inside a document"""
+    end: Place
+    """where the next batch begins"""
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(chunk.file_bytes for chunk in self.chunks)
+
+
+def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, *, continues: bool,
+                 batch_bytes: int | None = None) -> Iterator[Batch]:
+    """Yield batches of about `batch_bytes`, in order. Small inputs are combined. Raises ConfigError.
+
+    continues: whether `start` is inside a document.
+    """
+    batch_bytes = batch_bytes or CHUNK_BYTES
+    chunks: list[Chunk] = []
+    size = 0
+    for chunk, end in _chunks(inputs, settings, start, batch_bytes):
+        chunks.append(chunk)
+        size += chunk_bytes(chunk)
+        if size >= batch_bytes // 2 or len(chunks) >= batch_bytes // 64:  # empty inputs have no bytes
+            yield Batch(chunks, continues, end)
+            continues = not chunk.ends_document
+            chunks, size = [], 0
+    if chunks:
+        yield Batch(chunks, continues, end)
+
+
+def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
+            size: int) -> Iterator[tuple[Chunk, Place]]:
+    """Yield each chunk and where the next one begins. After the last chunk of an input, this is the next input."""
+    for index in range(start.input, len(inputs)):
+        position = start.position if index == start.input else BEGINNING
+        previous: Chunk | None = None
+        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=size):
+            if previous is not None:
+                yield previous, Place(index, previous.end)
+            previous = chunk
+        if previous is not None:
+            yield previous, Place(index + 1, BEGINNING)
+
+
+def chunk_bytes(chunk: Chunk) -> int:
+    """Return the bytes of the text in a chunk."""
+    return len(chunk.data) + sum(len(value or b"") for value in chunk.values)

@@ -1,0 +1,209 @@
+"""Tokenize a batch of chunks. This runs in the worker processes."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.inputs.chunk import ReadSettings
+from pretrain.data.inputs.documents import Skipped, documents
+from pretrain.data.prepare.batches import Batch
+from pretrain.data.prepare.seen_digests import DIGEST_BYTES, Digests
+from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pretrain.errors import ConfigError
+
+LONGEST_TEXT = 1 << 20
+"""characters that the tokenizer gets at once; a longer text is divided, so that memory stays bounded"""
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """Settings that determine the tokens of the documents."""
+
+    tokenizer: str
+    """path of the tokenizer's file"""
+    bos_token: int | None
+    """token that begins each document"""
+    eod_token: int | None
+    """token that ends each document"""
+    dtype: str
+    read: ReadSettings
+
+    @property
+    def special_tokens(self) -> int:
+        """Number of tokens that a document has besides those of its text."""
+        return (self.bos_token is not None) + (self.eod_token is not None)
+
+
+@dataclass
+class TokenizedBatch:
+    """Tokens and counts of a batch. If the batch begins inside a document, its first document is the rest of that one.
+    """
+
+    tokens: npt.NDArray[Any]
+    ends: npt.NDArray[np.int64]
+    """positions in `tokens` at which documents end"""
+    text_bytes: npt.NDArray[np.int64]
+    """bytes of the text of each document, and of the incomplete one at the end"""
+    digests: Digests
+    """hash of the tokens of each document; of a rest, the value has no meaning"""
+    empty: int = 0
+    longest_tokens: int = 0
+    """tokens of the longest document that begins and ends in this batch"""
+    longest_place: str = ""
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    """place and reason"""
+    head_failure: tuple[str, str] | None = None
+    """place and reason, if a part of the first document, which is a rest, cannot be read"""
+    tail_failure: tuple[str, str] | None = None
+    tail_place: str = ""
+    """place of a document that begins in this batch and does not end in it"""
+    error: str = ""
+    """message of a ConfigError; empty without an error"""
+
+
+def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatch]:
+    """Load the tokenizer, and return the function that tokenizes a batch."""
+    return functools.partial(_tokenize, settings, load_tokenizer(settings.tokenizer))
+
+
+def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch:
+    builder = _Builder(settings, is_rest=batch.continues)
+    try:
+        for text, where, ends in _texts(batch, settings.read):
+            if isinstance(text, Skipped):
+                builder.fail(text)
+            elif text:
+                builder.add(tokenizer.encode(text), where, text_bytes(text))
+            if ends:
+                builder.end()
+        return builder.result(tokenizer)
+    except ConfigError as error:
+        none = np.zeros(0, np.int64)
+        return TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64), error=str(error))
+
+
+def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, str, bool]]:
+    """Yield (text that is short enough for the tokenizer, place, whether a document ends here)."""
+    for chunk in batch.chunks:
+        for piece in documents(chunk, read):
+            if isinstance(piece, Skipped):
+                yield piece, piece.where, piece.ends_document
+                continue
+            parts = divide(piece.text)
+            for part in parts[:-1]:
+                yield part, piece.where, False
+            yield parts[-1], piece.where, piece.ends_document
+
+
+def divide(text: str, longest: int = LONGEST_TEXT) -> list[str]:
+    """Divide a text into parts of up to `longest` characters: after a line, else after a space, else anywhere."""
+    parts, start = [], 0
+    while len(text) - start > longest:
+        stop = start + longest
+        cut = text.rfind("\n", start, stop) + 1 or text.rfind(" ", start + 1, stop) or stop
+        cut = cut if cut > start else stop
+        parts.append(text[start:cut])
+        start = cut
+    return [*parts, text[start:]] if parts else [text]
+
+
+def text_bytes(text: str) -> int:
+    """Return the bytes of a text as UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+class _Builder:
+    """Collects the tokens of a batch."""
+
+    def __init__(self, settings: TokenizeSettings, *, is_rest: bool) -> None:
+        self._settings = settings
+        self._parts: list[Sequence[int] | npt.NDArray[Any]] = []
+        self._size = 0
+        self._ends: list[int] = []
+        self._text_bytes: list[int] = []
+        self._batch = TokenizedBatch(*[np.zeros(0, np.int64)] * 3, np.zeros((0, 2), np.uint64))
+        self._begin(is_rest=is_rest)
+
+    def _begin(self, *, is_rest: bool = False) -> None:
+        """Begin a document."""
+        self._is_rest, self._is_open = is_rest, is_rest
+        self._start, self._first_part = self._size, len(self._parts)
+        self._bytes, self._where = 0, ""
+        self._failure: tuple[str, str] | None = None
+
+    def add(self, tokens: Sequence[int] | npt.NDArray[Any], where: str, num_bytes: int) -> None:
+        """Add tokens of the current document."""
+        self._open(where)
+        self._append(tokens)
+        self._bytes += num_bytes
+
+    def fail(self, piece: Skipped) -> None:
+        """Mark the current document as one that cannot be read."""
+        self._open(piece.where)
+        self._failure = self._failure or (piece.where, piece.reason)
+
+    def _open(self, where: str) -> None:
+        if not self._is_open:
+            self._is_open, self._where = True, where
+            if self._settings.bos_token is not None:
+                self._append([self._settings.bos_token])
+
+    def _append(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+        self._parts.append(tokens)
+        self._size += len(tokens)
+
+    def end(self) -> None:
+        """End the current document. A document that cannot be read, or is empty, is removed."""
+        if self._is_open and self._settings.eod_token is not None:
+            self._append([self._settings.eod_token])
+        length = self._size - self._start
+        if self._is_rest:
+            self._batch.head_failure = self._failure
+        elif self._failure is not None:
+            self._batch.skipped.append(self._failure)
+        elif length <= self._settings.special_tokens:
+            self._batch.empty += 1
+        elif length > self._batch.longest_tokens:
+            self._batch.longest_tokens, self._batch.longest_place = length, self._where
+        if self._is_rest or (self._failure is None and length > self._settings.special_tokens):
+            self._ends.append(self._size)
+            self._text_bytes.append(self._bytes)
+        else:
+            del self._parts[self._first_part :]
+            self._size = self._start
+        self._begin()
+
+    def result(self, tokenizer: Tokenizer) -> TokenizedBatch:
+        """Return the batch. Raises ConfigError if the tokenizer gave tokens that it does not have."""
+        batch = self._batch
+        if self._is_open:
+            self._text_bytes.append(self._bytes)
+            if self._is_rest:
+                batch.head_failure = self._failure
+            else:
+                batch.tail_failure, batch.tail_place = self._failure, self._where
+        tokens = np.concatenate([np.zeros(0, np.int64), *self._parts])
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]
+            raise ConfigError(f"--tokenizer {tokenizer.path}", problem=f"it encodes a text with token {wrong}, and its "
+                              f"vocabulary has only tokens 0 to {tokenizer.vocab_size - 1}",
+                              remedy="correct or replace the tokenizer")
+        batch.tokens = tokens.astype(self._settings.dtype)
+        batch.ends, batch.text_bytes = np.array(self._ends, np.int64), np.array(self._text_bytes, np.int64)
+        batch.digests = _digests(batch.tokens, self._ends)
+        return batch
+
+
+def _digests(tokens: npt.NDArray[Any], ends: list[int]) -> Digests:
+    """Return the 128-bit hash of the tokens of each document."""
+    content, size = memoryview(tokens).cast("B"), tokens.itemsize
+    start, digests = 0, bytearray()
+    for end in ends:
+        digests += hashlib.blake2b(content[start * size : end * size], digest_size=DIGEST_BYTES).digest()
+        start = end
+    return np.frombuffer(bytes(digests), np.uint64).reshape(-1, 2)

@@ -1,0 +1,130 @@
+"""Apply a function to a stream of jobs in worker processes, and yield the results in the order of the jobs.
+
+Each worker has a connection of its own: if a worker is killed, even within a result, its connection ends at once.
+(concurrent.futures.ProcessPoolExecutor shares one pipe between all workers, and may wait forever in this case.)
+"""
+
+import contextlib
+import multiprocessing
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
+
+from pretrain.errors import ConfigError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+_JOBS_PER_WORKER = 3  # one that it works on, and those that wait
+
+
+def map_in_order(make: Callable[[], Callable[[Job], Result]], jobs: Iterator[Job],
+                 workers: int) -> Iterator[tuple[Job, Result]]:
+    """Yield (job, result) in order. With one worker, this process does the work.
+
+    Each worker calls `make` once, and then the function that it returned for each of its jobs. A few jobs per worker
+    are read ahead. Raises ConfigError if a worker is killed. All workers end with the iterator, and with this process.
+    """
+    if workers == 1:
+        work = make()
+        yield from ((job, work(job)) for job in jobs)
+        return
+    pool: _Pool[Job, Result] = _Pool(make, workers)
+    try:
+        yield from pool.map(jobs)
+    except (EOFError, ConnectionError):
+        raise ConfigError("--workers", problem=f"one of {workers} worker processes was killed",
+                          remedy="if memory is short, give fewer workers") from None
+    finally:
+        pool.kill()
+
+
+class _Worker:
+    """A worker process, and a thread that sends it its jobs: this process never waits until a worker reads."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+        # Not fork: a child would inherit locks of the parent's threads (progress bar, torch).
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(make, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.numbers: deque[int] = deque()  # of the jobs without a result
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._send_jobs, daemon=True).start()
+
+    def start(self, number: int, job: Any) -> None:
+        self.numbers.append(number)
+        self._jobs.put(job)
+
+    def _send_jobs(self) -> None:
+        with contextlib.suppress(OSError):  # the worker was killed, which the receiver reports
+            while (job := self._jobs.get()) is not None:
+                self.connection.send_bytes(pickle.dumps(job, protocol=5))
+
+    def kill(self) -> None:
+        """Kill the process, which holds nothing that is needed."""
+        self._jobs.put(None)
+        self.process.kill()
+        self.process.join()
+
+
+class _Pool(Generic[Job, Result]):
+    def __init__(self, make: Callable[[], Callable[[Job], Result]], workers: int) -> None:
+        self._workers: list[_Worker] = []
+        self._results: dict[int, Result] = {}
+        try:
+            for _ in range(workers):
+                self._workers.append(_Worker(make))
+        except BaseException:
+            self.kill()
+            raise
+
+    def map(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Result]]:
+        started: deque[tuple[int, Job]] = deque()
+        for number, job in enumerate(jobs):
+            while len(started) >= _JOBS_PER_WORKER * len(self._workers):
+                yield self._next_result(started)
+            min(self._workers, key=lambda worker: len(worker.numbers)).start(number, job)
+            started.append((number, job))
+        while started:
+            yield self._next_result(started)
+
+    def _next_result(self, started: "deque[tuple[int, Job]]") -> tuple[Job, Result]:
+        """Wait for the result of the first job. Raises EOFError or ConnectionError if a worker was killed."""
+        number, job = started.popleft()
+        while number not in self._results:
+            ready: list[Any] = wait([worker.connection for worker in self._workers])
+            for worker in self._workers:
+                if worker.connection in ready:
+                    kind, value = pickle.loads(worker.connection.recv_bytes())
+                    if kind == "error":
+                        raise value
+                    self._results[worker.numbers.popleft()] = value
+        return job, self._results.pop(number)
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
+def _work(make: Callable[[], Callable[[Any], Any]], connection: "Connection[Any, Any]") -> None:
+    """Run a worker until its parent ends or kills it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group: the parent handles them
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
+        try:
+            work = make()
+            while True:
+                _send(connection, ("result", work(pickle.loads(connection.recv_bytes()))))
+        except ConfigError as error:
+            _send(connection, ("error", error))
+            connection.recv_bytes()
+
+
+def _send(connection: "Connection[Any, Any]", message: tuple[str, Any]) -> None:
+    connection.send_bytes(pickle.dumps(message, protocol=5))

@@ -1,0 +1,43 @@
+"""Texts, a tokenizer, and functions that several tests of the preparation share."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.tokenizers.tokenizer import Tokenizer
+
+TOOL = Path(__file__).parents[3] / "tools" / "prepare_data.py"
+SOURCES = sorted((Path(json.__file__).parent).glob("*.py"))
+TEXTS = [path.read_text(encoding="utf-8") for path in SOURCES] + ["one line", "ünï\u2581cödé \u2028 😀\r\n", "\n\n"]
+ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
+
+
+def jsonl(path: Path, texts: list[str], key: str = "text") -> str:
+    path.write_text("".join(json.dumps({key: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def documents(prefix: Path, tokenizer: Tokenizer, *, bos: int | None = None, eod: bool = True) -> list[str]:
+    """Return the text of each document, and check its first and its last token."""
+    data = IndexedDataset(prefix)
+    bounds = data.document_offsets().tolist()
+    texts = []
+    for start, stop in itertools.pairwise(bounds):
+        tokens = data.tokens(start, stop).tolist()
+        assert (tokens[-1] == tokenizer.eod_token) == eod
+        assert tokens.count(tokenizer.eod_token) == eod
+        assert bos is None or (tokens[0], tokens.count(bos)) == (bos, 1)
+        texts.append(tokenizer.decode(tokens))
+    return texts
+
+
+def output(prefix: Path) -> dict[str, bytes]:
+    """Return the files of a prepared data set, apart from PREFIX.sha256.json, which has modification times."""
+    return {ending: Path(f"{prefix}.{ending}").read_bytes() for ending in ENDINGS if ending != "sha256.json"}
+
+
+def run_tool(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=900, **options)
