@@ -16,8 +16,8 @@ from pretrain.errors import STOPPED
 
 def main() -> int:
     args = _parser().parse_args()
-    read = ReadSettings(args.format, args.jsonl_key, parse_separator(args.document_separator) if args.document_separator else "",
-                        args.on_error == "skip")
+    separator = parse_separator(args.document_separator) if args.document_separator else ""
+    read = ReadSettings(args.format, args.jsonl_key, separator, args.on_error == "skip")
     settings = PrepareSettings(read, args.append_eod, args.prepend_bos, args.deduplicate)
     try:
         with stop_on_signals():

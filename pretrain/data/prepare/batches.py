@@ -45,7 +45,7 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
     size = 0
     for chunk, end in _chunks(inputs, settings, start, batch_bytes):
         chunks.append(chunk)
-        size += chunk_bytes(chunk)
+        size += chunk.num_bytes
         if size >= batch_bytes // 2 or len(chunks) >= batch_bytes // 64:  # empty inputs have no bytes
             yield Batch(chunks, continues, end)
             continues = not chunk.ends_document
@@ -66,8 +66,3 @@ def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
             previous = chunk
         if previous is not None:
             yield previous, Place(index + 1, BEGINNING)
-
-
-def chunk_bytes(chunk: Chunk) -> int:
-    """Return the bytes of the text in a chunk."""
-    return len(chunk.data) + sum(len(value or b"") for value in chunk.values)

@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,13 @@ class PreparedData:
 class PrepareSettings:
     """Everything that determines the output, apart from the inputs and the tokenizer."""
 
-    read: ReadSettings = ReadSettings()
+    read: ReadSettings = field(default_factory=ReadSettings)
     append_eod: bool = True
     prepend_bos: bool = False
     deduplicate: bool = False
 
 
-def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings = PrepareSettings(),
+def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: PrepareSettings | None = None,
             workers: int | None = None, overwrite: bool = False,
             seconds_between_states: float | None = None) -> PreparedData:
     """Tokenize `inputs` into out.bin, out.idx, out.meta.json, out.sha256.json and out.summary.json.
@@ -74,6 +74,7 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
     """
     if workers is not None and workers < 1:
         raise ConfigError("--workers", found=workers, expected="at least 1")
+    settings = settings or PrepareSettings()
     found = find_inputs(inputs, settings.read)
     if problem := bad_path(f"{out}.summary.json"):
         raise ConfigError("--out", problem=problem)
@@ -179,7 +180,8 @@ class _Job:
                     raise ConfigError.from_line(result.error + kept * output.has_progress)
                 writer.add(result, save)
                 place, done_bytes = batch.end, done_bytes + batch.file_bytes
-                progress.advance(batch.file_bytes, f"{rate.text(writer.num_tokens)}, {writer.num_documents:,} documents")
+                progress.advance(batch.file_bytes,
+                                 f"{rate.text(writer.num_tokens)}, {writer.num_documents:,} documents")
                 if self._can_resume and output.is_due():
                     save()
         self._finish(output, writer)

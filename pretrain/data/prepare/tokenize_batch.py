@@ -83,8 +83,14 @@ def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) ->
                 builder.end()
         return builder.result(tokenizer)
     except ConfigError as error:
-        none = np.zeros(0, np.int64)
-        return TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64), error=str(error))
+        failed = _empty_batch()
+        failed.error = str(error)
+        return failed
+
+
+def _empty_batch() -> TokenizedBatch:
+    none = np.zeros(0, np.int64)
+    return TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64))
 
 
 def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, str, bool]]:
@@ -126,7 +132,7 @@ class _Builder:
         self._size = 0
         self._ends: list[int] = []
         self._text_bytes: list[int] = []
-        self._batch = TokenizedBatch(*[np.zeros(0, np.int64)] * 3, np.zeros((0, 2), np.uint64))
+        self._batch = _empty_batch()
         self._begin(is_rest=is_rest)
 
     def _begin(self, *, is_rest: bool = False) -> None:
@@ -201,7 +207,7 @@ class _Builder:
 
 def _digests(tokens: npt.NDArray[Any], ends: list[int]) -> Digests:
     """Return the 128-bit hash of the tokens of each document."""
-    content, size = memoryview(tokens).cast("B"), tokens.itemsize
+    content, size = tokens.data.cast("B"), tokens.itemsize
     start, digests = 0, bytearray()
     for end in ends:
         digests += hashlib.blake2b(content[start * size : end * size], digest_size=DIGEST_BYTES).digest()

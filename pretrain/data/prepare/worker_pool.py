@@ -12,6 +12,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from pretrain.errors import ConfigError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to the process group: only the parent handles them
 _JOBS_PER_WORKER = 3  # one that it works on, and those that wait
 
 
@@ -51,7 +53,12 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(make, theirs), daemon=True)
-        self.process.start()
+        resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks signals (Python 3.11)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also in the new process, while it starts
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.numbers: deque[int] = deque()  # of the jobs without a result
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -114,8 +121,6 @@ class _Pool(Generic[Job, Result]):
 
 def _work(make: Callable[[], Callable[[Any], Any]], connection: "Connection[Any, Any]") -> None:
     """Run a worker until its parent ends or kills it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group: the parent handles them
-        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         try:
             work = make()

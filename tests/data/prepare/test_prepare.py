@@ -57,7 +57,8 @@ def test_entropy() -> None:
 
 def test_eod_can_be_omitted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = jsonl(tmp_path / "a.jsonl", TEXTS, key="body")
-    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=PrepareSettings(ReadSettings(jsonl_key="body"), append_eod=False))
+    done = prepare([source], tokenizer=str(tokenizer.path), out=str(tmp_path / "out"),
+                   settings=PrepareSettings(ReadSettings(jsonl_key="body"), append_eod=False))
     assert done.eod_token is None
     assert documents(tmp_path / "out", tokenizer, eod=False) == TEXTS
 
@@ -128,7 +129,7 @@ BAD_LINES = {
     "other key": (b'{"content": "a"}', "Name the key of the text with --jsonl_key; this object has content"),
     "no string": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null"),
     "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
-    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11 of the line"),
+    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11"),
     "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),
 }
 

@@ -20,7 +20,6 @@ from pretrain.data.files.hashes import hashes_path, read_hashes
 from pretrain.data.inputs.chunk import ReadSettings
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.tokenizers.tokenizer import Tokenizer
-from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import SOURCES, TEXTS, TOOL, jsonl, output
 from tests.data.prepare.test_worker_pool import is_running
 
@@ -122,11 +121,16 @@ def test_output_is_byte_equal_after_a_kill_at_any_system_call(tmp_path: Path, to
 
 
 _PROGRAM = """
-import runpy, sys
+import os, runpy, sys, time
 import pretrain.data.prepare.batches as batches
 import pretrain.data.prepare.partial_output as partial_output
 batches.CHUNK_BYTES = 20_000  # many batches, so that a small corpus takes a while
-partial_output._SECONDS_BETWEEN_STATES, partial_output._LARGEST_COST = 0.02, 1.0
+partial_output._SECONDS_BETWEEN_STATES, partial_output._LARGEST_COST = 0.0, float("inf")
+save = partial_output.PartialOutput.save
+def save_slowly(output, state):
+    save(output, state)
+    time.sleep(float(os.environ["PAUSE"]))
+partial_output.PartialOutput.save = save_slowly
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -134,7 +138,7 @@ if __name__ == "__main__":
 
 
 class Command:
-    """The command prepare_data.py with a corpus that takes some seconds."""
+    """The command prepare_data.py, which saves its state after each batch and then pauses."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, copies: int = 12) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -144,9 +148,10 @@ class Command:
         self.words = [sys.executable, str(folder / "program.py"), str(TOOL), source, str(folder / "b.txt"),
                       "--tokenizer", str(tokenizer.path), "--out"]
 
-    def start(self, *words: str, out: str = "out") -> "subprocess.Popen[str]":
+    def start(self, *words: str, out: str = "out", pause: float = 0.0) -> "subprocess.Popen[str]":
         return subprocess.Popen([*self.words, str(self.folder / out), "--workers=2", *words], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, start_new_session=True)
+                                stderr=subprocess.PIPE, text=True, start_new_session=True,
+                                env={**os.environ, "PAUSE": str(pause)})
 
     def finish(self, *words: str, out: str = "out") -> dict[str, bytes]:
         process = self.start(*words, out=out)
@@ -194,9 +199,9 @@ def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> N
             ("worker", signal.SIGKILL, 2, "one of 2 worker processes was killed"),
             ("parent", signal.SIGTERM, 75, "stopped by SIGTERM"), ("group", signal.SIGINT, 75, "stopped by SIGINT"),
             ("parent", signal.SIGKILL, -signal.SIGKILL, ""), ("group", signal.SIGHUP, 75, "stopped by SIGHUP")):
-        process = command.start()
+        process = command.start(pause=0.2)
         workers = command.wait_for_state(process)
-        time.sleep(0.1)
+        time.sleep(0.3)
         if whom == "group":
             os.killpg(process.pid, which)
         else:
@@ -226,7 +231,7 @@ def test_output_is_byte_equal_after_kills_at_20_random_moments(tmp_path: Path, t
     seconds = time.monotonic() - started
     generator = random.Random(5)
     for _ in range(20):
-        process = command.start()
+        process = command.start(pause=0.01)
         time.sleep(generator.uniform(0.3, seconds))
         process.kill()
         process.communicate()
