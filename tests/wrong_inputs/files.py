@@ -87,7 +87,7 @@ def _row_cases() -> Iterator[Case]:
 def _text_cases() -> Iterator[Case]:
     """Yield wrong inputs of prepare_data.py and train_tokenizer.py."""
     for what, (name, raw) in {
-            "not UTF-8": ("in.txt", b"\xff\xfe\x00"), "no gzip": ("in.gz", b"text"), "no JSON": ("in.jsonl", b"text"),
+            "not UTF-8": ("in.txt", b"\xff\xfe\x00"), "no JSON": ("in.jsonl", b"text"),
             "cut gzip": ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"), "empty": ("in.txt", b""),
             "no key": ("in.jsonl", b'{"txt": "a"}'), "number": ("in.jsonl", b'{"text": 5}'),
             "list": ("in.jsonl", b'["a"]'), "deep": ("in.jsonl", b"[" * DEEP),
@@ -98,6 +98,23 @@ def _text_cases() -> Iterator[Case]:
         culprit = f"{name}:1" if name.endswith("jsonl") else name
         yield Case(f"generate --prompt_file: {what}", "tools/generate.py",
                    ("{world}/done", "--prompt_file", f"{{world}}/{name}", "--jsonl_key=text"), culprit, ((name, raw),))
+
+
+def prepare_cases() -> Iterator[Case]:
+    """Yield output that would be lost, and flags of prepare_data.py that the tokenizer or the inputs do not allow."""
+    program = "tools/prepare_data.py"
+    words = tuple(TOOLS[program])
+    state = b'{"version": 1, "finished": false, "skipped": 0, "record": {"--jsonl_key": "body"}}'
+    for what, more, culprit, files in (
+            ("existing output", (), "out.bin exists. Give --overwrite to replace it", (("out.bin", b"x"),)),
+            ("existing summary", (), "out.summary.json exists", (("out.summary.json", b"x"),)),
+            ("another preparation", (), "out.partial: an earlier preparation was stopped",
+             (("out.partial/state.json", state),)),
+            ("no BOS", ("--prepend_bos",), "it has no token such as <s>", ()),
+            ("separator of JSON lines", ("--document_separator=x", "--format=jsonl"), "--document_separator", ()),
+            ("a long separator", ("--document_separator", "x" * 2000), "--document_separator", ()),
+            ("Parquet that is none", ("--format=parquet",), "text.txt: this is not a Parquet file", ())):
+        yield Case(f"prepare_data: {what}", program, (*words, *more), culprit, files)
 
 
 # keys of the DeepSpeed JSON

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.wrong_inputs.case import LEGAL, Case, main_of
 from tests.wrong_inputs.evaluate import evaluate_cases
-from tests.wrong_inputs.files import content_cases, json_cases, model_cases
+from tests.wrong_inputs.files import content_cases, json_cases, model_cases, prepare_cases
 from tests.wrong_inputs.flags import flag_cases, path_cases
 from tests.wrong_inputs.init_from import init_from_cases
 from tests.wrong_inputs.inputs import make_world
@@ -32,7 +32,7 @@ _MAX_CPU_SECONDS = 20  # for one case
 def all_cases() -> list[Case]:
     """Return every generated case, including those of LEGAL."""
     return [*flag_cases(), *path_cases(), *content_cases(), *json_cases(), *model_cases(), *evaluate_cases(),
-            *init_from_cases()]
+            *prepare_cases(), *init_from_cases()]
 
 
 def cases() -> list[Case]:
