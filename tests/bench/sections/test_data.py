@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
+from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_tokenizing import tokenizing
 
 
@@ -21,4 +22,10 @@ def test_functions_are_called_in_turn() -> None:
 def test_tokenizing(tmp_path: Path) -> None:
     figures = tokenizing(DataBench(tmp_path, repetitions=1, scale=0.05))
     assert [figure.name.split(", ")[1] for figure in figures] == ["SentencePiece BPE", "Hugging Face BPE"]
+    assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
+
+
+def test_loading(tmp_path: Path) -> None:
+    figures = loading(DataBench(tmp_path, repetitions=1, scale=0.02))
+    assert [figure.unit for figure in figures] == ["samples/s", "ms", "ms"]
     assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)

@@ -1,0 +1,103 @@
+"""Which samples a run consumes: the same for any layout, after any resume, none lost, none repeated in an epoch."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.loader import Loader
+from pretrain.data.samples.blend import BlendedSamples
+from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.shuffled import ShuffledWindows
+
+LAYOUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+"""data-parallel ranks, micro-batch size, gradient accumulation steps"""
+
+
+def write(prefix: Path, lengths: list[int], first_token: int) -> IndexedDataset:
+    """Write documents whose tokens count up, so that a token identifies its place."""
+    with IndexedWriter(prefix, "int32") as writer:
+        for length in lengths:
+            writer.add_document(np.arange(first_token, first_token + length))
+            first_token += length
+        writer.finalize()
+    return IndexedDataset(prefix)
+
+
+def sources(folder: Path, data: st.DataObject, seq_length: int) -> list[SampleDataset]:
+    order = data.draw(st.sampled_from(["shuffled", "megatron", "neox"]), label="order")
+    corpora = data.draw(st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=40), min_size=1, max_size=4))
+    datasets: list[SampleDataset] = []
+    for number, lengths in enumerate(corpora):
+        lengths.append(2 * seq_length + 2)
+        indexed = write(folder / f"source{number}", lengths, number * 10**6)
+        if order == "shuffled":
+            datasets.append(ShuffledWindows(indexed, seq_length=seq_length, seed=number))
+        else:
+            datasets.append(MegatronSamples(indexed, order=order, seq_length=seq_length, seed=number,
+                                            num_samples=data.draw(st.integers(1, 100))))
+    return datasets
+
+
+def consumed(dataset: SampleDataset, layout: tuple[int, int, int], first: int, steps: int) -> list[list[int]]:
+    """Return the samples that all ranks read from `first` on, in the order of the global batches."""
+    ranks, micro_batch, accumulation = layout
+    loaders = [Loader(dataset, micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation,
+                      data_parallel_rank=rank, data_parallel_size=ranks) for rank in range(ranks)]
+    samples = []
+    for step in range(steps):
+        batches = [loader.step(first + step * loader.global_batch_size) for loader in loaders]
+        for number in range(accumulation):
+            for tokens, (labels, _) in (batches[rank][number] for rank in range(ranks)):
+                samples += np.concatenate([tokens.numpy(), labels.numpy()[:, -1:]], axis=1).tolist()
+    for loader in loaders:
+        loader.close()
+    return samples
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_any_layout_and_any_resume_consume_the_same_samples(tmp_path_factory: pytest.TempPathFactory,
+                                                            data: st.DataObject) -> None:
+    seq_length = data.draw(st.integers(2, 12), label="seq_length")
+    datasets = sources(tmp_path_factory.mktemp("ledger"), data, seq_length)
+    weights = data.draw(st.lists(st.floats(0.01, 5), min_size=len(datasets), max_size=len(datasets)))
+    schedule = [(data.draw(st.integers(1, 60)), weights[::-1])] if data.draw(st.booleans()) else []
+    dataset = BlendedSamples(datasets, weights, schedule=schedule) if len(datasets) > 1 else datasets[0]
+    starts = data.draw(st.lists(st.tuples(LAYOUT, st.integers(1, 4)), min_size=1, max_size=4), label="starts of a run")
+    ledger: list[list[int]] = []
+    for layout, steps in starts:  # each start of the run has another layout, and is killed after some steps
+        ledger += consumed(dataset, layout, len(ledger), steps)
+    assert ledger == [dataset.samples([index])[0].tolist() for index in range(len(ledger))]
+    if isinstance(dataset, BlendedSamples):
+        read = Counter(sample[0] // 10**6 for sample in ledger)
+        assert [read[number] for number in range(len(datasets))] == dataset.counts(len(ledger))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_no_sample_of_a_source_is_lost_or_repeated_in_an_epoch(tmp_path_factory: pytest.TempPathFactory,
+                                                               data: st.DataObject) -> None:
+    """In the default order, each epoch of each source reads windows that do not overlap, and as many as fit."""
+    seq_length = data.draw(st.integers(2, 12), label="seq_length")
+    folder = tmp_path_factory.mktemp("epochs")
+    corpora = data.draw(st.lists(st.integers(2 * seq_length + 2, 300), min_size=1, max_size=4), label="tokens")
+    datasets = [ShuffledWindows(write(folder / f"source{number}", [tokens], number * 10**6), seq_length=seq_length,
+                                seed=data.draw(st.integers(0, 99))) for number, tokens in enumerate(corpora)]
+    weights = data.draw(st.lists(st.floats(0.1, 5), min_size=len(datasets), max_size=len(datasets)))
+    blend = BlendedSamples(datasets, weights)
+    ledger = consumed(blend, data.draw(LAYOUT), 0, 12)
+    for number, dataset in enumerate(datasets):
+        own = [sample[0] - number * 10**6 for sample in ledger if sample[0] // 10**6 == number]
+        for first in range(0, len(own), dataset.samples_per_epoch):
+            epoch = sorted(own[first:first + dataset.samples_per_epoch])
+            assert all(after - before >= seq_length for before, after in itertools.pairwise(epoch))
+            if len(epoch) == dataset.samples_per_epoch:
+                assert corpora[number] - 1 - len(epoch) * seq_length < 2 * seq_length, "tokens that no sample has"
