@@ -53,7 +53,8 @@ def start_of(case: Case) -> Start:
     if dist.get_rank() == 0 and not isinstance(case["config"], str):
         path.write_text(json.dumps(case["config"]))
     dist.barrier()
-    flags = [f"--{key}={value}" for key, value in case["flags"].items()]
+    flags = [word for key, value in case["flags"].items()
+             for word in ([f"--{key}", *value] if isinstance(value, list) else [f"--{key}={value}"])]
     return check_start(parse_arguments([f"--deepspeed_config={path}", f"--save=run-{case['name']}", *flags]),
                        world_size=dist.get_world_size(), device=detect_device())
 
