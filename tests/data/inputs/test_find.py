@@ -41,12 +41,14 @@ DETECTED = {
 
 @pytest.mark.parametrize("compression", ["", "gzip", "zstd"])
 @pytest.mark.parametrize("name", DETECTED)
-def test_the_format_is_told_by_the_content(tmp_path: Path, name: str, compression: str) -> None:
+def test_the_format_is_told_by_the_content(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str,
+                                           compression: str) -> None:
     content, kind = DETECTED[name]
     write(tmp_path / "other", b"text")
     path = write(tmp_path / name, content, compression)
     found = find_inputs([path, str(tmp_path / "other")], ReadSettings()).files[0]
     assert (found.kind, found.compression) == (kind, compression)
+    assert capfd.readouterr() == ("", "")  # Arrow prints complaints about streams
 
 
 REJECTED = {
