@@ -1,0 +1,148 @@
+"""Find damaged, duplicate and degenerate documents in token files, and collect statistics of the rest."""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.files.indexed import IndexedDataset
+
+KINDS = {
+    "damaged": "tokens that the vocabulary does not have",
+    "no end": "no end-of-document token at the end, unlike most others",
+    "inner end": "an end-of-document token before the end",
+    "empty": "no token besides the end-of-document token",
+    "one token": "one token besides the end-of-document token",
+    "degenerate": "hardly anything but repetitions",
+    "duplicate": "the same tokens as an earlier document",
+}
+_SHOWN = 5  # documents that are named of each kind
+_CHUNK_TOKENS = 2**22  # read at once
+_FEWEST_TOKENS = 64  # shorter documents are not called degenerate
+_REPETITIVE = 0.1  # size of the tokens after compression / before; source code and prose have 0.4 to 0.8
+
+
+@dataclass
+class DocumentReport:
+    """Result of `inspect_documents`."""
+
+    num_documents: int
+    inspected: int
+    token_bytes: int  # of a token in the .bin
+    tokens: int = 0  # of the inspected documents
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    examples: dict[str, list[int]] = field(default_factory=lambda: {kind: [] for kind in KINDS})  # document numbers
+    lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(40, np.int64))
+    """number of documents of 0, 1, 2 to 3, 4 to 7, ... tokens"""
+    token_counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """number of occurrences of each token"""
+    longest: tuple[int, int] = (0, 0)  # tokens, document
+
+    def add(self, kind: str, document: int) -> None:
+        self.counts[kind] += 1
+        if len(self.examples[kind]) < _SHOWN:
+            self.examples[kind].append(document)
+
+
+def inspect_documents(data: IndexedDataset, *, vocab_size: int | None, eod_token: int | None, most: int,
+                      advance: Callable[[int, str], None]) -> DocumentReport:
+    """Inspect the documents; of more than `most`, evenly spread runs of consecutive ones.
+
+    Memory: about 100 bytes per inspected document for the hashes, 25 bytes per token of the longest one, and 100 MB.
+
+    Args:
+        vocab_size: None: not known, no token counts as damaged.
+        eod_token: end-of-document token; None: not known.
+        advance: is called with the number of bytes that were read, and "".
+    """
+    report = DocumentReport(data.num_documents, min(most, data.num_documents), data.dtype.itemsize)
+    seen: set[bytes] = set()
+    without_end: list[int] = []
+    for first, offsets in _chunks(data, most):
+        tokens = data.tokens(int(offsets[0]), int(offsets[-1]))
+        _count(report, tokens)
+        for number, (start, stop) in enumerate(zip(offsets[:-1] - offsets[0], offsets[1:] - offsets[0], strict=True)):
+            document = tokens[start:stop]
+            _inspect(report, document, first + number, vocab_size, eod_token, without_end)
+            _compare(report, _text_of(document, eod_token).astype(data.dtype).tobytes(), first + number, seen)
+        advance(len(tokens) * data.dtype.itemsize, "")
+    if len(without_end) < report.inspected / 2:  # otherwise the data was prepared without this token
+        report.counts["no end"], report.examples["no end"] = len(without_end), without_end[:_SHOWN]
+    return report
+
+
+def _chunks(data: IndexedDataset, most: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Yield (first document, token offsets) of runs of documents with at most about _CHUNK_TOKENS tokens each."""
+    total = data.num_documents
+    runs = 1 if total <= most else min(most, 64)
+    for run in range(runs):
+        first, last = total * run // runs, total * (run + 1) // runs
+        last = min(last, first + -(-min(most, total) // runs))
+        while first < last:
+            offsets = data.document_offsets(first, min(last, first + 2**16))
+            fits = int(np.searchsorted(offsets, offsets[0] + _CHUNK_TOKENS, side="right")) - 1
+            offsets = offsets[:max(fits, 1) + 1]
+            yield first, offsets
+            first += len(offsets) - 1
+
+
+def _count(report: DocumentReport, tokens: npt.NDArray[np.int64]) -> None:
+    report.tokens += len(tokens)
+    counts = np.bincount(tokens[tokens >= 0])
+    if len(counts) > len(report.token_counts):
+        report.token_counts = np.pad(report.token_counts, (0, len(counts) - len(report.token_counts)))
+    report.token_counts[:len(counts)] += counts
+
+
+def _inspect(report: DocumentReport, tokens: npt.NDArray[np.int64], document: int, vocab_size: int | None,
+             eod_token: int | None, without_end: list[int]) -> None:
+    """Count the length of a document and its defects that the tokens alone show."""
+    report.lengths[len(tokens).bit_length()] += 1
+    report.longest = max(report.longest, (len(tokens), document))
+    text = _text_of(tokens, eod_token)
+    if len(tokens) and (tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size)):
+        report.add("damaged", document)
+    if eod_token is not None:
+        if len(text) == len(tokens):
+            without_end.append(document)
+        if (text == eod_token).any():
+            report.add("inner end", document)
+    if len(text) < 2:
+        report.add("one token" if len(text) else "empty", document)
+
+
+def _text_of(tokens: npt.NDArray[np.int64], eod_token: int | None) -> npt.NDArray[np.int64]:
+    """Return the tokens without the end-of-document token at their end."""
+    return tokens[:-1] if len(tokens) and tokens[-1] == eod_token else tokens
+
+
+def _compare(report: DocumentReport, content: bytes, document: int, seen: set[bytes]) -> None:
+    """Count a document that repeats itself, or an earlier document. `content`: bytes of its tokens."""
+    if len(content) < 2 * report.token_bytes:  # counted as empty or one token
+        return
+    digest = hashlib.blake2b(content, digest_size=16).digest()
+    if digest in seen:
+        report.add("duplicate", document)
+    seen.add(digest)
+    if len(content) >= _FEWEST_TOKENS * report.token_bytes and \
+            len(zlib.compress(content, 1)) < _REPETITIVE * len(content):
+        report.add("degenerate", document)
+
+
+def report_lines(report: DocumentReport) -> list[str]:
+    """Return the lines that the tool prints."""
+    part = "" if report.inspected == report.num_documents else f" ({report.inspected:,} of them inspected)"
+    longest, document = report.longest
+    lines = [f"{report.num_documents:,} documents{part}, {report.tokens:,} tokens; "
+             f"mean {report.tokens / max(report.inspected, 1):,.0f}, longest {longest:,} (document {document})"]
+    for kind, meaning in KINDS.items():
+        if report.counts[kind]:
+            shown = ", ".join(map(str, report.examples[kind]))
+            more = ", ..." if report.counts[kind] > len(report.examples[kind]) else ""
+            lines.append(f"{report.counts[kind]:>10,} {kind}: {meaning} (documents {shown}{more})")
+    if not any(report.counts.values()):
+        lines.append("no damaged, duplicate or degenerate document")
+    return lines

@@ -1,0 +1,100 @@
+"""Damaged, duplicate and degenerate documents, and the page about them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.analysis.inspect.documents import inspect_documents, report_lines
+from pretrain.analysis.inspect.page import write_page
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.prepare.prepare import prepare
+from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
+from tests.support.launch import ROOT
+
+EOD = 0
+NORMAL = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text("Some text with <markup> & more. Other text.\n" * 50)
+    return str(train_sentencepiece([str(folder / "text.txt")], folder, vocab_size=300).path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
+    """40 documents of random tokens, then one of each kind."""
+    prefix, random = tmp_path_factory.mktemp("documents") / "data", np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        normal = [[*random.integers(1, 500, 100).tolist(), EOD] for _ in range(NORMAL)]
+        for tokens in [*normal, [1, 2, 600, EOD], [1, 2, 3], [4, EOD, 5, EOD], [EOD], [], [7, EOD],
+                       [8, 9] * 500 + [EOD], normal[3]]:
+            writer.add_document(tokens)
+        writer.finalize()
+    return IndexedDataset(prefix)
+
+
+def _run(*words: object) -> tuple[int, str]:
+    """Run tools/inspect_data.py. Returns its exit code and output."""
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "inspect_data.py"), *map(str, words)],
+                          capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_each_kind_is_found(data: IndexedDataset) -> None:
+    advanced: list[int] = []
+    report = inspect_documents(data, vocab_size=500, eod_token=EOD, most=1000,
+                               advance=lambda number, _: advanced.append(number))
+    found = {kind: numbers for kind, numbers in report.examples.items() if numbers}
+    assert found == {"damaged": [40], "no end": [41, 44], "inner end": [42], "empty": [43, 44], "one token": [45],
+                     "degenerate": [46], "duplicate": [47]}
+    assert report.counts == {kind: len(report.examples[kind]) for kind in report.examples}
+    assert sum(advanced) == 2 * data.num_tokens
+    assert report.tokens == data.num_tokens == report.token_counts.sum()
+    assert report.longest == (1001, 46)
+    assert report.lengths[:11].tolist() == [1, 1, 1 + 1, 1 + 1, 0, 0, 0, NORMAL + 1, 0, 0, 1]
+
+
+def test_some_documents_of_many_are_inspected(data: IndexedDataset) -> None:
+    report = inspect_documents(data, vocab_size=None, eod_token=None, most=12, advance=lambda *_: None)
+    assert report.lengths.sum() == report.inspected == 12
+    assert "(12 of them inspected)" in report_lines(report)[0]
+    assert "damaged" not in "".join(report_lines(report))
+
+
+def test_data_without_end_tokens_is_not_reported_as_incomplete(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        for start in range(20):
+            writer.add_document(range(start + 1, start + 90))
+        writer.finalize()
+    report = inspect_documents(IndexedDataset(tmp_path / "data"), vocab_size=500, eod_token=EOD, most=1000,
+                               advance=lambda *_: None)
+    assert report_lines(report)[1:] == ["no damaged, duplicate or degenerate document"]
+
+
+def test_the_page_shows_plots_and_text(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.txt").write_text("Some text with <markup> & more.\n" * 4)
+    (tmp_path / "b.txt").write_text("Other text.\n" * 3)
+    prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tokenizer=tokenizer, out=str(tmp_path / "data"))
+    code, output = _run("documents", tmp_path / "data", "--tokenizer", tokenizer, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "2 documents" in output
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert "<h3>sampled: document 0," in page
+    assert "Some text with &lt;markup&gt; &amp; more." in page
+    assert "<markup>" not in page
+
+
+def test_damaged_documents_give_exit_code_1(data: IndexedDataset, tmp_path: Path, tokenizer: str) -> None:
+    code, output = _run("documents", data.prefix, "--tokenizer", tokenizer)
+    assert code == 1
+    assert f"{NORMAL + 2} damaged: tokens that the vocabulary does not have (documents 0, 1, 2, 3, 4, ...)" in output
+    report = inspect_documents(data, vocab_size=500, eod_token=EOD, most=1000, advance=lambda *_: None)
+    write_page(tmp_path / "page.html", data, report, None)
+    assert "1 2 600 0" in (tmp_path / "page.html").read_text()

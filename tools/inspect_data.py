@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Look at data: the documents of a data set, and the tensors of a step of a run. No command needs a GPU.
+
+Exit codes: 0 success; 1 damaged documents, or labels that are not the next tokens; 2 bad input.
+"""
+
+import argparse
+from pathlib import Path
+
+from pretrain.analysis.inspect.documents import inspect_documents, report_lines
+from pretrain.analysis.inspect.page import write_page
+from pretrain.cli import Parser, path, prefix, run_main, whole_number
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.meta import read_meta
+from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.terminal.progress import ProgressBar
+
+
+def _documents(args: argparse.Namespace) -> int:
+    data, meta = IndexedDataset(args.prefix), read_meta(args.prefix) or {}
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    vocab_size, eod_token = (tokenizer.vocab_size, tokenizer.eod_token) if tokenizer else (
+        meta.get("vocab_size"), meta.get("eod_token"))
+    part = min(1.0, args.max_documents / max(data.num_documents, 1))
+    with ProgressBar("inspecting", int(part * data.num_tokens * data.dtype.itemsize)) as progress:
+        report = inspect_documents(data, vocab_size=vocab_size, eod_token=eod_token, most=args.max_documents,
+                                   advance=progress.advance)
+    print("\n".join(report_lines(report)))
+    if args.html:
+        write_page(args.html, data, report, tokenizer.decode if tokenizer else None)
+        print(f"written: {args.html}")
+    return 1 if report.counts["damaged"] else 0
+
+
+def _step(args: argparse.Namespace) -> int:
+    from pretrain.analysis.inspect.step import inspect_step  # imports torch
+
+    lines, problems = inspect_step(args.run, args.step, samples=args.samples, tokens=args.tokens)
+    print("\n".join(lines))
+    return 1 if problems else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(description=__doc__.split("\n")[0], epilog=__doc__.split("\n")[-2])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "show the tokens, labels and loss weights that enter the model at a step of a run"
+    step = commands.add_parser("step", help=text, description=text)
+    step.set_defaults(function=_step)
+    step.add_argument("run", metavar="RUN", type=path, help="run folder (--save of the run)")
+    step.add_argument("step", metavar="STEP", type=whole_number(1, 2**62), help="number of the step, from 1")
+    step.add_argument("--samples", type=whole_number(1, 2**20), default=2,
+                      help="samples to show (default: %(default)s)")
+    step.add_argument("--tokens", type=whole_number(0, 2**30), default=16,
+                      help="positions of each sequence to show (default: %(default)s)")
+    text = "find damaged, duplicate and degenerate documents"
+    documents = commands.add_parser("documents", help=text, description=text)
+    documents.set_defaults(function=_documents)
+    documents.add_argument("prefix", metavar="PREFIX", type=prefix, help="path of the data set, without .bin")
+    documents.add_argument("--tokenizer", type=path, metavar="PATH", help="tokenizer of the data, to show text")
+    documents.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots and sampled documents "
+                           "(needs matplotlib)")
+    documents.add_argument("--max_documents", type=whole_number(1, 2**62), default=1_000_000, metavar="N",
+                           help="documents to inspect; of more, evenly spread ones (default: %(default)s)")
+    return parser
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    return int(args.function(args))
+
+
+if __name__ == "__main__":
+    run_main(main)
