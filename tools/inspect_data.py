@@ -9,14 +9,18 @@ from pathlib import Path
 
 from pretrain.analysis.inspect.documents import inspect_documents, report_lines
 from pretrain.analysis.inspect.page import write_page
+from pretrain.analysis.inspect.recorded_step import find_step, open_recorded_data
 from pretrain.cli import Parser, path, prefix, run_main, whole_number
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
 from pretrain.data.tokenizers.tokenizer import load_tokenizer
+from pretrain.paths import check_folder
 from pretrain.terminal.progress import ProgressBar
 
 
 def _documents(args: argparse.Namespace) -> int:
+    if args.html:
+        check_folder(args.html.absolute().parent, "--html")
     data, meta = IndexedDataset(args.prefix), read_meta(args.prefix) or {}
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     vocab_size, eod_token = (tokenizer.vocab_size, tokenizer.eod_token) if tokenizer else (
@@ -33,10 +37,14 @@ def _documents(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
-    from pretrain.analysis.inspect.step import inspect_step  # imports torch
+    run = Path(args.run)
+    position = find_step(run, args.step)
+    data = open_recorded_data(run, position.start)
+    from pretrain.analysis.inspect.step import check_labels, read_step, step_lines  # imports torch
 
-    lines, problems = inspect_step(args.run, args.step, samples=args.samples, tokens=args.tokens)
-    print("\n".join(lines))
+    found = read_step(position, data)
+    problems = check_labels(found.batches)
+    print("\n".join(step_lines(found, problems, samples=args.samples, tokens=args.tokens)))
     return 1 if problems else 0
 
 
@@ -57,7 +65,7 @@ def _parser() -> Parser:
     documents.set_defaults(function=_documents)
     documents.add_argument("prefix", metavar="PREFIX", type=prefix, help="path of the data set, without .bin")
     documents.add_argument("--tokenizer", type=path, metavar="PATH", help="tokenizer of the data, to show text")
-    documents.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots and sampled documents "
+    documents.add_argument("--html", type=path, metavar="FILE", help="write a page with plots and sampled documents "
                            "(needs matplotlib)")
     documents.add_argument("--max_documents", type=whole_number(1, 2**62), default=1_000_000, metavar="N",
                            help="documents to inspect; of more, evenly spread ones (default: %(default)s)")

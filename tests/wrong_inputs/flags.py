@@ -107,11 +107,12 @@ def path_cases() -> Iterator[Case]:
             yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
         yield Case(f"generate --prompt_file {what}", "tools/generate.py", ("{world}/done", "--prompt_file", path),
                    _name_of(path))
-    for command, what in itertools.product(("hash", "verify", "info", "merge", "split"),
+    for program, what in itertools.product((*(f"tools/data.py {command}" for command in (
+                                                "hash", "verify", "info", "merge", "split")),
+                                            "tools/inspect_data.py documents"),
                                            ("none", "truncated", "corrupt", "lonely", "x.bin", "nvme/")):
-        program = f"tools/data.py {command}"
         words = [word.replace("{world}/corpus", f"{{world}}/{what}") for word in TOOLS[program]]
-        words = [f"{{world}}/{what}"] if command == "hash" else words
+        words = [f"{{world}}/{what}"] if program.endswith("hash") else words
         yield Case(f"{program} {what}", program, tuple(words), what.rstrip("/").removesuffix(".bin"))
     for what, content in (("damaged", b"{"), ("list", b"[]"), ("not UTF-8", b"\xff"), ("deep", b"[" * 100_000)):
         yield Case(f"data verify: {what} hashes", "tools/data.py verify", ("{world}/corpus",), "corpus.sha256.json",
@@ -120,6 +121,8 @@ def path_cases() -> Iterator[Case]:
         for flag in ("--proportions", "--documents"):
             program = "tools/data.py split"
             yield Case(f"{program} {flag} {what}", program, ("{world}/corpus", flag, what, "--out", "a", "b"), flag)
+    for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+        yield Case(f"inspect_data step {what}", "tools/inspect_data.py step", (path, "1"), _name_of(path))
     yield from _weights_cases()
     yield from _generate_cases()
     yield from _output_cases()

@@ -1,55 +1,69 @@
 """The tensors that enter the model at a step of a run, read by the run's own loader."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from pretrain.data.loader import MicroBatch
-from pretrain.errors import ConfigError
-from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows, read_starts
+from pretrain.analysis.inspect.recorded_step import StepPosition
+from pretrain.data.loader import Loader, MicroBatch
+from pretrain.data.run_data import RunData
+from pretrain.data.seq_lengths import parse_seq_lengths
 
 _END = "\u2016"  # marks the end of a document in a text
 
 
 @dataclass(frozen=True)
-class StepPosition:
-    """The start of the run that trained a step, and the data position at the beginning of the step."""
+class StepTensors:
+    """The micro-batches of a step. Micro-batch m of data-parallel rank r is number m * ranks + r."""
 
-    start: dict[str, Any]  # of run.json
-    step: int
-    consumed_samples: int
+    position: StepPosition
+    data: RunData
+    batches: list[MicroBatch]
+    ranks: int  # data-parallel
+    micro_batch_size: int  # in samples
 
 
-def find_step(run: Path, step: int) -> StepPosition:
-    """Find the data position of a step, from 1. Raises ConfigError if the run has not trained this step.
+def read_step(found: StepPosition, data: RunData) -> StepTensors:
+    """Read the tensors of a step from the data of the run."""
+    flags = found.start["flags"]
+    sizes, ranks = found.start["batch"], found.start["layout"]["data_parallel_size"]
+    lengths = parse_seq_lengths(flags.get("seq_length_schedule"), seq_length=flags["seq_length"])
+    # one rank with the micro-batches of all: the normalization of the loss weights is the same
+    loader = Loader(data.datasets["train"], micro_batch_size=sizes["micro_batch_size"],
+                    gradient_accumulation_steps=sizes["gradient_accumulation_steps"] * ranks,
+                    eod_token=data.eod_token if flags.get("eod_mask_loss") else None, seq_length_at=lengths.at,
+                    document_end=data.eod_token if flags.get("document_attention") else None)
+    batches = loader.step(found.consumed_samples)
+    loader.close()
+    return StepTensors(found, data, batches, ranks, sizes["micro_batch_size"])
 
-    If a step was trained several times, because of a resume or a rollback, the last time counts.
+
+def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tokens: int) -> list[str]:
+    """Return lines about a step.
+
+    Args:
+        problems: lines of `check_labels`.
+        samples: number of samples to show.
+        tokens: positions of each of their sequences to show.
     """
-    starts = _starts_with_steps(run)
-    trained = [start for first, start in starts if first < step]
-    rows = [row for row in newest_path([row for row in read_metrics(run) if "loss" in row])
-            if isinstance(row.get("consumed_samples"), int)]
-    last = rows[-1]["step"] if rows else 0
-    if not 1 <= step <= last:
-        raise ConfigError(f"--step {step}", problem=f"{run} has logged the steps 1 to {last}" if last else
-                          f"{run} has logged no step", remedy="give a step that the run has trained")
-    start = trained[-1]
-    try:
-        batch = int(start["batch"]["global_batch_size"])
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{run}: run.json", problem="the record of the run's batch size is damaged") from None
-    # the next logged step: the steps between two logged steps follow one another
-    following = next(row for row in rows if row["step"] >= step)
-    return StepPosition(start, step, following["consumed_samples"] - (following["step"] - step + 1) * batch)
-
-
-def _starts_with_steps(run: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the starts of the run that trained, each with the number of steps that were done before."""
-    steps = [row["step"] for row in read_rows(run / "events.jsonl") if row.get("event") in ("start", "resume")]
-    return list(zip(steps, read_starts(run), strict=False))
+    first, batches = found.position.consumed_samples, found.batches
+    labels = sum(batch[1][0].numel() for batch in batches)
+    counted = sum(int((batch[1][1] > 0).sum()) for batch in batches)
+    sequences, length = batches[0][1][0].shape
+    lines = [f"step {found.position.step}: samples {first} to {first + len(batches) * found.micro_batch_size - 1}; "
+             f"{found.ranks} data-parallel rank{'s' * (found.ranks > 1)}, each {len(batches) // found.ranks} "
+             f"micro-batches of {sequences} sequences of {length} tokens",
+             f"{counted:,} of {labels:,} labels count; each of them is "
+             f"{'NOT ' * bool(problems)}the next token of its sequence", *problems]
+    parts = sequences // found.micro_batch_size  # sequences of a sample
+    for sample in range(min(samples, len(batches) * found.micro_batch_size)):
+        number, row = divmod(sample, found.micro_batch_size)
+        for sequence in range(row * parts, (row + 1) * parts):
+            lines += ["", f"sample {first + sample}: rank {number % found.ranks}, micro-batch "
+                      f"{number // found.ranks}, sequence {sequence}"]
+            lines += _sequence_lines(batches[number], sequence, tokens, found.data)
+    return lines
 
 
 def check_labels(batches: Sequence[MicroBatch]) -> list[str]:
@@ -66,21 +80,21 @@ def check_labels(batches: Sequence[MicroBatch]) -> list[str]:
     return lines
 
 
-def sequence_lines(batch: MicroBatch, row: int, *, tokens: int, eod_token: int | None,
-                   decode: Callable[[Sequence[int]], str] | None) -> list[str]:
+def _sequence_lines(batch: MicroBatch, row: int, tokens: int, data: RunData) -> list[str]:
     """Return a table of the first `tokens` positions of a sequence, and its text with marks between documents."""
     inputs, (labels_BT, weights_BT) = batch
     tokens_BT = inputs[0] if isinstance(inputs, tuple) else inputs
     positions = inputs[1][row].tolist() if isinstance(inputs, tuple) else list(range(tokens_BT.shape[1]))
     values, labels, weights = tokens_BT[row].tolist(), labels_BT[row].tolist(), weights_BT[row].tolist()
-    lines = [f"{'position':>10} {'token':>8} {'label':>8}  counts  text"]
+    decode = data.tokenizer.decode if data.tokenizer else None
+    lines = [f"{'position':>10} {'token':>8} {'label':>8}  counts  text"] if tokens else []
     for place in range(min(tokens, len(values))):
         text = repr(decode([values[place]])) if decode else ""
-        mark = f"  {_END} end of document" if values[place] == eod_token else ""
+        mark = f"  {_END} end of document" if values[place] == data.eod_token else ""
         lines.append(f"{positions[place]:>10} {values[place]:>8} {labels[place]:>8}  "
                      f"{'yes' if weights[place] > 0 else 'no':>6}  {text}{mark}")
     if decode:
-        lines.append("text: " + f" {_END} ".join(decode(part) for part in _documents(values, eod_token)))
+        lines.append("text: " + f" {_END} ".join(decode(part) for part in _documents(values, data.eod_token)))
     return lines
 
 

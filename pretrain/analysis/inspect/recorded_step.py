@@ -1,0 +1,61 @@
+"""The data position of a step, from the record of the run. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.run_data import RunData, open_run_data
+from pretrain.data.samples.data_spec import recorded_data_spec
+from pretrain.errors import ConfigError
+from pretrain.model.config import model_config_from
+from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows, read_starts
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """The start of the run that trained a step, and the data position at the beginning of the step."""
+
+    start: dict[str, Any]  # of run.json
+    step: int
+    consumed_samples: int
+
+
+def find_step(run: Path, step: int) -> StepPosition:
+    """Find the data position of a step, from 1. Raises ConfigError if the run has not trained this step.
+
+    If a step was trained several times, because of a resume or a rollback, the last time counts.
+    """
+    starts = _starts_with_steps(run)
+    trained = [start for first, start in starts if first < step]
+    rows = [row for row in newest_path([row for row in read_metrics(run) if "loss" in row])
+            if isinstance(row.get("consumed_samples"), int)]
+    last = rows[-1]["step"] if rows else 0
+    if not 1 <= step <= last:
+        raise ConfigError(f"STEP {step}", problem=f"{run} has logged the steps 1 to {last}" if last else
+                          f"{run} has logged no step", remedy="give a step that the run has trained")
+    start = trained[-1]
+    try:
+        batch = int(start["batch"]["global_batch_size"])
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{run}: run.json", problem="the record of the run's batch size is damaged") from None
+    # the next logged step: the steps between two logged steps follow one another
+    following = next(row for row in rows if row["step"] >= step)
+    return StepPosition(start, step, following["consumed_samples"] - (following["step"] - step + 1) * batch)
+
+
+def _starts_with_steps(run: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the starts of the run that trained, each with the number of steps that were done before."""
+    steps = [row["step"] for row in read_rows(run / "events.jsonl") if row.get("event") in ("start", "resume")]
+    return list(zip(steps, read_starts(run), strict=False))
+
+
+def open_recorded_data(run: Path, start: dict[str, Any]) -> RunData:
+    """Open the data of a start of a run. Raises ConfigError if it has changed since."""
+    flags = start["flags"]
+    model = model_config_from(start["model_config"], f"{run}: run.json: model_config")
+    data = open_run_data(recorded_data_spec(flags), seq_length=flags["seq_length"], seed=flags["seed"],
+                         tokenizer=flags.get("tokenizer"), vocab_size=model.vocab_size, eod_mask_loss=False)
+    if start.get("data", {}).get("train") != data.datasets["train"].fingerprint:
+        raise ConfigError(str(run), problem="its training data has changed since the step was trained",
+                          remedy="restore the data")
+    return data
