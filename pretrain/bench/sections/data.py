@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.data_figures import DataBench, DataFigure
 from pretrain.bench.sections.data_loading import loading
+from pretrain.bench.sections.data_opening import opening
 from pretrain.bench.sections.data_tokenizing import tokenizing
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
-_MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {"tokenizing": tokenizing, "loading": loading}
+_MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {"tokenizing": tokenizing, "loading": loading,
+                                                                     "opening": opening}
 
 
 def data(context: BenchContext, report: ReportProgress) -> BenchSection:
