@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
 from pretrain.bench.sections.data_loading import loading
+from pretrain.bench.sections.data_opening import opening
 from pretrain.bench.sections.data_tokenizing import tokenizing
 
 
@@ -28,4 +29,12 @@ def test_tokenizing(tmp_path: Path) -> None:
 def test_loading(tmp_path: Path) -> None:
     figures = loading(DataBench(tmp_path, repetitions=1, scale=0.02))
     assert [figure.unit for figure in figures] == ["samples/s", "ms", "ms"]
+    assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
+
+
+def test_opening(tmp_path: Path) -> None:
+    figures = opening(DataBench(tmp_path, repetitions=1, scale=0.01))
+    assert [figure.name for figure in figures] == [
+        "open 0.5 M documents", "open 0.5 M documents: memory", "open 10 M documents, read sample 10^9",
+        "open 10 M documents, read sample 10^9: memory"]
     assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
