@@ -7,10 +7,11 @@ from pretrain.bench.sections.data_figures import DataBench, DataFigure
 from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_opening import opening
 from pretrain.bench.sections.data_tokenizing import tokenizing
+from pretrain.bench.sections.data_waiting import waiting
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
-_MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {"tokenizing": tokenizing, "loading": loading,
-                                                                     "opening": opening}
+_MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {
+    "tokenizing": tokenizing, "loading": loading, "opening": opening, "waiting": waiting}
 
 
 def data(context: BenchContext, report: ReportProgress) -> BenchSection:

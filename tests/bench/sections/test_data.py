@@ -6,6 +6,7 @@ from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cp
 from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_opening import opening
 from pretrain.bench.sections.data_tokenizing import tokenizing
+from pretrain.bench.sections.data_waiting import waiting
 
 
 def test_ratio_is_above_1_if_this_project_is_better() -> None:
@@ -38,3 +39,9 @@ def test_opening(tmp_path: Path) -> None:
         "open 0.5 M documents", "open 0.5 M documents: memory", "open 10 M documents, read sample 10^9",
         "open 10 M documents, read sample 10^9: memory"]
     assert all(figure.ours > 0 and figure.baseline > 0 for figure in figures)
+
+
+def test_waiting(tmp_path: Path) -> None:
+    [figure] = waiting(DataBench(tmp_path, repetitions=1, scale=0.01))
+    assert 0 < figure.ours < 100
+    assert figure.baseline > 0
