@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pretrain.analysis.inspect.documents import inspect_documents, report_lines
 from pretrain.analysis.inspect.page import write_page
-from pretrain.analysis.inspect.recorded_step import find_step, open_recorded_data
+from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
 from pretrain.cli import Parser, path, prefix, run_main, whole_number
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
@@ -39,7 +39,7 @@ def _documents(args: argparse.Namespace) -> int:
 def _step(args: argparse.Namespace) -> int:
     run = Path(args.run)
     position = find_step(run, args.step)
-    data = open_recorded_data(run, position.start)
+    data = open_data_of_step(run, position.start)
     from pretrain.analysis.inspect.step import check_labels, read_step, step_lines  # imports torch
 
     found = read_step(position, data)

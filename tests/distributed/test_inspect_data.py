@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.analysis.inspect.recorded_step import find_step, open_recorded_data
+from pretrain.analysis.inspect.recorded_step import find_step, open_data_of_step
 from pretrain.analysis.inspect.step import StepTensors, check_labels, read_step, step_lines
 from pretrain.errors import ConfigError
 from tests.support.cases import config, flags
@@ -35,7 +35,7 @@ def folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _read(run: Path, step: int) -> StepTensors:
     position = find_step(run, step)
-    return read_step(position, open_recorded_data(run, position.start))
+    return read_step(position, open_data_of_step(run, position.start))
 
 
 def _flat(batches: Any) -> list[torch.Tensor]:

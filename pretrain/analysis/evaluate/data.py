@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.evaluate.source import EvaluationSource
+from pretrain.analysis.recorded_data import open_recorded_data
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.inputs.chunk import ReadSettings
 from pretrain.data.inputs.documents import read_pieces
 from pretrain.data.inputs.find import find_inputs
-from pretrain.data.run_data import check_prepared_data, open_run_data
-from pretrain.data.samples.data_spec import names_of_split, planned_samples, recorded_data_spec
+from pretrain.data.run_data import check_prepared_data
+from pretrain.data.samples.data_spec import names_of_split
 from pretrain.data.samples.dataset import source_records
 from pretrain.data.samples.windows import Tokens, WindowSet, rolling_windows, sample_windows
 from pretrain.data.tokenizers.tokenizer import Tokenizer
@@ -171,9 +172,7 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
         raise ConfigError("--stride", problem="the samples of the run's own evaluation do not overlap",
                           remedy="give --data or --split too")
     recorded = run["flags"]
-    data = open_run_data(recorded_data_spec(recorded), seq_length=length, seed=recorded.get("seed", 0), tokenizer=None,
-                         vocab_size=source.config.vocab_size, eod_mask_loss=False,
-                         num_samples=_planned_samples(run))
+    data = open_recorded_data(run, seq_length=length, vocab_size=source.config.vocab_size)
     masked_after = _masked_after(source, flags, data.eod_token, tokenizer)
     sets = []
     for split in flags.split or tuple(split for split in SPLITS[1:] if names_of_split(data.datasets, split)) or \
@@ -197,14 +196,6 @@ def _run_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer |
                                        _samples_of_evaluation(source.path, run, flags), masked_after=masked_after))
     document_end = _document_end(source, flags, data.eod_token, tokenizer)
     return [replace(one, document_end=document_end) for one in sets]
-
-
-def _planned_samples(run: dict[str, Any]) -> dict[str, int] | None:
-    """Return the samples that the run was planned to read; None if its record does not have all numbers."""
-    flags, batch = run["flags"], run.get("batch", {})
-    numbers = {"train_steps": run.get("train_steps"), "eval_interval": flags.get("eval_interval"),
-               "eval_steps": flags.get("eval_steps"), "global_batch_size": batch.get("global_batch_size")}
-    return planned_samples(**numbers) if all(isinstance(value, int) for value in numbers.values()) else None
 
 
 def _samples_of_evaluation(path: Path, run: dict[str, Any], flags: DataFlags) -> int:

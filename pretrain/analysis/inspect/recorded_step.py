@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.run_data import RunData, open_run_data
-from pretrain.data.samples.data_spec import recorded_data_spec
+from pretrain.analysis.recorded_data import open_recorded_data
+from pretrain.data.run_data import RunData
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
 from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows, read_starts
@@ -49,12 +49,12 @@ def _starts_with_steps(run: Path) -> list[tuple[int, dict[str, Any]]]:
     return list(zip(steps, read_starts(run), strict=False))
 
 
-def open_recorded_data(run: Path, start: dict[str, Any]) -> RunData:
-    """Open the data of a start of a run. Raises ConfigError if it has changed since."""
+def open_data_of_step(run: Path, start: dict[str, Any]) -> RunData:
+    """Open the data of a start of a run. Raises ConfigError if the training data has changed since."""
     flags = start["flags"]
     model = model_config_from(start["model_config"], f"{run}: run.json: model_config")
-    data = open_run_data(recorded_data_spec(flags), seq_length=flags["seq_length"], seed=flags["seed"],
-                         tokenizer=flags.get("tokenizer"), vocab_size=model.vocab_size, eod_mask_loss=False)
+    data = open_recorded_data(start, seq_length=flags["seq_length"], vocab_size=model.vocab_size,
+                              tokenizer=flags.get("tokenizer"))
     if start.get("data", {}).get("train") != data.datasets["train"].fingerprint:
         raise ConfigError(str(run), problem="its training data has changed since the step was trained",
                           remedy="restore the data")
