@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import logging
 
 import pytest
@@ -53,6 +54,27 @@ def test_logits_equal_those_of_transformers(name, both_models):
         expected = theirs(tokens).logits
         assert expected.std() > 0.5
         torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama_dynamic_rope"])
+def test_packed_documents_have_the_logits_of_transformers_for_each_document(name, both_models):
+    config, ours, theirs = both_models(name)
+    tokens, bounds = tokens_for(config), (0, 7, 8, 30, 40)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(bounds)]).repeat(3, 1)
+    with torch.no_grad():
+        found = ours(tokens, positions_BT=positions)
+        for start, stop in itertools.pairwise(bounds):
+            torch.testing.assert_close(found[:, start:stop], theirs(tokens[:, start:stop]).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_multi_query", "neox_parallel"])
+def test_transformers_computes_packed_documents_in_the_same_way(name, both_models):
+    """Given positions that restart, transformers masks other documents itself."""
+    config, ours, theirs = both_models(name)
+    tokens, positions = tokens_for(config)[:1], torch.tensor([[*range(7), *range(33)]])
+    with torch.no_grad():
+        expected = theirs(tokens, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(ours(tokens, positions_BT=positions), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -73,7 +73,7 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
         window: number of latest tokens that a query sees; 0: all.
     """
     output = linear_saved(_query_width(shape, batch), batch)
-    if _uses_cpu_attention(shape, batch):
+    if uses_cpu_attention(shape, batch):
         core = _qkv_saved(shape, batch) + output
     elif shape.attention_softcap:
         core = _capped_attention_saved(shape, batch) + output
@@ -95,7 +95,7 @@ def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return total
 
 
-def _uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
+def uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
     """Return whether model/kernels/cpu_attention.py computes the attention: on CPUs in bf16 without dropout."""
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
 
@@ -135,13 +135,15 @@ def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) ->
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
-    copy. With a window, the mask [T, T] is converted to the dtype of q and saved (model/kernels/torch_attention.py).
+    copy. With a window, the mask [T, T] is converted to the dtype of q and saved (model/kernels/torch_attention.py),
+    unless masks.py counts it.
     """
     outputs = 2 if not batch.cuda and shape.position == "rope" else 1
     log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
     has_window, alibi = 0 < window < batch.seq_length, shape.position == "alibi"
-    mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi else 0
-    return _qkv_saved(shape, batch, all_heads=has_window or alibi) + log_sums + mask \
+    documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
+    mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
+    return _qkv_saved(shape, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
         + outputs * linear_saved(_query_width(shape, batch), batch)
 
 
@@ -154,7 +156,8 @@ def _capped_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     size, dropout = batch.element_bytes, shape.attention_dropout > 0
     per_score = size + FP32 + (size if size != FP32 or dropout else 0) + (batch.mask_bytes if dropout else 0)
     scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size)
-    return _qkv_saved(shape, batch, all_heads=True) + scores * per_score + batch.seq_length**2
+    mask = 0 if batch.documents else batch.seq_length**2
+    return _qkv_saved(shape, batch, all_heads=True) + scores * per_score + mask
 
 
 def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -165,18 +168,6 @@ def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
     heads = shape.num_heads / batch.tensor_parallel_size
     inputs = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes if _qk_norm_keeps_input(shape, batch) else 0
     return inputs + round(batch.tokens * heads * (3 * shape.head_size + 3 * batch.seq_length) * FP32)
-
-
-def shared_mask_bytes(shape: ModelShape, batch: MicroBatch) -> int:
-    """Bytes of the attention masks that model/kernels/torch_attention.py makes once for all blocks of a rank.
-
-    These are [T, T] of one byte for each size of a window (0 is a size with soft-capping), and [H, T, T] for ALiBi.
-    """
-    if _uses_cpu_attention(shape, batch):
-        return 0
-    windows = {window for window in shape.windows or (0,) if 0 < window < batch.seq_length or shape.attention_softcap}
-    alibi = shape.num_heads // batch.tensor_parallel_size * batch.element_bytes if shape.position == "alibi" else 0
-    return batch.seq_length**2 * (len(windows or {0} if alibi else windows) + alibi)
 
 
 def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -259,7 +250,7 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int
     norm = norm_saved(shape, batch)
     mlp = (3 if shape.gated_mlp else 2) * inner - (norm if shape.post_norm else 0)  # post_norm2 is freed before
     freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
-    if _uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
+    if uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(_query_width(shape, batch), batch)
     on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda
     post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
@@ -274,12 +265,13 @@ def _attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> in
     CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
     """
     scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
-    if shape.attention_softcap and not _uses_cpu_attention(shape, batch):
+    if shape.attention_softcap and not uses_cpu_attention(shape, batch):
         return scores if shape.attention_dropout else 2 * scores
     if not batch.cuda and shape.attention_dropout:
         return scores
     qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
-    work = _cpu_attention_work(shape, batch, window) if _uses_cpu_attention(shape, batch) else 0
+    uses_rows = uses_cpu_attention(shape, batch) or (batch.documents and not batch.cuda)
+    work = _cpu_attention_work(shape, batch, window) if uses_rows else 0
     return max(linear_saved(_query_width(shape, batch), batch) + qkv + work, 2 * qkv)
 
 

@@ -21,7 +21,6 @@ from pretrain.memory.estimate.activations import (
     layer_input_bytes,
     layer_saved,
     saved_input_bytes,
-    shared_mask_bytes,
 )
 from pretrain.memory.estimate.gradients import (
     gradients_in_backward,
@@ -30,9 +29,10 @@ from pretrain.memory.estimate.gradients import (
     reduction_in_backward,
 )
 from pretrain.memory.estimate.loss_activations import loss_backward, loss_peak, loss_saved
+from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
-from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
+from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch, Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
@@ -91,13 +91,16 @@ def _pipeline_slots(rank: Rank) -> int:
     if rank.pipeline_stage > 0:
         slots += rank.in_flight + 1
     earlier_graph = _remaining_graph(rank) if rank.accumulates else 0
-    return slots * hidden_states_bytes(rank.shape, rank.micro_batch) + earlier_graph
+    positions = rank.micro_batch.tokens * INT64 if rank.micro_batch.documents else 0
+    return slots * (hidden_states_bytes(rank.shape, rank.micro_batch) + positions) + earlier_graph
 
 
 def _masks(rank: Rank) -> int:
-    """Bytes of attention masks, on ranks with blocks."""
-    has_blocks = any(layer.kind == "block" for layer in rank.layers())
-    return shared_mask_bytes(rank.shape, rank.micro_batch) if has_blocks else 0
+    """Bytes of attention masks and of tables for documents, on ranks with blocks."""
+    if not any(layer.kind == "block" for layer in rank.layers()):
+        return 0
+    batch = rank.micro_batch
+    return shared_mask_bytes(rank.shape, batch) + rank.in_flight * document_bytes(rank.shape, batch)
 
 
 def _remaining_graph(rank: Rank) -> int:

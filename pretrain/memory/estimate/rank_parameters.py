@@ -20,6 +20,7 @@ class MicroBatch:
     element_bytes: int  # of an activation
     cuda: bool  # whether CUDA kernels compute the activations, or CPU kernels
     tensor_parallel_size: int = 1
+    documents: bool = False  # --document_attention
     fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
 
     @property
@@ -101,7 +102,8 @@ class Rank:
         layout = self.layout
         tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
         return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
-                          tensor_parallel_size=layout.tensor_parallel_size, fp16=layout.precision == "fp16")
+                          tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
+                          fp16=layout.precision == "fp16")
 
     @property
     def is_last_stage(self) -> bool:

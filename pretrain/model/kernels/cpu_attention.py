@@ -1,4 +1,4 @@
-"""Causal attention: a custom operator on CPUs in bf16, torch's operators elsewhere.
+"""Causal attention: a custom operator on CPUs in bf16 or with documents, torch's operators elsewhere.
 
 The custom operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
 P = softmax(S), S = scale Q K^T with later positions at -inf,  O = P V.
@@ -34,8 +34,8 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
                      alibi_slopes: torch.Tensor | None = None, documents: Documents | None = None) -> torch.Tensor:
     """Return [B, H, T, E], computed by the fastest operator for this device and dtype. H is a multiple of K.
 
-    On CPUs in bf16 without dropout only the three inputs are saved for the backward pass, whatever the other arguments
-    are. torch_attention.py says what torch's operators save.
+    On CPUs without dropout, in bf16 or with documents, only the three inputs are saved for the backward pass, whatever
+    the other arguments are. torch_attention.py says what torch's operators save.
 
     Args:
         plain: always use torch's operators.
@@ -46,8 +46,10 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
         documents: each query sees only the keys of its own document; None: of its sample.
     """
     window = 0 if window >= q_BHTE.shape[2] else window  # it would mask nothing
-    custom = q_BHTE.device.type == "cpu" and q_BHTE.dtype == torch.bfloat16 and dropout == 0.0 and not plain
-    if custom and not torch.compiler.is_compiling():  # torch.compile would unroll the loops into a huge graph
+    on_cpu = q_BHTE.device.type == "cpu" and not torch.compiler.is_compiling()  # it would unroll the loops
+    if on_cpu and documents is not None and documents.are_whole_samples:
+        documents = None
+    if on_cpu and dropout == 0.0 and not plain and (q_BHTE.dtype == torch.bfloat16 or documents is not None):
         scores = Scores(scale or 1 / math.sqrt(q_BHTE.shape[-1]), window, softcap, alibi_slopes, documents)
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scores)
         return out

@@ -8,6 +8,7 @@ Shapes: B batch, T positions, H query heads.
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -54,6 +55,11 @@ class Documents:
         hidden_B1TT = ((keys_T < first_BT1) | (keys_T > queries_T1))[:, None]
         terms = torch.zeros(1, dtype=dtype, device=device) if alibi_T is None else alibi_T
         return torch.where(hidden_B1TT, torch.full((), -math.inf, dtype=dtype, device=device), terms)
+
+    @cached_property
+    def are_whole_samples(self) -> bool:
+        """Return whether no document begins inside a sample. Waits for the device."""
+        return bool((self.positions_BT[:, 1:] != 0).all())
 
     def row_blocks(self, rows: int) -> list[list["RowBlock"]]:
         """Return for each sample the blocks of at most `rows` queries that an operator on the CPU computes."""

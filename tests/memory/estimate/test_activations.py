@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from pretrain.memory.estimate.activations import (
     CPU_SCORES,
     block_backward,
     block_saved,
-    shared_mask_bytes,
 )
 from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
+from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
 from pretrain.memory.estimate.rank_parameters import MicroBatch
@@ -22,6 +23,7 @@ from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
 from pretrain.model.kernels.alibi import alibi_slopes
+from pretrain.model.kernels.documents import Documents
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
 from pretrain.model.loss import linear_cross_entropy
@@ -86,6 +88,44 @@ def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool
             micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
             measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
             assert block_saved(shape_of(config), micro_batch, window=window) == measured, (length, window)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_bytes_of_documents_equal_those_of_autograd(name: str, dropout: bool) -> None:
+    """Operators of torch: with dropout on CPUs, and, with another attention core, on CUDA."""
+    config, (batch, length), dtype = _config(name, dropout=dropout), (3, 40), torch.float32
+    micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False, documents=True)
+    positions_BT = torch.tensor([[*range(15), *range(25)]] * batch)
+    documents = Documents(positions_BT)
+    for block, _ in _blocks(config, dtype):
+        block(torch.randn(batch, length, config.hidden_size, dtype=dtype), documents=documents)
+    made = [positions_BT, *documents._masks.values(), *(x for pair in documents.rope_tables.values() for x in pair)]
+    assert bool(documents._masks) == dropout
+    assert document_bytes(shape_of(config), micro_batch) == sum(x.nbytes for x in made) \
+        + (0 if name != "gemma2" else _second_rope(config, micro_batch))
+    assert document_bytes(shape_of(config), replace(micro_batch, documents=False)) == 0
+
+
+def _second_rope(config: ModelConfig, batch: MicroBatch) -> int:
+    """Bytes of the tables that layers with a window would have if their frequencies were different."""
+    return batch.tokens * config.rotary_size * batch.element_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_documents_save_no_more_than_whole_samples(name: str, dtype: torch.dtype) -> None:
+    config, (batch, length) = _config(name, dropout=False), (3, 40)
+    micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False, documents=True)
+    documents = Documents(torch.tensor([[*range(15), *range(25)]] * batch))
+    for block, window in _blocks(config, dtype):
+        x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
+        block.attention.prepare(documents, x_BTD)
+        shared = [*documents._masks.values(), *(x for pair in documents.rope_tables.values() for x in pair)]
+        measured = saved_bytes(partial(block, documents=documents), [*block.parameters(), *shared], x_BTD)
+        assert measured <= block_saved(shape_of(config), micro_batch, window=window)
+        if dtype == torch.bfloat16:
+            assert measured == block_saved(shape_of(config), micro_batch, window=window)
 
 
 def test_masks_are_counted_once() -> None:
