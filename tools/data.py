@@ -5,20 +5,23 @@
     python tools/data.py merge data/all data/web data/books
     python tools/data.py split data/all --proportions 969,30,1 --out data/train data/valid data/test
 
-Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged .bin or .idx.
+Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged .bin or .idx; 75 merge or
+split was stopped by a signal, and nothing was written.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.cli import LARGEST_INT, Parser, prefix, run_main, text, whole_number
+from pretrain.cli import LARGEST_INT, Parser, prefix, run_main, say, text, whole_number
 from pretrain.data.commands.describe import describe
 from pretrain.data.commands.merge import merge
 from pretrain.data.commands.split import split
 from pretrain.data.commands.verify import store_hashes, verify_data
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.prepare.stop_signals import StopRequest, stop_on_signals
+from pretrain.errors import STOPPED
 from pretrain.terminal.progress import ProgressBar
 
 
@@ -53,7 +56,7 @@ def _verify(flags: argparse.Namespace) -> int:
 
 
 def _merge(flags: argparse.Namespace) -> int:
-    with ProgressBar(f"merging into {flags.output}", _bin_bytes(flags.prefixes)) as progress:
+    with stop_on_signals(), ProgressBar(f"merging into {flags.output}", _bin_bytes(flags.prefixes)) as progress:
         writer, notes = merge(flags.output, flags.prefixes, overwrite=flags.overwrite, advance=progress.advance)
     for note in notes:
         print(f"note: {note}")
@@ -62,7 +65,7 @@ def _merge(flags: argparse.Namespace) -> int:
 
 
 def _split(flags: argparse.Namespace) -> int:
-    with ProgressBar(f"splitting {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
+    with stop_on_signals(), ProgressBar(f"splitting {flags.prefix}", _bin_bytes([flags.prefix])) as progress:
         writers = split(flags.prefix, flags.out, proportions=flags.proportions, documents=flags.documents,
                         seed=flags.seed, overwrite=flags.overwrite, advance=progress.advance)
     _print_written(writers)
@@ -82,7 +85,7 @@ def _bin_bytes(names: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(description="Describe, hash, verify, merge and split data sets.",
                     epilog="Exit codes: 0 success; 1 a data set does not have its hashes; 2 bad input, also a damaged "
-                           ".bin or .idx.")
+                           ".bin or .idx; 75 merge or split was stopped by a signal.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     help_of_prefix = "path of the data set, without .bin"
     for name, function, description in (
@@ -122,7 +125,11 @@ def _add_overwrite(command: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     flags: argparse.Namespace = _parser().parse_args()
-    code: int = flags.function(flags)
+    try:
+        code: int = flags.function(flags)
+    except StopRequest as stop:
+        say(f"stopped by {stop.name}: give the same command again")
+        return STOPPED
     return code
 
 

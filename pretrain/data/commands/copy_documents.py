@@ -8,6 +8,7 @@ import numpy.typing as npt
 from pretrain.data.files.check_index import check_all_entries
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
+from pretrain.data.prepare.statistics import entropy_nats
 from pretrain.errors import ConfigError
 
 Advance = Callable[[int, str], None]  # of a ProgressBar: number of bytes, note
@@ -35,10 +36,7 @@ class TokenCounts:
 
     def entropy_nats(self) -> float | None:
         """Return the entropy per token of the frequencies; None if there are token ids too large to be counted."""
-        if self.max_token >= _LARGEST_COUNTED:
-            return None
-        frequencies = self._counts[self._counts > 0] / max(int(self._counts.sum()), 1)
-        return -float((frequencies * np.log(frequencies)).sum())
+        return entropy_nats(self._counts) if self.max_token < _LARGEST_COUNTED else None
 
 
 def open_checked(prefix: str) -> IndexedDataset:

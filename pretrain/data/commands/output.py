@@ -9,7 +9,7 @@ from pretrain.data.files.indexed import IndexedDataset
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
 
-_ENDINGS = ("bin", "idx", "meta.json", "sha256.json")
+_ENDINGS = ("bin", "idx", "meta.json", "sha256.json", "summary.json")
 _SEQUENCE_BYTES = 32  # in the .idx, and in temporary files
 
 

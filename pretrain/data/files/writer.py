@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +37,21 @@ class IndexedWriter:
         self._temporary = {name: Path(f"{prefix}.{name}.tmp-{os.getpid()}") for name in _TEMPORARY}
         folder = self.prefix.absolute().parent
         self._created = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._files: dict[str, BinaryIO] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(self.prefix)
-            self._bin = self._temporary["bin"].open("wb")
+            for name in ("bin", "lengths", "documents"):
+                self._files[name] = self._temporary[name].open("wb")
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lengths = self._temporary["lengths"].open("wb")
-            self._documents = self._temporary["documents"].open("wb")
+                fcntl.flock(self._files["bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._remove_temporary()
             raise ConfigError(str(self.prefix), problem=f"{error.filename} cannot be written: {error.strerror}",
                               remedy="give a prefix in a writable folder") from None
+        except BaseException:  # a signal
+            self._remove_temporary()
+            raise
 
     def add_documents(self, tokens: npt.ArrayLike, ends: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Append tokens [n]. A document of one sequence ends before each position in `ends` (ascending, at most n).
@@ -82,7 +86,7 @@ class IndexedWriter:
             raise ConfigError(str(self.prefix), found=f"tokens {values.min()} to {values.max()}",
                               expected=f"{limits.min} to {limits.max}, the range of {self.dtype.name}")
         content = values.astype(self.dtype.newbyteorder("<"), copy=False).tobytes()
-        self._bin.write(content)
+        self._files["bin"].write(content)
         self._hasher.update(content)
         self.num_tokens += values.size
 
@@ -93,23 +97,23 @@ class IndexedWriter:
         if longest > np.iinfo(np.int32).max:
             raise ConfigError(str(self.prefix), found=f"a document of {longest} tokens",
                               expected="at most 2147483647 tokens", remedy="split the document into several")
-        self._lengths.write(sizes.astype(LENGTH_DTYPE).tobytes())
+        self._files["lengths"].write(sizes.astype(LENGTH_DTYPE).tobytes())
         self._divided_tokens += int(sizes.sum())
         self.num_sequences += sizes.size
 
     def end_documents(self, ends: npt.ArrayLike) -> None:
         """End documents: each has the sequences up to the number in `ends` [n], counted from the first of the pair."""
         numbers = np.asarray(ends, np.int64)
-        self._documents.write(numbers.astype(OFFSET_DTYPE).tobytes())
+        self._files["documents"].write(numbers.astype(OFFSET_DTYPE).tobytes())
         self._last_end = int(numbers[-1]) if numbers.size else self._last_end
         self.num_documents += numbers.size
 
     def finalize(self, meta: Mapping[str, Any] | None = None) -> None:
         """Complete the pair, PREFIX.meta.json and PREFIX.sha256.json, and rename them to their final names."""
         assert (self._divided_tokens, self._last_end) == (self.num_tokens, self.num_sequences), "inside a document"
-        for file in (self._bin, self._lengths, self._documents):
+        for file in self._files.values():
             file.flush()
-        os.fsync(self._bin.fileno())
+        os.fsync(self._files["bin"].fileno())
         idx_sha256 = write_index(self._temporary["idx"], self.dtype, self._temporary["lengths"],
                                  self._temporary["documents"])
         commit_pair(self.prefix, tokens=self._temporary["bin"], index=self._temporary["idx"], idx_sha256=idx_sha256,
@@ -120,11 +124,15 @@ class IndexedWriter:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
-        for file in (self._bin, self._lengths, self._documents):
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        for file in self._files.values():
             with contextlib.suppress(OSError):  # a full disk, which an earlier write has already reported
                 file.close()
         for path in self._temporary.values():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         for folder in self._created:  # rmdir removes only empty folders
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -144,6 +152,7 @@ def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: st
             _write_synced(temporary_meta, json.dumps(meta, indent=1).encode() + b"\n")
         final["idx"].unlink(missing_ok=True)
         meta_path(prefix).unlink(missing_ok=True)
+        Path(f"{prefix}.summary.json").unlink(missing_ok=True)  # of the preparation of the old files
         os.replace(tokens, final["bin"])
         status, idx_status = final["bin"].stat(), index.stat()
         write_hashes(hashes_path(prefix), DataHashes(status.st_size, status.st_mtime_ns, idx_sha256, blocks,

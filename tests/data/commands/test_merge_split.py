@@ -3,9 +3,11 @@
 import hashlib
 import itertools
 import json
+import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,10 +121,12 @@ def test_a_merge_has_hashes_and_the_facts_that_all_inputs_share(tmp_path: Path) 
     assert hashes is not None
     assert hashes.blocks == (hashlib.sha256((tmp_path / "all.bin").read_bytes()).hexdigest(),)
     assert IndexedDataset(tmp_path / "all").is_described_by(hashes)
+    (tmp_path / "all.summary.json").write_text("of the old files")
     stale = _write(tmp_path / "c", [[[3]]], meta={**_TOKENIZER, "num_tokens": 99})
     notes = _merge(tmp_path / "all", [first, stale], overwrite=True)
     assert notes == ["vocab_size, tokenizer, tokenizer_sha256, eod_token: left out of the .meta.json: not the same for "
                      "every input"]
+    assert not (tmp_path / "all.summary.json").exists()
     assert "tokenizer" not in (read_meta(tmp_path / "all") or {})
     other = _write(tmp_path / "d", [[[3]]], meta={**_TOKENIZER, "eod_token": None})
     assert _merge(tmp_path / "all", [first, other], overwrite=True)[0].startswith("eod_token: left out")
@@ -142,7 +146,7 @@ def test_data_of_different_tokenizers_is_not_merged(tmp_path: Path) -> None:
 
 def test_existing_files_remain_without_the_flag(tmp_path: Path) -> None:
     first, second = (_write(tmp_path / name, [[[1]], [[2]]]) for name in "ab")
-    for existing in ("all.bin", "all.idx", "all.meta.json", "all.sha256.json"):
+    for existing in ("all.bin", "all.idx", "all.meta.json", "all.sha256.json", "all.summary.json"):
         (tmp_path / existing).write_text("old")
         for run in (lambda: _merge(tmp_path / "all", [first, second]),
                     lambda: _split(first, [tmp_path / "x", tmp_path / "all"], proportions="1,1")):
@@ -258,21 +262,27 @@ def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         f"{tmp_path}/x: 3 documents, 6 tokens of uint16", f"{tmp_path}/y: 1 documents, 1 tokens of uint16"]
 
 
-def test_a_killed_merge_leaves_no_files_after_the_next_one(tmp_path: Path) -> None:
+def test_a_merge_that_is_killed_or_stopped_leaves_no_files(tmp_path: Path) -> None:
+    """After SIGTERM nothing remains; after SIGKILL, until the next merge."""
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         for _ in range(10):
             writer.add_document(np.zeros(2**20, np.uint16))
         writer.finalize()
-    command = [sys.executable, "tools/data.py", "merge", str(tmp_path / "all"), *[str(tmp_path / "a")] * 200]
-    for kill in (True, False):
-        with subprocess.Popen(command) as process:
-            while kill and process.poll() is None and not list(tmp_path.glob("all.bin.tmp-*")):
-                pass
-            if kill:
-                process.kill()
-                process.wait()
-                assert list(tmp_path.glob("all.bin.tmp-*"))
-                command[4:] = [str(tmp_path / "a")]
-    assert process.returncode == 0
+    command = [sys.executable, "tools/data.py", "merge", str(tmp_path / "all")]
+
+    def stop(number: int) -> tuple[int, list[str]]:
+        with subprocess.Popen([*command, *[str(tmp_path / "a")] * 200], stderr=subprocess.PIPE, text=True) as process:
+            while process.poll() is None and not (tmp_path / f"all.bin.tmp-{process.pid}").exists():
+                time.sleep(0.001)
+            process.send_signal(number)
+            assert process.stderr is not None
+            lines = process.stderr.read().splitlines()
+        return process.returncode, lines
+
+    assert stop(signal.SIGKILL) == (-signal.SIGKILL, [])
+    assert list(tmp_path.glob("all.bin.tmp-*"))
+    assert stop(signal.SIGTERM) == (75, ["ds-pretrain: stopped by SIGTERM: give the same command again"])
+    assert not list(tmp_path.glob("all*"))
+    subprocess.run([*command, str(tmp_path / "a")], check=True)
     assert sorted(path.name for path in tmp_path.glob("all*")) == ["all.bin", "all.idx", "all.meta.json",
                                                                    "all.sha256.json"]
