@@ -4,7 +4,6 @@ import glob
 import io
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from pretrain.data.inputs.detect import (
 )
 from pretrain.data.inputs.parquet import check_parquet
 from pretrain.data.inputs.streams import STDIN, Source, decompressed, input_name, open_source
-from pretrain.errors import ConfigError, shorten
+from pretrain.errors import ConfigError, printable, shorten
 
 _KIND_NAMES = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet"}
 _SIDE_FILES = {"_SUCCESS", "_metadata", "_common_metadata", "dataset_info.json", "dataset_infos.json",
@@ -69,19 +68,33 @@ class Inputs:
         """The size of all files on disk."""
         return sum(file.num_bytes for file in self.files)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several formats, files that are not read, or files that are read twice."""
+        formats = {(file.kind, file.compression) for file in self.files}
+        return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(self.files)
+
     def describe(self) -> str:
-        """Return one line with the formats, and the files that are not read."""
-        kinds = Counter(f"{_KIND_NAMES[file.kind]}{f' ({file.compression})' * bool(file.compression)}"
-                        for file in self.files)
-        line = "inputs: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        """Return one line with the formats (which files have which, if there are several), and files that are not read.
+        """
+        kinds: dict[str, list[str]] = {}
+        for file in self.files:
+            kind = _KIND_NAMES[file.kind] + (f", {file.compression}" if file.compression else "")
+            kinds.setdefault(kind, []).append(Path(file.name).name)
+        line = "inputs: " + "; ".join(
+            f"{len(names)} file{'s' * (len(names) > 1)} of {kind}{f' ({_examples(names)})' * (len(kinds) > 1)}"
+            for kind, names in kinds.items())
         repeated = len(self.files) - len({file.path for file in self.files})
         if repeated:
             line += f"; {repeated} of them are read again, because they are named twice"
         if self.side_files:
             names = sorted({Path(path).name for path in self.side_files})
-            line += (f"; not read: {len(self.side_files)} hidden files and side files of folders"
-                     f" ({shorten(', '.join(names[:5]), 100)}{', ...' * (len(names) > 5)})")
-        return line
+            line += f"; not read: {_examples(names)} ({len(self.side_files)} hidden or side files of folders)"
+        return printable(line)
+
+
+def _examples(names: Sequence[str]) -> str:
+    return shorten(", ".join(names[:3]), 120) + ", ..." * (len(names) > 3)
 
 
 def find_inputs(words: Sequence[str], settings: ReadSettings) -> Inputs:

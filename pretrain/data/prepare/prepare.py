@@ -172,6 +172,8 @@ class _Job:
 
         if state is not None:
             say(f"continues the preparation in {output.path} after {writer.num_documents:,} documents")
+        if self._inputs.is_mixed:
+            say(self._inputs.describe())
         with ProgressBar("tokenizing", total, done_bytes=done_bytes) as progress:
             rate = _TokenRate(writer.num_tokens)
             for batch, result in results:

@@ -120,9 +120,15 @@ def test_folders_and_globs_are_sorted_and_words_keep_their_order(folder: Path) -
 def test_the_description_names_formats_and_files_that_are_not_read(folder: Path) -> None:
     write(folder / "lines.gz", JSONL, "gzip")
     words = [str(folder), str(folder / "a.txt"), write_parquet(folder / "c.parquet", ["a"])]
-    line = find_inputs(words, ReadSettings()).describe()
-    assert line.startswith("inputs: 1 JSON lines (gzip), 2 Parquet, 8 text; 2 of them are read again, because they are "
-                           "named twice; not read: 6 hidden files and side files of folders (.git, .hidden, _SUCCESS, ")
+    inputs = find_inputs(words, ReadSettings())
+    line = inputs.describe()
+    assert line == ("inputs: 8 files of text (README.md, __init__.py, a.txt, ...); 2 files of Parquet (c.parquet, "
+                    "c.parquet); 1 file of JSON lines, gzip (lines.gz); 2 of them are read again, because they are "
+                    "named twice; not read: .git, .hidden, _SUCCESS, ... (6 hidden or side files of folders)")
+    alone = find_inputs([str(folder / "lines.gz")], ReadSettings())
+    assert alone.describe() == "inputs: 1 file of JSON lines, gzip"
+    assert inputs.is_mixed
+    assert not alone.is_mixed
 
 
 @pytest.mark.parametrize(("word", "message"), [
