@@ -16,7 +16,9 @@ from pretrain.checkpoint.load import same_data
 from pretrain.checkpoint.load.start import Start, check_start
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
+from pretrain.data.files import index_file
 from pretrain.data.files.hashes import hashes_path, read_hashes, write_hashes
+from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
@@ -255,6 +257,54 @@ def test_unfinished_hashes_are_continued(start: Starter, data: Path, monkeypatch
     assert process._process.args[-2:] == ["5", "7"]  # type: ignore[index]
     watch.close()
     assert not list(data.parent.glob("*.tmp-*"))
+
+
+def test_data_with_a_large_index_is_hashed_in_the_background(start: Starter, data: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start neither reads nor hashes such an index completely. Checkpoints of earlier versions resume."""
+    monkeypatch.setattr(index_file, "SMALL_INDEX_BYTES", 100)
+    monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(index_file, "hash_file", None)
+        patch.setattr(index_file.IndexFile, "hash_with", None)
+        first = start(data)
+        _write_checkpoint(first.plan)
+        again = start(data)
+        assert again.resume is not None
+        assert again.resume.warnings == []
+        indexed = again.plan.datasets["train"].sources[0]
+        watch, output, rejections = _watch(again)
+        assert indexed.hashes is None
+        deadline = time.monotonic() + 900
+        while indexed.hashes is None and time.monotonic() < deadline:
+            watch.poll(1)
+            time.sleep(0.01)
+        watch.close()
+        assert (output.lines, rejections) == ([same_data.HASHED_EVENT], [])
+        assert start(data).plan.datasets["train"].sources[0].hashes == indexed.hashes == read_hashes(hashes_path(data))
+    dataset = first.plan.datasets["train"]
+    assert isinstance(dataset, ShuffledWindows)
+    facts = {"sha256": None, "bin_bytes": Path(f"{data}.bin").stat().st_size}
+    manifest = _write_checkpoint(first.plan, data_fingerprint=dataset.earlier_fingerprint(), data=facts)
+    assert manifest.data_fingerprint != dataset.fingerprint
+    resume = start(data).resume
+    assert resume is not None
+    assert resume.warnings == []
+    _write_checkpoint(first.plan, data_fingerprint="ab" * 32, data=facts)
+    with pytest.raises(ConfigError, match="this is not the data that"):
+        start(data)
+
+
+def test_each_sequence_of_a_merged_file_is_a_document(start: Starter, data: Path) -> None:
+    """`merge_file_` of GPT-NeoX writes a document index of 0 to 0."""
+    content = bytearray(Path(f"{data}.idx").read_bytes())
+    number = int.from_bytes(content[18:26], "little")
+    content[26:34] = (1).to_bytes(8, "little")
+    Path(f"{data}.idx").write_bytes(content[:34 + 12 * number] + bytes(8))
+    plan = start(data, "--split", "80,20,0").plan
+    assert plan.datasets["train"].sources[0].num_documents == number
+    assert plan.datasets["train"].num_tokens == round(number * 0.8) * 2**20
+    assert [note for note in plan.notes if note.startswith(f"{data}.idx: its document index ends at sequence 0 of")]
 
 
 @pytest.mark.root

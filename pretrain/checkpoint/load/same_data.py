@@ -170,14 +170,18 @@ def _other_ranges(saved: list[dict[str, Any]], current: list[tuple[IndexedDatase
 
 
 def _has_fingerprint(dataset: SampleDataset, recorded: str, saved: dict[str, Any]) -> bool:
-    """Return whether a checkpoint recorded this fingerprint. Earlier versions hashed the whole index of large data.
+    """Return whether a checkpoint recorded this fingerprint.
 
+    Earlier versions, whose checkpoints have no `idx_bytes`, hashed the whole index of large data.
     `saved`: the facts of its manifest. The weights of a blend have been compared already.
     """
     if isinstance(dataset, BlendedSamples) and "proportions" in saved:
         return dataset.fingerprint_with(saved["proportions"]) == recorded
-    return dataset.fingerprint == recorded or \
-        (isinstance(dataset, ShuffledWindows) and dataset.earlier_fingerprint() == recorded)
+    if dataset.fingerprint == recorded:
+        return True
+    return isinstance(dataset, ShuffledWindows) and "idx_bytes" not in saved and \
+        saved.get("bin_bytes") in (None, dataset.indexed.file.status().st_size) and \
+        dataset.earlier_fingerprint() == recorded
 
 
 def _other_content(what: str, folder: Path, saved: str, current: str) -> str:
