@@ -10,6 +10,7 @@ from pretrain.config.resolve import ResolvedConfig
 from pretrain.data.run_data import RunData
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.data_spec import names_of_split
+from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.seq_lengths import parse_seq_lengths
 from pretrain.model.config import find_config, preset_names
 from pretrain.model.init_methods import width_multiplier
@@ -39,8 +40,8 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
-            *_epoch_notes(resolved, data), *_evaluation_notes(resolved, data), *_length_notes(resolved),
-            *_speed_notes(resolved), *_mup_notes(resolved))
+            *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
+            *_length_notes(resolved), *_speed_notes(resolved), *_mup_notes(resolved))
 
 
 def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
@@ -83,6 +84,15 @@ def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
     notes += [f"the run reads no sample of {_some(unused)}"] if unused else []
     return notes + [f"--blend_schedule: the run ends before its weights from token {start * dataset.seq_length:,} on"
                     for start in late]
+
+
+def _packing_notes(data: RunData) -> list[str]:
+    """Note which fraction of the positions of packed samples has a token."""
+    dataset = data.datasets["train"]
+    parts = dataset.datasets if isinstance(dataset, BlendedSamples) else (dataset,)
+    packed = [f"{part.sources[0].prefix.name} {part.utilization:.2%}" for part in parts
+              if isinstance(part, PackedDocuments)]
+    return [f"--packing best_fit: positions of the samples that have a token: {_some(packed)}"] if packed else []
 
 
 def _some(items: list[str]) -> str:

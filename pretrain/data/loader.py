@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.dataset import PADDING, SampleDataset
 from pretrain.data.samples.positions import document_positions
 
 MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -22,7 +22,7 @@ MicroBatch = tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as the reading thread returns it. With an eod_token, the weights are a mask: 1 for labels that count."""
+    """A step as the reading thread returns it. If labels can be masked, the weights are 1 for labels that count."""
 
     micro_batches: list[MicroBatch]
     weights: Tensor
@@ -41,8 +41,9 @@ class Loader:
     mean of these losses over micro-batches and data-parallel ranks is the mean over the unmasked tokens of the global
     batch.
 
-    With `eod_token`, the prediction that follows this token is masked. In this case `step` sums the number of unmasked
-    tokens over the data-parallel ranks, in the calling thread.
+    With `eod_token`, the prediction that follows this token is masked. Labels that are PADDING are always masked. In
+    these cases `step` sums the number of unmasked tokens over the data-parallel ranks, in the calling thread. The model
+    gets an end-of-document token, or 0, in place of PADDING.
 
     With `seq_length_at`, each sample of the step at `consumed` is divided into sequences of `seq_length_at(consumed)`
     tokens, which must divide seq_length.
@@ -64,6 +65,9 @@ class Loader:
         self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
         self._seq_length_at = seq_length_at
         self._document_end = document_end
+        self._is_masked = eod_token is not None or dataset.has_padding
+        known = [token for token in (eod_token, document_end) if token is not None]
+        self._padding_token = known[0] if known else 0
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._prefetched: tuple[int, Future[_Step]] | None = None
 
@@ -77,7 +81,7 @@ class Loader:
         read = future.result()
         next_consumed_samples = consumed_samples + self.global_batch_size
         self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
-        if self._eod_token is not None:
+        if self._is_masked:
             read.weights.mul_(self._scale(self._sum_over_data_parallel(read.unmasked_tokens)))
         return read.micro_batches
 
@@ -91,13 +95,13 @@ class Loader:
         samples = self.dataset.samples(self._own_samples(consumed_samples))
         tokens, labels = (torch.from_numpy(part.astype(np.int64)).view(-1, length)
                           for part in (samples[:, :-1], samples[:, 1:]))
-        if self._eod_token is None:
+        if self._is_masked:
+            weights = self._mask(tokens, labels)
+            unmasked_tokens = float(weights.sum())
+        else:
             unmasked_tokens = float(tokens.numel())
             total_tokens = float(self.global_batch_size * self.dataset.seq_length)
             weights = torch.full(tokens.shape, self._scale(total_tokens))
-        else:
-            weights = (tokens != self._eod_token).float()
-            unmasked_tokens = float(weights.sum())
         columns = [tokens, labels, weights]
         if self._document_end is not None:
             columns.append(torch.from_numpy(document_positions(tokens.numpy(), self._document_end)))
@@ -108,6 +112,15 @@ class Loader:
             ((tokens_BT, *positions) if positions else tokens_BT, (labels_BT, weights_BT))
             for tokens_BT, labels_BT, weights_BT, *positions in parts]
         return _Step(micro_batches, columns[2], unmasked_tokens)
+
+    def _mask(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return 1 for labels that count, and 0 for others. Replaces PADDING in place."""
+        weights = (labels != PADDING).float()
+        if self._eod_token is not None:
+            weights[tokens == self._eod_token] = 0
+        for column in (tokens, labels):
+            column.masked_fill_(column == PADDING, self._padding_token)
+        return weights
 
     def _own_samples(self, consumed_samples: int) -> npt.NDArray[np.int64]:
         """Return the indices of the samples of this rank, micro-batch after micro-batch."""

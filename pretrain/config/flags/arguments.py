@@ -200,4 +200,4 @@ def parse_arguments(argv: list[str] | None = None) -> RunArguments:
 def data_spec(args: RunArguments) -> DataSpec:
     """Return the data that the flags name. Raises ConfigError for values that cannot be combined."""
     return parse_data_spec(args.train_data, valid_data=args.valid_data, test_data=args.test_data, split=args.split,
-                           sample_order=args.sample_order, blend_schedule=args.blend_schedule)
+                           sample_order=args.sample_order, packing=args.packing, blend_schedule=args.blend_schedule)

@@ -57,6 +57,9 @@ class DataArguments:
                        metavar="TRAIN,VALID,TEST")
     sample_order: str = _flag("shuffled", "order of the samples: shuffled, or that of megatron or neox, to continue a "
                                           "run of Megatron-LM or GPT-NeoX", metavar="NAME")
+    packing: str = _flag("none", "none: documents follow one another without padding; best_fit: only documents that "
+                                 "are longer than a sample are divided, and the others are packed with little padding",
+                         metavar="NAME")
     tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
                                         "checked against data and model, and used by tools/generate.py", metavar="PATH")
     seq_length: int = _flag(1024, "tokens in a sample")

@@ -39,6 +39,7 @@ class BlendedSamples:
             before.append(before[-1] + np.array(quotas.counts(length), np.int64))
         self._before = before  # samples of each dataset before each phase
         self.locate = LookAhead(self._locate)
+        self.has_padding = any(data.has_padding for data in datasets)
         # Samples until each dataset would have been read once, if each were read in proportion to its size.
         self.samples_per_epoch = sum(data.samples_per_epoch for data in datasets)
 

@@ -16,7 +16,7 @@ from pretrain.data.samples.split import parse_split
 from pretrain.errors import ConfigError, shorten
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
-PACKINGS = ("none",)
+PACKINGS = ("none", "best_fit")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _LARGEST_WEIGHT = 1e12
 
@@ -106,6 +106,9 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
         raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "
                           "the blends of Megatron-LM and GPT-NeoX are not reproduced", remedy="use --sample_order "
                           "shuffled, or join the data by tools/data.py merge")
+    if sample_order != "shuffled" and packing != "none":
+        raise ConfigError(f"--packing {packing}", problem=f"--sample_order {sample_order} has no packing",
+                          remedy="use --sample_order shuffled, or --packing none")
     if phases and phases[0].from_tokens == 0 and weights is not None:
         raise ConfigError("--blend_schedule", problem="it has weights from token 0 on, and --train_data has weights "
                           "too", remedy="leave the weights of --train_data out, or begin the schedule later")
@@ -127,7 +130,7 @@ def recorded_data_spec(flags: Mapping[str, Any]) -> DataSpec:
     """Return the data of an earlier run from the flags in its run.json. Earlier versions recorded fewer flags."""
     return parse_data_spec(flags.get("train_data"), valid_data=flags.get("valid_data"),
                            test_data=flags.get("test_data"), split=flags.get("split") or "1",
-                           sample_order=flags.get("sample_order") or "shuffled",
+                           sample_order=flags.get("sample_order") or "shuffled", packing=flags.get("packing") or "none",
                            blend_schedule=flags.get("blend_schedule"))
 
 

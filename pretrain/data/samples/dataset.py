@@ -24,6 +24,8 @@ class SampleDataset(Protocol):
     """name of its losses: train, valid, test, or valid/NAME"""
     seq_length: int
     samples_per_epoch: int
+    has_padding: bool
+    """whether samples can end with PADDING"""
 
     @property
     def sources(self) -> tuple[IndexedDataset, ...]:

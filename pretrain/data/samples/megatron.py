@@ -36,6 +36,8 @@ class MegatronSamples:
     Memory: 8 bytes a sequence and 4 bytes a sequence and epoch, and 4 bytes a sample, in each process.
     """
 
+    has_padding = False
+
     def __init__(self, indexed: IndexedDataset, *, order: str, seq_length: int, seed: int, num_samples: int,
                  first_sequence: int = 0, last_sequence: int | None = None, name: str = "train") -> None:
         self.indexed, self.order, self.seq_length, self.seed, self.name = indexed, order, seq_length, seed, name

@@ -8,6 +8,7 @@ from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.data_spec import DataSpec
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
+from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
 from pretrain.data.samples.split import parse_split, split_as_megatron_core, split_documents
 from pretrain.errors import ConfigError
@@ -94,6 +95,9 @@ def _split_sources(sources: list[IndexedDataset], spec: DataSpec) -> dict[str, l
 def _samples(part: _Part, name: str, settings: _Settings) -> SampleDataset:
     """Return the samples of a part in the order of --sample_order."""
     order, split = settings.spec.sample_order, name.partition("/")[0]
+    if settings.spec.packing == "best_fit":
+        return PackedDocuments(part.source, seq_length=settings.seq_length, seed=settings.seed,
+                               first_token=part.first_token, last_token=part.last_token, name=name)
     if order == "shuffled":
         return ShuffledWindows(part.source, seq_length=settings.seq_length, seed=settings.seed,
                                first_token=part.first_token, last_token=part.last_token, name=name)

@@ -26,6 +26,8 @@ class ShuffledWindows:
     Raises ConfigError if the range is shorter than one window.
     """
 
+    has_padding = False
+
     def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
                  last_token: int | None = None, name: str = "train") -> None:
         self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.dataset import PADDING, SampleDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 
 Tokens = npt.NDArray[np.int64]
@@ -74,6 +74,8 @@ class WindowSet:
                 weights[row, length - scored:length] = 1
         if self.masked_after is not None:
             weights[inputs == self.masked_after] = 0
+        weights[targets == PADDING] = 0
+        inputs[inputs == PADDING] = targets[targets == PADDING] = 0
         return inputs, targets, weights, alone
 
     def target_ranges(self) -> list[tuple[int, int]]:
@@ -111,7 +113,7 @@ class WindowSet:
                 if self.masked_after is not None:
                     before = self.tokens(start - 1, start) if start else tokens[:1]
                     counted = np.concatenate((before, tokens[:-1])) != self.masked_after
-                yield tokens, counted
+                yield tokens, counted & (tokens != PADDING)
                 start += len(tokens)
 
 

@@ -19,7 +19,7 @@ WEIGHTS = st.lists(WEIGHT, min_size=1, max_size=40).filter(any)
 class Numbered:
     """A dataset whose sample i consists of the dataset's number and i."""
 
-    seq_length = 1
+    seq_length, has_padding = 1, False
 
     def __init__(self, number: int, samples_per_epoch: int = 100) -> None:
         self.number, self.samples_per_epoch, self.fingerprint = number, samples_per_epoch, f"data {number}"

@@ -1,0 +1,195 @@
+"""Samples of complete documents, packed by best-fit-decreasing (--packing best_fit).
+
+Documents are divided only if they are longer than a sample. A document of n tokens has the pieces [0, L + 1),
+[L, 2L + 1), ..., where L is seq_length: the last token of a piece is also the first token of the next one, as an input
+only. Thus each token of a document except its first one is the label of the token before it in exactly one sample. The
+first token of a document is a label only if another document precedes it in its sample.
+
+A piece of L + 1 tokens is a sample. Shorter pieces, which end with their document, are packed into samples of L + 1
+tokens. The rest of a sample is PADDING.
+
+The documents are divided into blocks, which are packed separately. Each block has documents from all parts of the data:
+runs of consecutive documents at regular distances. The number of samples of each block is computed at the start from
+the lengths of all documents. A block is packed when one of its samples is read. Each epoch visits the blocks, and the
+samples of a block, in another order; the packing does not change.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.samples.best_fit import Integers, count_bins, pack_best_fit
+from pretrain.data.samples.dataset import PADDING, Indices
+from pretrain.data.samples.file_record import file_record
+from pretrain.data.samples.permutation import MASK_64, mix, permute
+from pretrain.errors import ConfigError
+
+BLOCK_DOCUMENTS = 1 << 17
+"""documents of a block. More of them need more memory, and time to pack; fewer need more time at the start"""
+_RUN_DOCUMENTS = 64  # consecutive documents of a block
+_READ_DOCUMENTS = 1 << 20  # documents whose lengths are read at once at the start
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The samples of a block: first those of long documents, one piece each, then the packed ones."""
+
+    starts: Integers
+    """position of each document's first token [documents]"""
+    full_stops: Integers
+    """number of pieces of L + 1 tokens up to and including each document [documents]"""
+    piece_starts: Integers
+    """positions of the shorter pieces, sample after sample [pieces]"""
+    piece_lengths: Integers
+    bounds: Integers
+    """first piece of each packed sample; then the number of pieces"""
+
+
+class PackedDocuments:
+    """Samples of the documents in the tokens [first_token, last_token) of a `.bin/.idx` pair.
+
+    Raises ConfigError if the range is shorter than one sample.
+    """
+
+    has_padding = True
+
+    def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
+                 last_token: int | None = None, name: str = "train") -> None:
+        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
+        self.first_token = first_token
+        self.last_token = indexed.num_tokens if last_token is None else last_token
+        if self.num_tokens < seq_length + 1:
+            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
+                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
+                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
+        self._documents = _find_document(indexed, self.first_token), _find_document(indexed, self.last_token)
+        self._num_blocks = -(-(self._documents[1] - self._documents[0]) // BLOCK_DOCUMENTS)
+        self._samples_of_block, filled = self._count_samples()
+        self.samples_per_epoch = int(self._samples_of_block.sum())
+        self.utilization = filled / (self.samples_per_epoch * (seq_length + 1))
+        """fraction of the positions of all samples that have a token"""
+        self._block = lru_cache(maxsize=2)(self._pack_block)
+        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last_token - self.first_token
+
+    @property
+    def sources(self) -> tuple[IndexedDataset, ...]:
+        return (self.indexed,)
+
+    def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
+        """Return samples (indices count over all epochs) as integers [n, seq_length + 1], with PADDING at the end."""
+        epochs, positions = np.divmod(np.asarray(indices, np.int64), self.samples_per_epoch)
+        samples = np.full((len(positions), self.seq_length + 1), PADDING,
+                          np.promote_types(self.indexed.dtype, np.int32))
+        for epoch in np.unique(epochs).tolist():
+            order, stops = self._order(epoch)
+            ranks = np.searchsorted(stops, positions, side="right")
+            for rank in np.unique(ranks[epochs == epoch]).tolist():
+                rows = np.flatnonzero((epochs == epoch) & (ranks == rank))
+                block = int(order[rank])
+                size = int(self._samples_of_block[block])
+                keys = mix(self._key(epoch) ^ np.full(len(rows), block + 1, np.uint64))
+                bins = permute(positions[rows] - (int(stops[rank]) - size), size, keys)
+                samples[rows] = self._read_bins(self._block(block), bins, samples.dtype)
+        return samples
+
+    def _key(self, epoch: int) -> npt.NDArray[np.uint64]:
+        return mix(mix(np.array([self.seed & MASK_64], np.uint64)) ^ np.uint64(epoch))
+
+    def _order_of_epoch(self, epoch: int) -> tuple[Integers, Integers]:
+        """Return the blocks in the order of an epoch, and the number of samples up to and including each of them."""
+        numbers = np.arange(self._num_blocks)
+        order = permute(numbers, self._num_blocks, np.repeat(self._key(epoch), self._num_blocks))
+        return order, np.cumsum(self._samples_of_block[order])
+
+    def _count_samples(self) -> tuple[Integers, int]:
+        """Return the number of samples of each block, and the number of tokens in all samples."""
+        width = self.seq_length + 2
+        full, shorter = np.zeros(self._num_blocks, np.int64), np.zeros((self._num_blocks, width), np.int64)
+        first, last = self._documents
+        for start in range(first, last, _READ_DOCUMENTS):
+            stop = min(start + _READ_DOCUMENTS, last)
+            num_full, rest = self._divide(np.diff(self.indexed.document_offsets(start, stop)))
+            blocks = (np.arange(start - first, stop - first) // _RUN_DOCUMENTS) % self._num_blocks
+            full += np.bincount(blocks, num_full, self._num_blocks).astype(np.int64)
+            shorter += np.bincount(blocks * width + rest, minlength=shorter.size).reshape(shorter.shape)
+        shorter[:, 0] = 0
+        filled = int(full.sum()) * (self.seq_length + 1) + int(shorter.sum(axis=0) @ np.arange(width))
+        packed = [count_bins(counts, self.seq_length + 1) for counts in shorter]
+        return full + np.array(packed, np.int64), filled
+
+    def _divide(self, lengths: Integers) -> tuple[Integers, Integers]:
+        """Return the number of pieces of L + 1 tokens of documents, and the size of the last shorter piece, or 0."""
+        labels = np.maximum(lengths - 1, 0)
+        num_full = labels // self.seq_length
+        rest = labels - num_full * self.seq_length
+        return num_full, np.where((rest > 0) | ((num_full == 0) & (lengths > 0)), rest + 1, 0)
+
+    def _pack_block(self, block: int) -> _Block:
+        first, last = self._documents
+        step = self._num_blocks * _RUN_DOCUMENTS
+        firsts = range(first + block * _RUN_DOCUMENTS, last, step)
+        runs = [(start, min(start + _RUN_DOCUMENTS, last)) for start in firsts]
+        if self._num_blocks == 1:
+            runs = [(first, last)]
+        bounds = [self.indexed.document_offsets(*run) for run in runs]
+        starts, stops = np.concatenate([run[:-1] for run in bounds]), np.concatenate([run[1:] for run in bounds])
+        num_full, rest = self._divide(stops - starts)
+        shorter = np.flatnonzero(rest)
+        bins, num_bins = pack_best_fit(rest[shorter], self.seq_length + 1)
+        ordered = shorter[np.argsort(bins, kind="stable")]
+        pieces_of_bin = np.bincount(bins, minlength=num_bins)
+        return _Block(starts, np.cumsum(num_full), stops[ordered] - rest[ordered], rest[ordered],
+                      np.concatenate(([0], np.cumsum(pieces_of_bin))))
+
+    def _read_bins(self, block: _Block, bins: Integers, dtype: np.dtype[Any]) -> npt.NDArray[np.integer]:
+        """Return these samples of a block."""
+        num_full = int(block.full_stops[-1])
+        is_full = bins < num_full
+        packed = np.where(is_full, 0, bins - num_full)
+        counts = np.where(is_full, 1, np.diff(block.bounds)[packed] if len(block.bounds) > 1 else 1)
+        stops = np.cumsum(counts)
+        rows = np.repeat(np.arange(len(bins)), counts)
+        pieces = np.arange(len(rows)) - np.repeat(stops - counts, counts) + block.bounds[packed][rows]
+        starts, lengths = np.empty(len(rows), np.int64), np.full(len(rows), self.seq_length + 1)
+        shorter = ~is_full[rows]
+        starts[shorter], lengths[shorter] = block.piece_starts[pieces[shorter]], block.piece_lengths[pieces[shorter]]
+        documents = np.searchsorted(block.full_stops, bins[is_full], side="right")
+        numbers = bins[is_full] - np.where(documents > 0, block.full_stops[documents - 1], 0)
+        starts[~shorter] = block.starts[documents] + numbers * self.seq_length
+        used = np.bincount(rows, lengths, len(bins)).astype(np.int64)
+        samples = np.full((len(bins), self.seq_length + 1), PADDING, dtype)
+        samples[np.arange(self.seq_length + 1) < used[:, None]] = self.indexed.pieces(starts, lengths)
+        return samples
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of data, token range, seq_length and packing. These and the seed determine the samples."""
+        content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length} best_fit " \
+                  f"{BLOCK_DOCUMENTS} {_RUN_DOCUMENTS}"
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts about the data that a checkpoint records besides the fingerprint."""
+        return {**file_record(self.indexed), "first_token": self.first_token, "last_token": self.last_token,
+                "packing": "best_fit"}
+
+
+def _find_document(indexed: IndexedDataset, token: int) -> int:
+    """Return the first document that begins at this token or later, by bisection."""
+    low, high = 0, indexed.num_documents
+    while low < high:
+        middle = (low + high) // 2
+        if indexed.document_offset(middle) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
