@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from pretrain.errors import ConfigError
 
+_OTHER_FILES = 1024  # room for the files of libraries, checkpoints and connections
+
 
 class TokenFile:
     """An open .bin or .idx file. Threads may read it at the same time.
@@ -69,6 +71,14 @@ class TokenFile:
         except OSError as error:
             error.filename = str(self.path)
             raise
+
+
+def allow_open_files(number: int) -> None:
+    """Raise the limit of open files of this process, if it can, so that it has room for this number of them."""
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < number + _OTHER_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(number + _OTHER_FILES, hard_limit), hard_limit))
 
 
 def _open(path: Path) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.token_file import allow_open_files
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.data_spec import DataSpec
 from pretrain.data.samples.dataset import SampleDataset
@@ -54,6 +55,7 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
         raise ConfigError("--train_data", problem="it is required: the prefix of a .bin/.idx pair",
                           remedy="tools/prepare_data.py writes one")
     settings = _Settings(spec, seq_length, seed, num_samples or {})
+    allow_open_files(2 * len(spec.prefixes))
     files = {prefix: IndexedDataset(prefix) for prefix in spec.prefixes}
     parts = _split_sources([files[prefix] for prefix in spec.train], spec)
     # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set.
