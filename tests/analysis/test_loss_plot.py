@@ -47,3 +47,12 @@ def test_each_loss_is_drawn(run: Path) -> None:
 def test_a_file_that_cannot_be_written_is_rejected(run: Path, target: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         save_loss_plot(run, run / target)
+
+
+def test_each_named_validation_set_is_drawn(run: Path) -> None:
+    rows = [{"step": 3, "split": "valid/web", "eval_loss": 6.0}, {"step": 3, "split": "valid/code", "eval_loss": 7.0}]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    save_loss_plot(run, run / "named.svg")
+    words = {element.text for element in ElementTree.fromstring((run / "named.svg").read_text()).iter()}
+    assert {"validation loss (mean)", "valid/web", "valid/code"} <= words

@@ -41,3 +41,20 @@ def test_only_a_lower_loss_is_below_the_unigram_entropy(tmp_path: Path, valid_lo
     (tmp_path / "valid.meta.json").write_text(json.dumps({"entropy_nats": 5.0}))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, "split": "valid", "eval_loss": valid_loss}))
     assert summarize(tmp_path).below_unigram_entropy == below
+
+
+def test_named_validation_sets(tmp_path: Path) -> None:
+    for name, entropy in (("web", 5.0), ("code", 4.0)):
+        (tmp_path / f"{name}.meta.json").write_text(json.dumps({"entropy_nats": entropy}))
+    blend = {"train_data": ["1", "x", "1", "y"]}
+    (tmp_path / "run.json").write_text(json.dumps([{
+        "flags": {**blend, "valid_data": [f"web={tmp_path}/web", f"{tmp_path}/code"]}, "train_steps": 9}]))
+    rows = [{"step": 4, "split": split, "eval_loss": loss} for split, loss in
+            (("valid/web", 4.0), ("valid/code", 5.0), ("valid", 4.5))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    summary = summarize(tmp_path)
+    assert (summary.valid_loss, summary.unigram_entropy) == (4.5, 4.5)
+    assert summary_lines(summary)[2:5] == ["validation loss       4.5000 nats per token (mean of 2 sets)",
+                                           "  valid/web           4.0000", "  valid/code          5.0000"]
+    (tmp_path / "run.json").write_text(json.dumps([{"flags": blend, "train_steps": 9}]))
+    assert summarize(tmp_path).unigram_entropy is None, "that of a blend is not known"

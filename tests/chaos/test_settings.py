@@ -64,3 +64,10 @@ def test_both_runs_get_the_same_command_with_their_own_folders(tmp_path: Path) -
                              f"{tmp_path}/run/chaos/data/corpus"]
     assert found.kinds == tuple(KINDS)
     assert "hang" not in settings([*LAUNCHER, *train(tmp_path / "run")]).kinds
+
+
+def test_of_a_blend_the_first_source_is_linked(tmp_path: Path) -> None:
+    blend = ["--train_data", "0.5", "data/web", "0.5", "data/code"]
+    found = settings([*LAUNCHER, *train(tmp_path / "run", *blend)])
+    assert found.command[-5:] == ["--train_data", "0.5", f"{tmp_path}/run/chaos/data/web", "0.5", "data/code"]
+    assert found.train_data == "data/web"

@@ -1,11 +1,12 @@
-"""Flags with two names, on the command line and in the YAML file."""
+"""Flags with two names and flags with several words, on the command line and in the YAML file."""
 
 from pathlib import Path
 
 import pytest
 
+from pretrain.cluster.hosts.preflight import preflight_request
 from pretrain.cluster.supervise.launch_command import run_setting
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.flags.arguments import data_spec, parse_arguments
 from pretrain.errors import ConfigError
 
 
@@ -18,4 +19,33 @@ def test_exit_at_step_is_exit_step(tmp_path: Path) -> None:
     assert run_setting(["train.py", "--exit_at_step", "9"], "exit_step") == "9"
     path.write_text("exit_at_step: 7\nexit_step: 8\n")
     with pytest.raises(ConfigError, match=r"run.yaml:2: exit_step: the same key is on line 1"):
+        parse_arguments(["--config", str(path)])
+
+
+def test_several_data_sets(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train_data: [0.5, data/a, 1e-1, data/007]\nvalid_data:\n- web=data/c\n- data/d\nsplit: 9,1\n")
+    args = parse_arguments(["--config", str(path), "--save", "run"])
+    assert args.train_data == ["0.5", "data/a", "1e-1", "data/007"]
+    spec = data_spec(parse_arguments(["--config", str(path), "--train_data", "2", "x", "1", "y"]))
+    assert (spec.train, spec.weights) == (("x", "y"), (2, 1)), "the command line wins"
+    assert spec.valid == (("valid/web", "data/c"), ("valid/d", "data/d"))
+    path.write_text("train_data: a b\nsave: run\n")
+    args = parse_arguments(["--config", str(path)])
+    assert data_spec(args).train == ("a b",), "a plain string is one prefix"
+    files = preflight_request(args, [], tmp_path).files
+    assert {str(tmp_path / "a b.bin"), str(tmp_path / "a b.idx")} <= set(files)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("train_data: []", "train_data: found an empty list"),
+    ("train_data: [a, [b]]", "train_data: found a list in the list"),
+    ("train_data: {a: 1}", "train_data: found a mapping"),
+    ("train_data: [a, --seed]", "train_data: found --seed"),
+    ("seed: [1]", "seed: found a list; expected a single value"),
+])
+def test_wrong_lists_are_rejected(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"run.yaml:1: {message}"):
         parse_arguments(["--config", str(path)])

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pretrain.analysis.evaluate.data import DataFlags, open_data
+from pretrain.analysis.evaluate.source import find_source
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.data.files.writer import IndexedWriter
+from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 from tests.support.cases import case, config
 from tests.support.launch import run_worker, train_ranks
@@ -90,5 +93,12 @@ def test_each_validation_set_is_logged_by_name(data: Path, tmp_path: Path) -> No
     assert start["flags"]["train_data"][:2] == ["0.6", f"{data}/web"]
     assert "valid/code loss" in done[0].stdout
     assert "valid loss" in done[0].stdout
+    source = find_source(tmp_path / "run", None)
+    again = open_data(source, DataFlags(), ConfigError("--tokenizer"))
+    assert [(one.name, len(one)) for one in again] == [("valid/web, as in training", 8),
+                                                       ("valid/code, as in training", 8)]
+    parts = open_data(source, DataFlags(split=("train", "valid")), ConfigError("--tokenizer"))
+    assert [one.name.replace(f"{data}/", "") for one in parts] == [
+        "train of web", "train of code", "train of books", "valid/web", "valid/code"]
     [written] = (tmp_path / "csv").rglob("*valid_code*.csv")
     assert len(list(csv.reader(written.open()))) == 3, "a header and two evaluations"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.update_guard import FP16_OVERFLOW, NON_FINITE_GRADIENT, NON_FINITE_LOSS, VETO, SkippedUpdate
 from pretrain.errors import GuardError
 from pretrain.monitor.read_run_folder import read_rows
@@ -22,11 +23,11 @@ OVERFLOW, AT_MINIMUM = SkippedUpdate(FP16_OVERFLOW, is_bad=False), SkippedUpdate
 class Run:
     """A guard with a fake engine and a global batch of 8 samples."""
 
-    def __init__(self, folder: Path, **flags: Any) -> None:
+    def __init__(self, folder: Path, train: Any = None, **flags: Any) -> None:
         args = SimpleNamespace(**{"spike_window": 16, "spike_threshold": 6.0, "spike_policy": "warn",
                                   "max_bad_steps": 3, **flags})
         plan: Any = SimpleNamespace(args=args, last_step=10_000, layout=SimpleNamespace(global_batch_size=8),
-                                    datasets={"train": SimpleNamespace(samples_per_epoch=50)})
+                                    datasets={"train": train or SimpleNamespace(samples_per_epoch=50)})
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), update_guard=SimpleNamespace(skipped=None),
                                            fp16_enabled=lambda: False)
         self.folder, self.step = folder, 0
@@ -63,6 +64,19 @@ def test_events_name_the_position_in_the_epoch(tmp_path: Path) -> None:
     run.train(float("nan"), float("inf"), NAN)
     (event,) = run.events()
     assert (event["samples"], event["epoch"], event["position"]) == ([56, 64], 1, 6)
+
+
+def test_events_name_the_samples_of_each_source_of_a_blend(tmp_path: Path) -> None:
+    sources: Any = [SimpleNamespace(samples_per_epoch=size, seq_length=4, sources=[SimpleNamespace(prefix=name)])
+                    for name, size in (("web", 20), ("code", 9), ("unused", 5))]
+    run = Run(tmp_path, train=BlendedSamples(sources, [0.75, 0.25, 0]))
+    for _ in range(4):
+        run.train()
+    run.train(float("nan"), float("inf"), NAN)
+    (event,) = run.events()
+    assert event["samples"] == [32, 40]
+    assert event["sources"] == [{"source": "web", "samples": [24, 30], "epoch": 1, "position": 4},
+                                {"source": "code", "samples": [8, 10], "epoch": 0, "position": 8}]
 
 
 @pytest.mark.parametrize(("policy", "action"), [("warn", "the update was made"),
