@@ -109,7 +109,7 @@ def plain_text(data: bytes, name: str, line: int) -> str:
 
 def _value(data: bytes | None, where: str) -> str:
     if data is None:
-        raise ConfigError(where, problem="the value is null", remedy="remove this row, or give --on_error skip")
+        raise ConfigError(where, problem="the value is null", remedy="remove this row")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

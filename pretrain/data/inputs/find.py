@@ -207,8 +207,7 @@ def _kind(path: str, name: str, content: bytes, compression: str, is_complete: b
     check_supported(content, name)
     if content.startswith(PARQUET):
         if settings.format in ("text", "jsonl"):
-            raise ConfigError(name, problem=f"this is a Parquet file, not {settings.format}",
-                              remedy="leave --format out")
+            raise ConfigError(name, problem=f"this is a Parquet file; {_KIND_NAMES[settings.format]} is expected")
         if compression or path == STDIN:
             raise ConfigError(name, problem="a Parquet file is read from its end, which needs a plain file",
                               remedy="decompress it" if compression else "give its path")

@@ -47,9 +47,9 @@ def no_text_error(where: str, key: str, value: dict[str, Any]) -> ConfigError:
     """Return the error for a JSON object without a string at `key`."""
     found = _value_at(value, key)
     keys = ", ".join(list(value)[:8]) or "no keys"
-    remedy = f"name the key of the text with --jsonl_key; this object has {keys}"
+    name_key = f"name the key of the text with --jsonl_key; this object has {keys}"
     if key not in value and found is None:
-        return ConfigError(where, problem=f"the JSON object has no key {key!r}", word=key, known=value, remedy=remedy)
+        return ConfigError(where, problem=f"the JSON object has no key {key!r}", word=key, known=value, remedy=name_key)
     problem = "null" if found is None else f"a JSON {type(found).__name__}, not a string"
-    return ConfigError(where, problem=f"the value of {key!r} is {problem}",
-                       remedy=remedy if len(value) > 1 else "correct or remove this line")
+    remedy = "correct or remove this line" + (f", or {name_key}" if len(value) > 1 else "")
+    return ConfigError(where, problem=f"the value of {key!r} is {problem}", remedy=remedy)

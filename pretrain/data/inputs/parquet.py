@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from pretrain.data.inputs.chunk import Chunk, Position
+from pretrain.data.inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.inputs.cut import text_cut
 from pretrain.data.inputs.streams import import_pyarrow
 from pretrain.errors import ConfigError
@@ -64,7 +64,7 @@ def _column_path(schema: Any, column: str, path: str) -> list[str]:
     return names
 
 
-def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | None]:
+def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> Iterator[bytes | memoryview | None]:
     """Yield the values of a column as UTF-8, from a row on."""
     import pyarrow
     import pyarrow.compute
@@ -83,7 +83,17 @@ def _values(file: Any, names: list[str], first_row: int, batch_bytes: int) -> It
                 values = pyarrow.compute.struct_field(values, names[1:])
             if str(values.type).startswith("dictionary"):
                 values = values.dictionary_decode()
-            yield from values.cast(pyarrow.large_binary()).to_pylist()
+            values = values.cast(pyarrow.large_binary())
+            yield from values.to_pylist() if values.nbytes < 2 * LONG_BYTES else _views(values)
+
+
+def _views(values: Any) -> Iterator[memoryview | None]:
+    """Yield the values of a large_binary array without a copy of them."""
+    _, ends, content = values.buffers()
+    bounds = memoryview(ends).cast("q")[values.offset : values.offset + len(values) + 1]
+    data = memoryview(content)
+    for number, is_valid in enumerate(values.is_valid().to_pylist()):
+        yield data[bounds[number] : bounds[number + 1]] if is_valid else None
 
 
 def _batch_rows(group: Any, column: str, batch_bytes: int) -> int:
@@ -104,7 +114,7 @@ class _Chunks:
         self._chunk_bytes, self._long_bytes = chunk_bytes, long_bytes
         self._bytes_per_row = bytes_per_row
 
-    def add(self, value: bytes | None) -> Iterator[Chunk]:
+    def add(self, value: bytes | memoryview | None) -> Iterator[Chunk]:
         """Add the value of the next row. Yield the chunks that are complete."""
         size = 0 if value is None else len(value)
         if self._size + size > self._chunk_bytes or len(self._values) == _MOST_VALUES:
@@ -112,7 +122,7 @@ class _Chunks:
         if value is not None and size > self._long_bytes:
             yield from self._parts(value)
         else:
-            self._values.append(value)
+            self._values.append(None if value is None else bytes(value))
             self._size += size
 
     def rest(self) -> Iterator[Chunk]:
@@ -122,15 +132,15 @@ class _Chunks:
             yield self._chunk("values", Position(row, row + 1), values=tuple(self._values))
             self._values, self._size = [], 0
 
-    def _parts(self, value: bytes) -> Iterator[Chunk]:
+    def _parts(self, value: bytes | memoryview) -> Iterator[Chunk]:
         """Yield a long value in parts, without those that were read before the start."""
         row = self._position
         number = begin = 0
         while begin < len(value):
             size = len(value) - begin
             if size > self._chunk_bytes:
-                size = text_cut(value[begin : begin + self._chunk_bytes])
-            part = value[begin : begin + size]
+                size = text_cut(bytes(value[begin : begin + self._chunk_bytes]))
+            part = bytes(value[begin : begin + size])
             begin, number = begin + size, number + 1
             ends = begin == len(value)
             if number > row.parts:

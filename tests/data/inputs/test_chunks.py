@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pretrain.data.inputs import parquet
 from pretrain.data.inputs.chunk import BOM, Position, ReadSettings
 from pretrain.data.inputs.chunks import read_chunks
+from pretrain.data.inputs.documents import Skipped
 from pretrain.data.inputs.find import find_inputs
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import (
@@ -72,10 +74,15 @@ def test_text(tmp_path: Path, texts: list[str], separator: str, compression: str
 
 
 @MANY
-@given(texts=st.lists(TEXT, max_size=9), rows=st.integers(1, 4), chunk=CHUNK, long=CHUNK)
-def test_parquet(tmp_path: Path, texts: list[str], rows: int, chunk: int, long: int) -> None:
+@given(texts=st.lists(st.none() | TEXT, max_size=9), rows=st.integers(1, 4), chunk=CHUNK, long=CHUNK,
+       copied=st.booleans())
+def test_parquet(tmp_path: Path, texts: list[str | None], rows: int, chunk: int, long: int, copied: bool) -> None:
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=rows)
-    assert check_every_resume(path, ReadSettings(), chunk, long) == texts
+    with pytest.MonkeyPatch.context() as patch:
+        if not copied:
+            patch.setattr(parquet, "LONG_BYTES", 0)
+        found = check_every_resume(path, ReadSettings(skip_errors=True), chunk, long)
+    assert [None if isinstance(text, Skipped) else text for text in found] == texts
 
 
 def test_an_empty_file_is_an_empty_document_once(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_parquet_columns_and_values(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", texts, row_group_size=2)
     found = read_texts(path, ReadSettings(skip_errors=True))
     assert [found[0], *found[2:]] == ["first", "", "naïve 😀"]
-    assert found[1] == Skipped(f"{path}: row 2", "the value is null. Remove this row, or give --on_error skip.", True)
+    assert found[1] == Skipped(f"{path}: row 2", "the value is null. Remove this row.", True)
     for column, message in (
         ("txet", r"column 'txet': there is no such column\. Did you mean \"text\"\?"),
         ("words", r"column 'words': there is no such column\. Name the column of the text with --jsonl_key; the "

@@ -78,7 +78,7 @@ def test_any_line_is_rejected_where_json_loads_rejects_it(line: bytes, part: int
     ('{"a": [1, 2, x], "text": ""}', "Expecting value at byte 14"),
     ('{"text": "a", "text": "b"}', "A second text at the key at byte 23"),
     ('{"text": "\\ud83d x"}', "a:1: there is a lone surrogate U+D83D"),
-    ('{"text": null, "b": 1}', "the value of 'text' is null. Name the key of the text with --jsonl_key"),
+    ('{"text": null, "b": 1}', "the value of 'text' is null. Correct or remove this line, or name the key"),
     ('{"txet": "a"}', "the JSON object has no key 'text'. Did you mean \"txet\"?"),
     ('["text"]', "found another value; expected one JSON object per line"),
     ('{"a": ' + "[" * 600, "More than 500 levels"),
