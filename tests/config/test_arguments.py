@@ -33,7 +33,7 @@ def test_several_data_sets(tmp_path: Path) -> None:
     path.write_text("train_data: a b\nsave: run\n")
     args = parse_arguments(["--config", str(path)])
     assert data_spec(args).train == ("a b",), "a plain string is one prefix"
-    files = preflight_request(args, [], tmp_path).files
+    files = preflight_request(args, ["--config", str(path)], tmp_path).files
     assert {str(tmp_path / "a b.bin"), str(tmp_path / "a b.idx")} <= set(files)
 
 
