@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 DIGEST_BYTES = 16
 _FIRST_SLOTS = 1 << 16
-_BATCH = 1 << 12  # digests that are added at once: their pages of the table are in this process's memory
+_BATCH = 1 << 10  # digests that are added at once: their pages of the table are in this process's memory
 _SMALL_TABLE_BYTES = 32 << 20  # pages of a smaller table remain in this process's memory
 
 Digests = npt.NDArray[np.uint64]

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,11 +75,11 @@ def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatc
 def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch:
     builder = _Builder(settings, is_rest=batch.continues)
     try:
-        for text, where, ends in _texts(batch, settings.read):
+        for text, tokens, where, ends in _encode(_texts(batch, settings.read), tokenizer):
             if isinstance(text, Skipped):
                 builder.fail(text)
             elif text:
-                builder.add(tokenizer.encode(text), where, text_bytes(text))
+                builder.add(tokens, where, text_bytes(text))
             if ends:
                 builder.end()
         return builder.result(tokenizer)
@@ -91,6 +92,25 @@ def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) ->
 def _empty_batch() -> TokenizedBatch:
     none = np.zeros(0, np.int64)
     return TokenizedBatch(none, none, none, np.zeros((0, 2), np.uint64))
+
+
+def _encode(texts: Iterator[tuple[str | Skipped, str, bool]],
+            tokenizer: Tokenizer) -> Iterator[tuple[str | Skipped, npt.NDArray[Any], str, bool]]:
+    """Add the tokens to each text. Several texts are encoded at once, up to LONGEST_TEXT characters."""
+    group: list[tuple[str | Skipped, str, bool]] = []
+    size = 0
+    for entry in itertools.chain(texts, [None]):
+        length = 0 if entry is None or isinstance(entry[0], Skipped) else len(entry[0])
+        if group and (entry is None or size + length > LONGEST_TEXT):
+            tokens, ends = tokenizer.encode_batch([text for text, *_ in group if isinstance(text, str)])
+            bounds = iter(itertools.pairwise([0, *ends.tolist()]))
+            for text, where, is_end in group:
+                start, stop = next(bounds) if isinstance(text, str) else (0, 0)
+                yield text, tokens[start:stop], where, is_end
+            group, size = [], 0
+        if entry is not None:
+            group.append(entry)
+            size += length
 
 
 def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, str, bool]]:
