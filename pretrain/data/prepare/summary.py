@@ -59,12 +59,18 @@ def summary_text(prefix: str | Path) -> str:
                             else f"{duplicates:,}" + f" ({removed})" * bool(duplicates),
         "unknown tokens": f"{summary['unknown_tokens']:,} ({summary['unknown_fraction']:.3%})",
     }
-    lines = [str(prefix), f"  {summary['inputs']}", *(f"  {name:<18} {value}" for name, value in rows.items())]
-    samples = summary["skipped_samples"]
-    lines += [f"    {sample['place']}: {sample['reason']}" for sample in samples[:_SHOWN_PLACES]]
-    if summary["skipped_documents"] > len(samples[:_SHOWN_PLACES]):
-        lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
+    lines = [str(prefix), f"  {summary['inputs']}"]
+    for name, value in rows.items():
+        lines += [f"  {name:<18} {value}", *(_skipped(prefix, summary) if name == "skipped documents" else [])]
     return "\n".join([*lines, "  documents by number of tokens", *_histogram(summary["document_lengths"])])
+
+
+def _skipped(prefix: str | Path, summary: Mapping[str, Any]) -> list[str]:
+    samples = summary["skipped_samples"]
+    lines = [f"    {sample['place']}: {sample['reason']}" for sample in samples[:_SHOWN_PLACES]]
+    if summary["skipped_documents"] > len(lines):
+        lines.append(f"    ... the first {len(samples)} are in {prefix}.summary.json")
+    return lines
 
 
 def _histogram(lengths: Mapping[str, int]) -> list[str]:

@@ -120,13 +120,13 @@ def _texts(batch: Batch, read: ReadSettings) -> Iterator[tuple[str | Skipped, st
             if isinstance(piece, Skipped):
                 yield piece, piece.where, piece.ends_document
                 continue
-            parts = divide(piece.text)
+            parts = divide(piece.text, LONGEST_TEXT)
             for part in parts[:-1]:
                 yield part, piece.where, False
             yield parts[-1], piece.where, piece.ends_document
 
 
-def divide(text: str, longest: int = LONGEST_TEXT) -> list[str]:
+def divide(text: str, longest: int) -> list[str]:
     """Divide a text into parts of up to `longest` characters: after a line, else after a space, else anywhere."""
     parts, start = [], 0
     while len(text) - start > longest:
