@@ -265,8 +265,7 @@ def test_data_with_a_large_index_is_hashed_in_the_background(start: Starter, dat
     monkeypatch.setattr(index_file, "SMALL_INDEX_BYTES", 100)
     monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(index_file, "hash_file", None)
-        patch.setattr(index_file.IndexFile, "hash_with", None)
+        patch.setattr(index_file.IndexFile, "_digest", None)
         first = start(data)
         _write_checkpoint(first.plan)
         again = start(data)

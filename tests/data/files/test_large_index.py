@@ -175,8 +175,7 @@ def test_a_checkpoint_with_the_fingerprint_of_the_whole_index_is_accepted(large:
 
 
 def test_a_start_does_not_hash_a_large_index(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_file.IndexFile, "hash_with", None)
-    monkeypatch.setattr(index_file, "hash_file", None)
+    monkeypatch.setattr(index_file.IndexFile, "_digest", None)
     data = IndexedDataset(large)
     found = find_hashes(data, large.parent / "none")
     assert found.current == read_hashes(hashes_path(large))
