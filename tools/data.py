@@ -74,7 +74,7 @@ def _split(flags: argparse.Namespace) -> int:
 
 def _print_written(writers: Sequence[IndexedWriter]) -> None:
     for writer in writers:
-        print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens of {writer.dtype}")
+        print(f"{writer.prefix}: documents: {writer.num_documents:,}; tokens: {writer.num_tokens:,} of {writer.dtype}")
 
 
 def _bin_bytes(names: Sequence[str]) -> int:

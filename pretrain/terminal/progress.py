@@ -41,7 +41,8 @@ class ProgressBar:
             print(f"{self._title}: {percent}{self._status()}{self._eta()}", file=sys.stderr, flush=True)
 
     def _status(self) -> str:
-        return f"{self._done / 1e6:.1f} MB, {self._bytes_per_second() / 1e6:.1f} MB/s, {self._note}"
+        note = f", {self._note}" if self._note else ""
+        return f"{self._done / 1e6:.1f} MB, {self._bytes_per_second() / 1e6:.1f} MB/s{note}"
 
     def _bytes_per_second(self) -> float:
         return (self._done - self._done_before) / max(time.monotonic() - self._started, 1e-3)

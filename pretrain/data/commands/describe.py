@@ -39,13 +39,17 @@ def describe(data: IndexedDataset, advance: Advance) -> list[tuple[str, str]]:
     if data.num_sequences != data.num_documents:
         rows.append(("sequences", f"{data.num_sequences:,}"))
     if lengths is not None:
-        rows += [("longest document", f"{lengths.longest:,} tokens (document {lengths.longest_document:,})"),
-                 ("shortest document", f"{lengths.shortest:,} tokens"),
+        rows += [("longest document", f"{_tokens(lengths.longest)} (document {lengths.longest_document:,})"),
+                 ("shortest document", _tokens(lengths.shortest)),
                  ("mean document", f"{data.num_tokens / data.num_documents:,.1f} tokens")]
         rows += [("empty documents", f"{lengths.empty:,}")] if lengths.empty else []
     rows += _meta_rows(data)
     rows.append(("hashes", _hashes(data)))
     return [*rows, *(("note", note) for note in data.notes)]
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
 
 
 def _meta_rows(data: IndexedDataset) -> list[tuple[str, str]]:

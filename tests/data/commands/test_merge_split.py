@@ -255,11 +255,11 @@ def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
                                     f"are no hashes. python tools/data.py hash {first} writes them"]
     assert run("merge", f"{tmp_path}/all", first, second) == [
         "note: vocab_size, tokenizer, tokenizer_sha256, eod_token: left out of the .meta.json: not the same for every "
-        "input", f"{tmp_path}/all: 4 documents, 7 tokens of uint16"]
+        "input", f"{tmp_path}/all: documents: 4; tokens: 7 of uint16"]
     assert run("verify", f"{tmp_path}/all") == [f"{tmp_path}/all: every byte has its hash"]
     assert "hashes             SHA-256 " in "\n".join(run("info", f"{tmp_path}/all"))
     assert run("split", f"{tmp_path}/all", "--documents", "rest,1", "--out", f"{tmp_path}/x", f"{tmp_path}/y") == [
-        f"{tmp_path}/x: 3 documents, 6 tokens of uint16", f"{tmp_path}/y: 1 documents, 1 tokens of uint16"]
+        f"{tmp_path}/x: documents: 3; tokens: 6 of uint16", f"{tmp_path}/y: documents: 1; tokens: 1 of uint16"]
 
 
 def test_a_merge_that_is_killed_or_stopped_leaves_no_files(tmp_path: Path) -> None:
