@@ -8,6 +8,7 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
 
     N counts the parameters of the blocks and of the output layer, tied or not. Embedding look-ups are not counted.
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence, or over the window of a layer.
+    With --document_attention it is the same, so that the FLOPs of a step do not depend on its documents.
     """
     keys = sum(keys_per_query(config.window(index), seq_length) for index in range(config.num_layers))
     blocks = 6.0 * config.layer_parameters() * config.num_layers + 12.0 * config.num_heads * config.head_size * keys

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pretrain.bench.processes.context import BenchContext
+from pretrain.bench.sections.data_documents import documents
 from pretrain.bench.sections.data_figures import DataBench, DataFigure
 from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_opening import opening
@@ -11,7 +12,8 @@ from pretrain.bench.sections.data_waiting import waiting
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
 _MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {
-    "tokenizing": tokenizing, "loading": loading, "opening": opening, "waiting": waiting}
+    "tokenizing": tokenizing, "loading": loading, "opening": opening, "waiting": waiting,
+    "documents": documents}
 
 
 def data(context: BenchContext, report: ReportProgress) -> BenchSection:
