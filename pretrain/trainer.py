@@ -272,9 +272,9 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
     if resume is None:
         if weights is not None:
             load_weights(engine, weights)
-        return 0, 0
+        return 0, plan.args.first_sample
     if resume.manifest.weights_only:
         load_checkpoint_weights(engine, resume.folder)
-        return 0, 0
+        return 0, plan.args.first_sample
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

@@ -22,5 +22,8 @@ def _planned_samples(start: dict[str, Any]) -> dict[str, int] | None:
     """Return the samples that the run was planned to read; None if its record does not have all numbers."""
     flags, batch = start["flags"], start.get("batch", {})
     numbers = {"train_steps": start.get("train_steps"), "eval_interval": flags.get("eval_interval"),
-               "eval_steps": flags.get("eval_steps"), "global_batch_size": batch.get("global_batch_size")}
-    return planned_samples(**numbers) if all(isinstance(value, int) for value in numbers.values()) else None
+               "eval_steps": flags.get("eval_steps"), "global_batch_size": batch.get("global_batch_size"),
+               "first_sample": flags.get("first_sample") or 0}
+    if not all(isinstance(value, int) for value in numbers.values()):
+        return None
+    return planned_samples(**numbers, order_samples=flags.get("order_samples"))

@@ -17,6 +17,7 @@ from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.samples.dataset import SampleDataset
+from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
@@ -71,7 +72,9 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                          vocab_size=resolved.model.vocab_size, eod_mask_loss=args.eod_mask_loss,
                          num_samples=planned_samples(
                              train_steps=resolved.train_steps, eval_interval=args.eval_interval,
-                             eval_steps=args.eval_steps, global_batch_size=resolved.layout.global_batch_size))
+                             eval_steps=args.eval_steps, global_batch_size=resolved.layout.global_batch_size,
+                             first_sample=args.first_sample, order_samples=args.order_samples))
+    _check_order(resolved, data)
     _check_validation_data(resolved, data)
     _check_document_end(args, data)
     return _make_plan(resolved, data, run_notes(resolved, data))
@@ -130,6 +133,16 @@ def _check_document_end(args: RunArguments, data: RunData) -> None:
         raise ConfigError("--document_attention", problem="the end-of-document token is unknown: there is no "
                           "--tokenizer, and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --document_attention out")
+
+
+def _check_order(resolved: ResolvedConfig, data: RunData) -> None:
+    """Raise ConfigError if the run reads more samples than the order of Megatron-LM or GPT-NeoX has."""
+    dataset, args = data.datasets["train"], resolved.args
+    last = args.first_sample + resolved.train_steps * resolved.layout.global_batch_size
+    if isinstance(dataset, MegatronSamples) and last > dataset.order_length:
+        raise ConfigError("--order_samples", found=f"{args.order_samples}: an order of {dataset.order_length} samples",
+                          expected=f"an order of the {last} samples that this run reads", remedy="give fewer "
+                          "--train_steps; an order for more samples has other samples from the first one on")
 
 
 def _check_validation_data(resolved: ResolvedConfig, data: RunData) -> None:

@@ -48,7 +48,7 @@ _ZEROS = {  # flags for which 0 is valid
     "pretrain/train.py": ("lr_warmup_steps", "min_lr_ratio", "eval_interval", "save_interval", "keep_checkpoints",
                           "keep_every", "keep_best", "weight_decay", "adam_epsilon", "embedding_dropout",
                           "attention_dropout", "residual_dropout", "rollback_skip_steps", "max_rollbacks",
-                          "step_timeout", "first_step_timeout", "replica_check_interval"),
+                          "step_timeout", "first_step_timeout", "replica_check_interval", "first_sample"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),

@@ -296,6 +296,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"seq_length": 0}, "--seq_length"),
     ({}, {"seq_length_schedule": "0:48"}, "a divisor of --seq_length, 64"),
     ({}, {"seq_length_schedule": "1e9:32"}, "rise from 0"),
+    ({}, {"first_sample": -1}, "--first_sample"),
+    ({}, {"order_samples": 1000}, "--order_samples: found 1000 with --sample_order shuffled"),
+    ({}, {"order_samples": 1, "first_sample": 10**7, "sample_order": "neox"}, "an order of"),
     # data
     ({}, {"train_data": NOTHING}, "--train_data"),
     ({}, {"train_data": "{world}/none"}, "none.idx"),

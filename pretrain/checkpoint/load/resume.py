@@ -87,7 +87,7 @@ def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Pla
         _reject_other_evaluation_data(plan, manifest.step)
     other_data = check_same_data(manifest, plan, folder)
     notes = [other_data, blend_note(manifest, plan, folder), check_same_tokenizer(manifest, plan, folder),
-             *evaluation_data_notes(plan), _batch_note(manifest, plan, folder)]
+             *evaluation_data_notes(plan), _batch_note(manifest, plan, folder), *_changed_flag_notes(plan)]
     return Resume(folder, manifest, [*warnings, *filter(None, notes)], other_data)
 
 
@@ -166,14 +166,18 @@ def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -
                               remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
 
 
-def _lengths_note(plan: Plan) -> str:
-    """Return a note if --seq_length_schedule is not that of the run's last start."""
+def _changed_flag_notes(plan: Plan) -> list[str]:
+    """Return notes on flags that may differ from those of the run's last start."""
+    notes = []
     with contextlib.suppress(ConfigError):
-        saved = newest_start(Path(plan.args.save))["flags"].get("seq_length_schedule")
-        if saved != plan.args.seq_length_schedule:
-            return f"--seq_length_schedule was {saved or 'not given'} at the run's last start, and is " \
-                   f"{plan.args.seq_length_schedule or 'not given'} now"
-    return ""
+        saved, current = newest_start(Path(plan.args.save))["flags"], plan.args
+        for name, effect in (("seq_length_schedule", ""),
+                             ("first_sample", "; it has no effect: the run continues after its checkpoint's samples")):
+            values = [saved.get(name) or None, getattr(current, name) or None]
+            if values[0] != values[1]:
+                notes.append(f"--{name} was {values[0] or 'not given'} at the run's last start, and is "
+                             f"{values[1] or 'not given'} now{effect}")
+    return notes
 
 
 def _batch_note(manifest: Manifest, plan: Plan, folder: Path) -> str:

@@ -18,17 +18,17 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps")
+                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "weight_decay", "adam_epsilon",
                   "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
-                  "replica_check_interval")
+                  "replica_check_interval", "first_sample")
 _ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
                "exit_after_minutes", "spike_threshold")
 _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
             "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
             "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
-            "spike_window": 2**20}
+            "spike_window": 2**20, "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
             "deepspeed_log_level": LOG_LEVELS,
             "lr_schedule": KINDS, "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
@@ -43,6 +43,9 @@ def check_flags(args: RunArguments) -> None:
             raise ConfigError(f"--{name}", found=value, expected=", ".join(choices), word=value, known=choices)
     _check_schedule_flags(args)
     _check_checkpoint_flags(args)
+    if args.order_samples is not None and args.sample_order == "shuffled":
+        raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
+                          expected="no value", remedy="the default order does not depend on a number of samples")
     if (args.train_steps is None) == (args.train_tokens is None):
         raise ConfigError("--train_steps / --train_tokens", expected="one of the two",
                           found="neither of them" if args.train_steps is None else "both")

@@ -60,6 +60,11 @@ class DataArguments:
     packing: str = _flag("none", "none: documents follow one another without padding; best_fit: only documents that "
                                  "are longer than a sample are divided, and the others are packed with little padding",
                          metavar="NAME")
+    first_sample: int = _flag(0, "sample with which a run begins at step 0: the number of samples that it consumed "
+                                 "before it was moved here")
+    order_samples: int | None = _flag(None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; "
+                                            "only with --sample_order megatron or neox",
+                                      unset="--first_sample and the samples of --train_steps")
     tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
                                         "checked against data and model, and used by tools/generate.py", metavar="PATH")
     seq_length: int = _flag(1024, "tokens in a sample")

@@ -66,6 +66,7 @@ class MegatronSamples:
         bounds = (0, before_last, total) if is_separate else (0, total)
         self._samples = np.concatenate([_shuffled_range(first, last, total, random)
                                         for first, last in itertools.pairwise(bounds)])
+        self.order_length = len(self._samples)
         self._file = PrefixSums(len(self._lengths), lambda numbers: self._lengths[numbers])
         self._stream = PrefixSums(len(self._sequences), lambda places: self._lengths[self._sequences[places]])
 

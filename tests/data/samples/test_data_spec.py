@@ -94,3 +94,6 @@ def test_recorded_values_have_absolute_paths_and_mean_the_same() -> None:
 def test_samples_are_counted_as_in_megatron() -> None:
     assert planned_samples(train_steps=10, eval_interval=4, eval_steps=2, global_batch_size=8) == {
         "train": 80, "valid": 3 * 16, "test": 16}
+    moved = {"train_steps": 10, "eval_interval": 0, "eval_steps": 2, "global_batch_size": 8, "first_sample": 24}
+    assert planned_samples(**moved)["train"] == 104
+    assert planned_samples(**moved, order_samples=1000)["train"] == 1000

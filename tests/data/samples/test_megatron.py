@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.files.indexed import IndexedDataset
@@ -13,6 +13,7 @@ from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.prefix_sums import PrefixSums
 from pretrain.data.samples.split import parse_split, split_as_megatron_core
 from pretrain.errors import ConfigError
+from tests.support.reference_order import reference
 
 
 def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
@@ -24,41 +25,6 @@ def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
             first += length
         writer.finalize()
     return IndexedDataset(prefix)
-
-
-def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    epochs = 1
-    while epochs * tokens_per_epoch < num_samples * seq_length + 1:
-        epochs += 1
-    return epochs
-
-
-def reference(order: str, documents: list[list[int]], seq_length: int, seed: int, num_samples: int) -> list[list[int]]:
-    """Return all samples of an order: one token after another, one document after another."""
-    tokens_per_epoch = sum(map(len, documents))
-    epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
-    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
-    is_separate = False
-    if order == "megatron" and epochs > 1:
-        is_separate = num_samples - before_last < int(0.80 * ((tokens_per_epoch - 1) // seq_length))
-    event(f"{order}: {'separate last epoch' if is_separate else 'one epoch' if epochs == 1 else 'several epochs'}")
-    random = np.random.RandomState(seed)
-    document_order: list[int] = []
-    for count in [epochs - 1, 1] if is_separate else [epochs]:
-        part = np.array(list(range(len(documents))) * count)
-        random.shuffle(part)
-        document_order += part.tolist()
-    stream = [token for number in document_order for token in documents[number]]
-    samples, first = [], 0
-    while first + seq_length + 1 <= len(stream):
-        samples.append(stream[first:first + seq_length + 1])
-        first += seq_length
-    shuffled = []
-    for low, high in [(0, before_last), (before_last, len(samples))] if is_separate else [(0, len(samples))]:
-        numbers = np.arange(low, high)
-        random.shuffle(numbers)
-        shuffled += numbers.tolist()
-    return [samples[number] for number in shuffled]
 
 
 @settings(deadline=None, max_examples=80)
