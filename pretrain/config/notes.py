@@ -40,7 +40,7 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
 def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
-            *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
+            *data.notes, *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
             *_length_notes(resolved), *_speed_notes(resolved), *_mup_notes(resolved))
 
 

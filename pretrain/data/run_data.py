@@ -14,6 +14,7 @@ from pretrain.errors import ConfigError
 
 SCANNED_TOKENS = 16 * 2**20  # at each end of a data file without a .meta.json; a full scan would take minutes
 _CHUNK_TOKENS = 2**20
+_MOST_NOTES = 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class RunData:
     datasets: dict[str, SampleDataset]
     tokenizer: Tokenizer | None = None
     eod_token: int | None = None
+    notes: tuple[str, ...] = ()
+    """differences between the sources, one line each"""
 
 
 def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str | None, vocab_size: int,
@@ -44,24 +47,32 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
     if "train" not in datasets:
         raise ConfigError(spec.train_flag, found="no training tokens",
                           expected=f"at least {seq_length + 1} for one sample", remedy="change --split")
-    eod_token = _check_sources(datasets, vocab_size, loaded)
+    sources = _sources_of(datasets)
+    eod_token = _check_sources(sources, vocab_size, loaded)
     if eod_mask_loss and eod_token is None:
         raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
                           "and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --eod_mask_loss out")
-    return RunData(datasets, loaded, eod_token)
+    return RunData(datasets, loaded, eod_token, _marker_notes(sources))
 
 
-def _check_sources(datasets: dict[str, SampleDataset], vocab_size: int, tokenizer: Tokenizer | None) -> int | None:
-    """Check each token file once, and that all agree. Returns the end-of-document token; None if it is unknown."""
+def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDataset]]:
+    """Return each token file once, with the flag that names it."""
     sources: dict[int, tuple[str, IndexedDataset]] = {}
     for name, dataset in datasets.items():
         for source in dataset.sources:
             sources.setdefault(id(source), (f"--{name.partition('/')[0]}_data {source.prefix}", source))
+    return list(sources.values())
+
+
+def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
+                   tokenizer: Tokenizer | None) -> int | None:
+    """Check each token file, and that all agree. Returns the end-of-document token; None if it is unknown."""
+    scanned = max(SCANNED_TOKENS // len(sources), _CHUNK_TOKENS)
     named: tuple[str, int] | None = None  # the first source whose .meta.json names the end-of-document token
     prepared: tuple[str, str] | None = None  # the first source whose .meta.json names its tokenizer
-    for where, source in sources.values():
-        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer)
+    for where, source in sources:
+        token = check_prepared_data(source, where, vocab_size=vocab_size, tokenizer=tokenizer, scanned=scanned)
         if token is not None:
             named = named or (where, token)
             if token != named[1]:
@@ -79,18 +90,34 @@ def _check_sources(datasets: dict[str, SampleDataset], vocab_size: int, tokenize
     return named[1] if named else None
 
 
+def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:
+    """Note sources whose documents begin or end with other tokens than those of the first source."""
+    notes, first = list[str](), dict[str, tuple[str, Any]]()
+    for where, source in sources:
+        meta = _meta_of(source)
+        for key, place in (("bos_token", "begin"), ("eod_token", "end")):
+            if key not in meta:  # files of earlier versions or of other programs
+                continue
+            there, token = first.setdefault(key, (where, meta[key]))
+            if token != meta[key]:
+                texts = ["no special token" if value is None else f"token {value}" for value in (meta[key], token)]
+                notes.append(f"{where}: its documents {place} with {texts[0]}, and those of {there} with {texts[1]}")
+    return tuple(notes[:_MOST_NOTES])
+
+
 def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int, tokenizer: Tokenizer | None,
-                        can_change_model: bool = True) -> int | None:
+                        can_change_model: bool = True, scanned: int = SCANNED_TOKENS) -> int | None:
     """Return the end-of-document token that the data's .meta.json names; None if it names none.
 
     Raises ConfigError if the data has tokens beyond the vocabulary, or was prepared with another tokenizer.
-    `can_change_model`: whether another vocab_size is a remedy.
+    `can_change_model`: whether another vocab_size is a remedy. `scanned`: tokens that are read at each end of data
+    without a .meta.json.
     """
     prefix = str(indexed.prefix)
     meta = _meta_of(indexed)
     largest = meta.get("max_token")
     if not isinstance(largest, int):
-        largest = _largest_token(indexed)
+        largest = _largest_token(indexed, scanned)
     if largest >= vocab_size:
         raise _vocabulary_error(where, f"token {largest}", largest + 1, vocab_size, can_change_model)
     if tokenizer is not None:
@@ -112,11 +139,11 @@ def _meta_of(indexed: IndexedDataset) -> dict[str, Any]:
     return meta if meta.get("num_tokens", indexed.num_tokens) == indexed.num_tokens else {}
 
 
-def _largest_token(indexed: IndexedDataset) -> int:
-    """Return the largest of the first and last 16 Mi tokens of a data file. Raises ConfigError for a negative token."""
+def _largest_token(indexed: IndexedDataset, scanned: int) -> int:
+    """Return the largest of the first and last `scanned` tokens of a file. Raises ConfigError if one is negative."""
     total = indexed.num_tokens
-    starts = set(range(0, min(SCANNED_TOKENS, total), _CHUNK_TOKENS))
-    starts |= set(range(max(total - SCANNED_TOKENS, 0), total, _CHUNK_TOKENS))
+    starts = set(range(0, min(scanned, total), _CHUNK_TOKENS))
+    starts |= set(range(max(total - scanned, 0), total, _CHUNK_TOKENS))
     chunks = (indexed.tokens(start, min(start + _CHUNK_TOKENS, total)) for start in sorted(starts))
     ranges = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
     smallest = min(low for low, _ in ranges)

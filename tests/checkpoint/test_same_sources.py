@@ -128,6 +128,10 @@ def test_sources_must_have_the_same_tokenizer(start: Starter, tmp_path: Path) ->
     meta.write_text(text.replace("abab", "cdcd"))
     with pytest.raises(ConfigError, match="books: it was prepared with another tokenizer"):
         start()
+    meta.write_text(text.replace('"eod_token": 0', '"eod_token": null'))
+    assert [note for note in start().plan.notes if "documents" in note] == [
+        f"--train_data {tmp_path}/books: its documents end with no special token, and those of --train_data "
+        f"{tmp_path}/web with token 0"]
     meta.write_text(text)
     shutil.copy(tmp_path / "web.bin", tmp_path / "code.bin")
     with open(tmp_path / "code.bin", "r+b") as file:

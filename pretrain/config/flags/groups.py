@@ -139,7 +139,8 @@ class CheckpointArguments:
                                       "of saving and loading")
     keep_checkpoints: int = _flag(0, "number of newest checkpoints to keep, at least 2; 0: keep all")
     keep_every: int = _flag(0, "with --keep_checkpoints: also keep those of every N-th step; 0: none")
-    keep_best: int = _flag(0, "with --keep_checkpoints: also keep the N of lowest validation loss; 0: none")
+    keep_best: int = _flag(0, "with --keep_checkpoints: also keep the N of lowest validation loss (of several "
+                             "sets: their mean); 0: none")
     checkpoint_mirror: str | None = _flag(None, "folder or fsspec URL (s3://...) that receives a copy of each "
                                                 "checkpoint; a start takes one from there if --save has none as recent",
                                           metavar="URL")

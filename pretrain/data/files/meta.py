@@ -42,7 +42,7 @@ def _is_count(value: Any) -> bool:
 
 
 _META_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "eod_token"),
+    **dict.fromkeys(("vocab_size", "num_tokens", "num_documents", "max_token", "bos_token", "eod_token"),
                     (_is_count, "a whole number, at least 0")),
     **dict.fromkeys(("tokenizer", "tokenizer_sha256"), (lambda value: isinstance(value, str), "a string")),
     "entropy_nats": (lambda value: isinstance(value, (int, float)) and 0 <= value < 100, "a number of nats"),
