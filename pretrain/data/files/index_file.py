@@ -55,7 +55,10 @@ class IndexFile:
         return self._entries(OFFSET_DTYPE, HEADER.size + 12 * self.num_sequences, first, last)
 
     def _entries(self, dtype: np.dtype[Any], start: int, first: int, last: int) -> npt.NDArray[Any]:
-        content = self.file.read(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
+        try:
+            content = self.file.read(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
+        except OSError as error:  # a disk or a network that fails
+            raise ConfigError(str(self.path), problem=reason(error), remedy="start again when it can be read") from None
         return np.frombuffer(content, dtype)
 
     @property

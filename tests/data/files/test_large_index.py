@@ -1,5 +1,6 @@
 """Large .idx files: they are opened without reading all of them; damage, fingerprints, hashes and memory."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -135,6 +136,19 @@ def test_an_index_that_is_truncated_while_it_is_in_use_is_an_error(large: Path) 
     assert data.sequence_lengths(0, 5).size == 5
     with pytest.raises(ConfigError, match=r"a\.idx: the file was truncated to 3000000 bytes while it was in use"):
         data.document_offset(_ENTRIES // 2)
+
+
+def test_a_disk_that_fails_is_an_error(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.pread
+
+    def fail(descriptor: int, num_bytes: int, start: int) -> bytes:
+        if start > 1000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, num_bytes, start)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ConfigError, match=r"a\.idx: it cannot be read: Input/output error\. Start again when it can"):
+        IndexedDataset(large)
 
 
 def test_a_document_index_that_falls_where_it_is_used_is_an_error(large: Path) -> None:
