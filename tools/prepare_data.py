@@ -36,7 +36,7 @@ def _parser() -> Parser:
                         help="text, JSON lines or Parquet, also compressed (.gz, .zst): a file, a folder, a glob in "
                         "quotes, or - for standard input")
     parser.add_argument("--tokenizer", type=path_text, required=True,
-                        help="SentencePiece .model, tokenizer.json, or a folder with one of them")
+                        help="SentencePiece .model, tokenizer.json, a folder with one of them, or the word bytes")
     parser.add_argument("--out", type=prefix, required=True, help="path of the files to write, without the extension")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace existing output, and drop an earlier preparation of other inputs or settings")

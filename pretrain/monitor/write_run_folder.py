@@ -17,6 +17,7 @@ from typing import Any
 from pretrain import __version__
 from pretrain.config.validate import Plan
 from pretrain.data.samples.data_spec import absolute_words
+from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
 
@@ -43,16 +44,12 @@ def _git_commit() -> str | None:
         return None
 
 
-def _absolute(path: str | None) -> str | None:
-    return str(Path(path).absolute()) if path else path
-
-
 def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
     """Return the record of one start: everything that the result of the run depends on."""
     return {
         "time": time.time(),
         # tools read these files later, in any working directory
-        "flags": {**asdict(plan.args), "tokenizer": _absolute(plan.args.tokenizer),
+        "flags": {**asdict(plan.args), "tokenizer": plan.args.tokenizer and absolute_tokenizer(plan.args.tokenizer),
                   **{name: absolute_words(getattr(plan.args, name)) for name in _DATA_FLAGS}},
         "deepspeed_config": plan.ds_config,
         "origin": asdict(plan.origin) if plan.origin else None,

@@ -65,8 +65,9 @@ class DataArguments:
     order_samples: int | None = _flag(None, "total number of samples for which Megatron-LM or GPT-NeoX made the order; "
                                             "only with --sample_order megatron or neox",
                                       unset="--first_sample and the samples of --train_steps")
-    tokenizer: str | None = _flag(None, "SentencePiece .model file, or a folder with it or with tokenizer.json, "
-                                        "checked against data and model, and used by tools/generate.py", metavar="PATH")
+    tokenizer: str | None = _flag(None, "SentencePiece .model file, a folder with it or with tokenizer.json, or the "
+                                        "word bytes; checked against data and model, and used by tools/generate.py",
+                                  metavar="PATH")
     seq_length: int = _flag(1024, "tokens in a sample")
     seq_length_schedule: str | None = _flag(None, "begin with shorter sequences: 0:256,1e9:512,4e9:1024 means 256 "
                                                   "tokens from the start, 512 after 1e9 tokens, ...; a sample is "

@@ -119,7 +119,7 @@ class _Job:
     def __init__(self, inputs: Inputs, tokenizer: Tokenizer, out: str, settings: PrepareSettings) -> None:
         self._inputs, self._out, self._settings = inputs, out, settings
         self._ids: TokenIds = tokenizer.ids
-        self._path, self._fingerprint = tokenizer.path, tokenizer.fingerprint
+        self._name, self._fingerprint = tokenizer.name, tokenizer.fingerprint
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
         read = settings.read
@@ -209,7 +209,7 @@ class _Job:
         if record_inputs(self._inputs.files) != self.record["inputs"]:
             raise ConfigError("INPUT", problem="a file was changed while it was read", remedy="prepare the data again")
         meta = PreparedData(
-            vocab_size=self._ids.vocab_size, tokenizer=str(self._path.resolve()), tokenizer_sha256=self._fingerprint,
+            vocab_size=self._ids.vocab_size, tokenizer=self._name, tokenizer_sha256=self._fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,
             num_documents=statistics.documents, max_token=int(np.flatnonzero(statistics.token_counts)[-1]),
             entropy_nats=entropy_nats(statistics.token_counts))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.tokenizers.byte_tokenizer import byte_library
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
 from pretrain.data.tokenizers.probe_texts import ORDINARY, RARE
 from pretrain.data.tokenizers.special_tokens import TokenIds, read_object
@@ -53,6 +54,10 @@ def export_tokenizer(tokenizer: str | Path, folder: Path, *, max_length: int | N
 
 def _files(loaded: Tokenizer, max_length: int | None) -> dict[str, bytes]:
     """Return the contents of the files to write, by name."""
+    if loaded.is_bytes:
+        bytes_library = byte_library()
+        config = tokenizer_config(bytes_library, loaded.ids, max_length=max_length)
+        return {"tokenizer.json": to_bytes(bytes_library), _CONFIG: json_bytes(config)}
     content, where = loaded.path.read_bytes(), f"--tokenizer {loaded.path}"
     if loaded.path.suffix != ".json":
         return sentencepiece_files(content, where, max_length=max_length)

@@ -1,4 +1,4 @@
-"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, and GPT-2's `vocab.json` with `merges.txt`.
+"""Load tokenizers: SentencePiece `.model`, Hugging Face `tokenizer.json`, GPT-2's `vocab.json` and `merges.txt`, bytes.
 
 All have one interface. A tokenizer that tools/train_tokenizer.py trained decodes any text exactly. Other tokenizers may
 normalize text.
@@ -17,6 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.text import check_unicode
+from pretrain.data.tokenizers.byte_tokenizer import (
+    BYTE_FINGERPRINT,
+    BYTE_IDS,
+    BYTES,
+    decode_bytes,
+    encode_bytes,
+    encode_bytes_batch,
+)
 from pretrain.data.tokenizers.huggingface_tokenizer import read_library
 from pretrain.data.tokenizers.sentencepiece_words import words_encoder
 from pretrain.data.tokenizers.special_tokens import EOD_NAMES, TokenIds, find_special_tokens, read_object
@@ -30,7 +38,7 @@ HASHES_KEY = "files_sha256"
 """key of tokenizer_config.json: hashes of a tokenizer.model, and of the tokenizer.json that was made from it"""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} 0\r?\n")  # base64 of a token, its id
 _SPACE = "\u2581"  # SentencePiece's symbol for a space; decoding turns it into a space
-_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one; "
+_REMEDY = ("give a SentencePiece .model, a tokenizer.json or a folder with one, or the word bytes; "
            "tools/train_tokenizer.py trains a tokenizer")
 
 
@@ -43,15 +51,25 @@ class Tokenizer:
     """
 
     path: Path
-    """the .model, tokenizer.json or vocab.json file"""
+    """the .model, tokenizer.json or vocab.json file; the word "bytes" for the byte tokenizer"""
     ids: TokenIds
     """size of the vocabulary, special tokens"""
     fingerprint: str
-    """SHA-256 of the file; of vocab.json and merges.txt"""
+    """SHA-256 of the file; of vocab.json and merges.txt; a constant for the byte tokenizer"""
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     fast_batch: EncodeBatch | None = None
     """the function of `encode_batch`, if there is a faster one than `encode` for each text"""
+
+    @property
+    def name(self) -> str:
+        """Value of --tokenizer that loads this tokenizer, also in another working directory."""
+        return absolute_tokenizer(str(self.path))
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether this is the byte tokenizer, which has no file."""
+        return str(self.path) == BYTES
 
     @property
     def vocab_size(self) -> int:
@@ -73,18 +91,40 @@ class Tokenizer:
         return (self.fast_batch or _encode_each(self.encode, self.ids))(texts)
 
 
+def absolute_tokenizer(value: str) -> str:
+    """Return a value of --tokenizer that does not depend on the working directory."""
+    return value if value == BYTES else str(Path(value).absolute())
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a SentencePiece .model, a tokenizer.json, a vocab.json, or one of them from a folder. Raises ConfigError.
+
+    "bytes" is the byte tokenizer.
 
     A folder with a tokenizer.model and a tokenizer.json is read as transformers reads it, from tokenizer.json. If
     tools/train_tokenizer.py or an export made tokenizer.json from tokenizer.model, both encode alike. Then
     tokenizer.model is read, which encodes twice as fast, and the fingerprint is that of the trained tokenizer.
     """
+    if str(path) == BYTES:
+        if Path(BYTES).exists():
+            raise ConfigError(f"--tokenizer {BYTES}", problem="this word means the byte tokenizer, and there is a file "
+                              "or folder with this name too", remedy="rename it, or give its absolute path")
+        return Tokenizer(Path(BYTES), BYTE_IDS, BYTE_FINGERPRINT, _checked(encode_bytes), decode_bytes,
+                         encode_bytes_batch)
     file = _find_file(Path(path))
     content = _read(file)
     if file.suffix == ".json":
         return _load_huggingface(file, content)
     return _load_sentencepiece(file, content)
+
+
+def _checked(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """Return `encode` with a check for characters that UTF-8 cannot represent."""
+    def checked(text: str) -> list[int]:
+        check_unicode(text, "text")
+        return encode(text)
+
+    return checked
 
 
 def _read(file: Path) -> bytes:
@@ -210,10 +250,9 @@ def _sentencepiece_encoder(processor: Any) -> Callable[[str], list[int]]:
     by_lines = encodes_by_lines(processor)
 
     def encode(text: str) -> list[int]:
-        check_unicode(text, "text")
         return encode_lines(text) if by_lines else list(processor.encode(text))
 
-    return encode
+    return _checked(encode)
 
 
 def encodes_by_lines(processor: Any) -> bool:
