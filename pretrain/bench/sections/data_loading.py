@@ -81,10 +81,10 @@ def _plain_reader(prefixes: list[Path], number: int) -> Callable[[], None]:
         return text[:-1].contiguous(), text[1:].contiguous(), torch.ones(_SEQ_LENGTH)
 
     def read() -> None:
+        held: list[Any] = []  # two steps, as in training: the one in use and the next one
         for first in range(0, number, _MICRO_BATCH):
             rows = [sample(index) for index in range(first, first + _MICRO_BATCH)]
-            for column in zip(*rows, strict=True):
-                torch.stack(column)
+            held = [*held[1 - 2 * _ACCUMULATION:], [torch.stack(column) for column in zip(*rows, strict=True)]]
 
     return read
 
