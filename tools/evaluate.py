@@ -21,6 +21,7 @@ from pretrain.analysis.evaluate.settings import choose_dtype, choose_partition
 from pretrain.analysis.evaluate.source import find_source, find_tokenizer
 from pretrain.analysis.evaluate.task_files import TaskFlags, prepare_tasks
 from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
+from pretrain.data.inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import detect_device
 from pretrain.distributed.print_error import print_error
@@ -39,11 +40,13 @@ def _parser() -> Parser:
     add("--step", type=whole_number(), metavar="N",
         help="step of the checkpoint (default: the newest complete checkpoint)")
     add("--data", nargs="+", type=path_text, default=(), metavar="DATA",
-        help="prefix of a .bin/.idx pair, or text: .txt, .jsonl, .gz (default: repeat the run's own evaluation)")
+        help="prefix of a .bin/.idx pair, or a file with text, JSON lines or Parquet (default: repeat the run's own "
+        "evaluation)")
     add("--split", nargs="+", choices=SPLITS, default=(), help="all documents of these parts of the run's data")
     add("--tokenizer", type=path_text, metavar="PATH", help="tokenizer (default: the run's --tokenizer)")
     add("--jsonl_key", type=text, default="text", metavar="KEY",
-        help="key of the text in .jsonl files (default: %(default)s)")
+        help="key of the text in JSON lines, column in a Parquet file (default: %(default)s)")
+    add("--format", choices=FORMATS, default="auto", help="format of text files (default: by their content)")
     add("--seq_length", type=whole_number(1), metavar="T",
         help="largest number of tokens that the model sees at once (default: the run's --seq_length)")
     add("--stride", type=whole_number(1), metavar="S",
@@ -72,7 +75,7 @@ def _parser() -> Parser:
 def _data_flags(args: argparse.Namespace) -> DataFlags:
     """Return the flags that choose the data. Raises ConfigError for flags that have no effect."""
     flags = DataFlags(tuple(args.data), tuple(args.split), args.tokenizer, args.jsonl_key, args.seq_length, args.stride,
-                      args.max_samples, args.eod_mask_loss, args.document_attention)
+                      args.max_samples, args.eod_mask_loss, args.document_attention, args.format)
     if args.tasks is not None and not flags.data and not flags.split:
         for name in ("stride", "max_samples", "eod_mask_loss", "document_attention", "partition_weights"):
             if getattr(args, name) is not None:

@@ -274,6 +274,8 @@ def test_a_uniform_model_has_the_closed_form(tmp_path: Path, alone: Evaluate, wi
         assert row["perplexity"] == pytest.approx(260, rel=1e-5)
         assert row["bits_per_byte"] == pytest.approx(math.log2(260), rel=1e-6)
         assert row["standard_error"] == pytest.approx(0, abs=1e-4)
+    (tmp_path / "doubt").write_text('{"text": "a"}\nwords')
+    assert alone(tmp_path, "hf", "--data", "doubt", "--format", "text")["data"][0]["bytes"] == 19
 
 
 def test_tasks_of_a_local_folder(runs: Path, alone: Evaluate) -> None:

@@ -8,7 +8,8 @@ from tests.wrong_inputs.case import LONG, Case
 _PROGRAM, _RUN = "tools/evaluate.py", "{world}/done"
 _UNREADABLE = {"missing": "{world}/none", "folder": "{world}/nvme", "under a file": "{world}/file/x",
                "long": "{world}/" + LONG, "proc": "/proc/self/none"}
-_TEXTS = {"not UTF-8": ("in.txt", b"\xff\xfe\x00"), "no gzip": ("in.gz", b"text"), "no JSON": ("in.jsonl", b"text"),
+_TEXTS = {"not UTF-8": ("in.txt", b"\xff\xfe\x00"), "cut gzip": ("in.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00"),
+          "no JSON": ("in.jsonl", b"text"),
           "empty": ("in.txt", b""), "no text": ("in.jsonl", b'{"text": ""}'), "no key": ("in.jsonl", b'{"txt": "a"}'),
           "list": ("in.jsonl", b'["a"]'), "surrogate": ("in.jsonl", b'{"text": "\\ud800"}')}
 

@@ -50,6 +50,7 @@ def content_cases() -> Iterator[Case]:
     yield from _metadata_cases()
     yield from _row_cases()
     yield from _text_cases()
+    yield from _doubtful_cases()
 
 
 def _metadata_cases() -> Iterator[Case]:
@@ -98,6 +99,16 @@ def _text_cases() -> Iterator[Case]:
         culprit = f"{name}:1" if name.endswith("jsonl") else name
         yield Case(f"generate --prompt_file: {what}", "tools/generate.py",
                    ("{world}/done", "--prompt_file", f"{{world}}/{name}", "--jsonl_key=text"), culprit, ((name, raw),))
+
+
+def _doubtful_cases() -> Iterator[Case]:
+    """Yield text whose format is in doubt, or not supported."""
+    for what, raw in {"JSON and words": b'{"text": "a"}\nwords', "indented JSON": b'{\n "text": "a"\n}',
+                      "JSON list": b'[\n{"text": "a"}\n]', "UTF-16": "text".encode("utf-16"), "NUL": b"text\0",
+                      "bzip2": b"BZh91AY", "tar": b"name".ljust(257, b"\0") + b"ustar", "Parquet": b"PAR1"}.items():
+        for program in ("tools/prepare_data.py", "tools/train_tokenizer.py"):
+            yield Case(f"{program}: {what}", program, ("{world}/in", *TOOLS[program][1:-1], "{world}/new/out"),
+                       "/in:1" if what in ("NUL", "indented JSON", "JSON list") else "/in: ", (("in", raw),))
 
 
 def prepare_cases() -> Iterator[Case]:

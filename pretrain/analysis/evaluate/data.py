@@ -34,6 +34,7 @@ class DataFlags:
     max_samples: int | None = None
     eod_mask_loss: bool | None = None
     document_attention: bool | None = None
+    format: str = "auto"
 
 
 def open_data(source: EvaluationSource, flags: DataFlags, tokenizer: Tokenizer | ConfigError) -> list[WindowSet]:
@@ -75,7 +76,7 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
         return replace(windows, document_end=_document_end(source, flags, eod_token, known))
     if not Path(word).is_file():
         raise ConfigError(f"--data {word}", problem=f"there is neither {word}.idx nor a text file {word}",
-                          remedy="give the prefix of a .bin/.idx pair, or a .txt, .jsonl or .gz file")
+                          remedy="give the prefix of a .bin/.idx pair, or a file with text, JSON lines or Parquet")
     if flags.eod_mask_loss:
         raise ConfigError("--eod_mask_loss", problem=f"it has no effect on the text {word}: the first token of a "
                           "document always counts", remedy="leave it out, or give prepared data")
@@ -83,7 +84,8 @@ def _named_data(word: str, source: EvaluationSource, flags: DataFlags, tokenizer
         raise tokenizer
     bos, eos = tokenizer.ids.bos, tokenizer.ids.eos
     context = bos if source.published and bos is not None else eos
-    windows = _text_windows(word, tokenizer, flags.jsonl_key, context, length=length, stride=stride)
+    reading = ReadSettings(flags.format, flags.jsonl_key)
+    windows = _text_windows(word, tokenizer, reading, context, length=length, stride=stride)
     return replace(windows, document_end=_document_end(source, flags, None, tokenizer))
 
 
@@ -128,13 +130,13 @@ def _eod_for(name: str, value: bool | None, source: EvaluationSource, eod_of_dat
     return token
 
 
-def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, context: int | None, *, length: int,
+def _text_windows(path: str, tokenizer: Tokenizer, reading: ReadSettings, context: int | None, *, length: int,
                   stride: int) -> WindowSet:
     """Tokenize a text file. Each document follows the token `context`, if there is one."""
     import numpy as np
 
     prefix = [] if context is None else [context]
-    documents, num_bytes = _documents(path, tokenizer, jsonl_key)
+    documents, num_bytes = _documents(path, tokenizer, reading)
     if not documents:
         raise ConfigError(path, problem="there is no text", remedy="give a file that is not empty")
     flat = np.concatenate([np.array([*prefix, *document], np.int64) for document in documents])
@@ -147,12 +149,11 @@ def _text_windows(path: str, tokenizer: Tokenizer, jsonl_key: str, context: int 
                            first_token_counts=not prefix, text_bytes=num_bytes)
 
 
-def _documents(path: str, tokenizer: Tokenizer, jsonl_key: str) -> tuple[list[list[int]], int]:
+def _documents(path: str, tokenizer: Tokenizer, reading: ReadSettings) -> tuple[list[list[int]], int]:
     """Return the tokens of each document with text, and the UTF-8 bytes of the text."""
     documents: list[list[int]] = [[]]
     num_bytes = 0
-    settings = ReadSettings(jsonl_key=jsonl_key)
-    for piece in read_pieces(find_inputs([path], settings).files, settings):
+    for piece in read_pieces(find_inputs([path], reading).files, reading):
         documents[-1] += tokenizer.encode(piece.text)
         num_bytes += len(piece.text.encode())
         if piece.ends_document:

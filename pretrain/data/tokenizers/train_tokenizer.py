@@ -25,9 +25,9 @@ _COMPRESSION_RATIO = 4
 """assumed compression of gzip, zstd and Parquet files, to estimate which fraction of the lines to use"""
 
 
-def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int, jsonl_key: str = "text",
-                        max_megabytes: float = 100, threads: int | None = None, character_coverage: float = 0.9995,
-                        verbose: bool = False) -> Tokenizer:
+def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_size: int,
+                        reading: ReadSettings | None = None, max_megabytes: float = 100, threads: int | None = None,
+                        character_coverage: float = 0.9995, verbose: bool = False) -> Tokenizer:
     """Train on `inputs`, or on a random sample of their lines if they have more than `max_megabytes`.
 
     Writes out_dir/tokenizer.model, tokenizer.json and tokenizer_config.json for transformers, and tokenizer.vocab for
@@ -41,7 +41,7 @@ def train_sentencepiece(inputs: Sequence[str], out_dir: str | Path, *, vocab_siz
         raise ConfigError("command line", found=f"--max_megabytes {max_megabytes} --threads {threads}"
                           f" --character_coverage {character_coverage}",
                           expected="numbers above 0, and a coverage of at most 1")
-    reading = ReadSettings(jsonl_key=jsonl_key)
+    reading = reading or ReadSettings()
     found = find_inputs(inputs, reading)
     check_folder(Path(out_dir), "--out")
     written = io.BytesIO()

@@ -182,7 +182,9 @@ def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_tool_trains_without_warnings(tmp_path: Path) -> None:
-    done = run_tool(*SOURCES, "--out", str(tmp_path / "new" / "tok"), "--vocab-size", "400", "--threads", "1")
+    (tmp_path / "doubt").write_text('{"text": "a"}\nwords\n')
+    done = run_tool(*SOURCES, str(tmp_path / "doubt"), "--format", "text", "--out", str(tmp_path / "new" / "tok"),
+                    "--vocab-size", "400", "--threads", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert load_tokenizer(tmp_path / "new" / "tok").vocab_size == 400
 
