@@ -87,6 +87,14 @@ def _device_kind(mode: str) -> str:
 
 def candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
     """Return the layouts that the flags describe."""
+    found = _candidates_of(flags, workload, device_kind)
+    if not flags.document_attention:
+        return found
+    return replace(found, candidates=[replace(each, layout=replace(each.layout, document_attention=True))
+                                      for each in found.candidates])
+
+
+def _candidates_of(flags: argparse.Namespace, workload: Workload, device_kind: str) -> CandidateSet:
     positions = workload.shape.max_positions if workload.shape else DEFAULT_SEQ_LENGTH
     seq_length = min(DEFAULT_SEQ_LENGTH, positions)
     if not flags.configs:

@@ -65,6 +65,8 @@ def _parser() -> Parser:
     group.add_argument("--model_overrides", type=text, help="changes to the config.json: n_layer=4,vocab_size=8000")
     for flag in DROPOUTS:
         group.add_argument(f"--{flag}", type=number(0, 0.999), help="instead of the dropout in the config.json")
+    group.add_argument("--document_attention", action="store_true", default=None,
+                       help="attention inside documents, which needs masks on GPUs")
     group.add_argument("--num_parameters", type=whole_number(1, 10**16),
                        help="instead of --model: compare only the model states, as in the ZeRO paper")
     group = parser.add_argument_group("the machines")
@@ -155,7 +157,8 @@ def validate_flags(flags: argparse.Namespace) -> None:
             check_file(Path(getattr(flags, name)), f"--{name}")
     if flags.num_parameters is not None:
         _reject(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
-                        "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write"],
+                        "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write",
+                        "document_attention"],
                 "with --num_parameters")
 
 

@@ -109,7 +109,8 @@ def _train_arguments(candidate: Candidate, flags: argparse.Namespace, folder: Pa
     nvme_path = flags.nvme_path or (str(folder) if flags.mode == "simulate" else None)
     return RunArguments(
         deepspeed_config=str(path), model=flags.model, model_overrides=flags.model_overrides, save=str(folder / "run"),
-        seq_length=layout.seq_length, train_steps=100, nvme_path=nvme_path if needs_nvme_path else None,
+        seq_length=layout.seq_length, document_attention=layout.document_attention, train_steps=100,
+        nvme_path=nvme_path if needs_nvme_path else None,
         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE,
         emulate_fp16=layout.precision == "fp16" and not device.fp16, **given_dropouts(flags))
 

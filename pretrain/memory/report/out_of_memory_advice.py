@@ -89,7 +89,8 @@ def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
         precisions=(layout.precision,), activation_checkpoint_intervals=tuple({interval, 1}),
         micro_batch_sizes=tuple(micro_batch_sizes), seq_lengths=(layout.seq_length,),
         global_batch_size=layout.global_batch_size, grad_accum_dtypes=(layout.grad_accum_dtype or "",))
-    kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm")}
+    kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm",
+                                                     "document_attention")}
     return [replace(candidate, layout=replace(candidate.layout, **kept))
             for candidate in generate_candidates(axes, workload.cluster, workload.shape).candidates]
 

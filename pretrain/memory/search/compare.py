@@ -149,6 +149,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
     file = DsFile(candidate.path or candidate.name, _without_nvme_paths(candidate.config))
     on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
     args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,
+                        document_attention=layout.document_attention,
                         nvme_path=tempfile.gettempdir() if on_nvme else None,
                         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:

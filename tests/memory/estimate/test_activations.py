@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.config.layout import Layout
 from pretrain.memory.estimate.activations import (
     ATTENTION_ROWS,
     CPU_SCORES,
     block_backward,
     block_saved,
 )
+from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.phases import layer_groups
-from pretrain.memory.estimate.rank_parameters import MicroBatch
+from pretrain.memory.estimate.rank_parameters import MicroBatch, Rank
 from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
@@ -110,6 +112,17 @@ def test_bytes_of_documents_equal_those_of_autograd(name: str, dropout: bool) ->
 def _second_rope(config: ModelConfig, batch: MicroBatch) -> int:
     """Bytes of the tables that layers with a window would have if their frequencies were different."""
     return batch.tokens * config.rotary_size * batch.element_bytes
+
+
+def test_on_gpus_each_micro_batch_in_flight_has_a_mask() -> None:
+    shape = shape_of(_config("gpt2", dropout=False))
+    layout = Layout(world_size=3, pipeline_stages=3, zero_stage=1, micro_batch_size=2, gradient_accumulation_steps=8,
+                    seq_length=2048)
+    for stage in range(3):
+        without, peak = (estimate_rank(Rank(shape, replace(layout, document_attention=on), pipeline_stage=stage)).peak
+                         for on in (False, True))
+        masks = (3 - stage) * 2 * 2048**2 * 2
+        assert masks < peak.total() - without.total() < 1.1 * masks
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])
