@@ -9,6 +9,7 @@ from pretrain.checkpoint.convert.plan_export import ExportPlan
 from pretrain.model.hub import is_repository
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
+_MOST_SOURCES = 50  # rows of a blend
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -77,11 +78,24 @@ def _training_facts(plan: ExportPlan) -> dict[str, Any]:
         "steps": f"{manifest.step:,}" + (f" of {start['train_steps']:,}" if "train_steps" in start else ""),
         "samples": f"{manifest.consumed_samples:,} of {manifest.seq_length:,} tokens", "tokens": f"{tokens:,}",
         "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
-        "data fingerprint": manifest.data_fingerprint, "data SHA-256": (manifest.data or {}).get("sha256"),
+        "data fingerprint": manifest.data_fingerprint, **_data_facts(manifest.data or {}),
         "tokenizer fingerprint": manifest.tokenizer_fingerprint,
         "global batch size": f"{manifest.global_batch_size:,} samples", "precision": manifest.precision,
         "layout": layout_summary(manifest), "seed": manifest.seed, "initial weights": _origin(plan) or "random",
         "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
+
+
+def _data_facts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hash of the training data; of a blend, the weights and the hash of each source."""
+    if "sources" not in data:
+        return {"data SHA-256": data.get("sha256")}
+    facts = {}
+    for number, source in enumerate(data["sources"][:_MOST_SOURCES]):
+        phases = [(f"from sample {phase['from_samples']:,} on " if phase["from_samples"] else "")
+                  + f"{phase['weights'][number]:.1%}" for phase in data["proportions"]]
+        facts[f"data {Path(source['prefix']).name}"] = f"{', '.join(phases)} of the samples; SHA-256 " \
+                                                       f"{source['sha256'] or 'not known yet'}"
+    return {"sources": len(data["sources"]), **facts}
 
 
 def _origin(plan: ExportPlan) -> str:
