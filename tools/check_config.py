@@ -59,9 +59,11 @@ def _source_lines(plan: Plan) -> list[str]:
     if not isinstance(train, BlendedSamples):
         return []
     samples = plan.train_steps * plan.layout.global_batch_size
+    span = plan.args.first_sample, plan.args.first_sample + samples
     return [f"{'source':<11}{data.sources[0].prefix}: {count / samples:.1%} of the samples, {epochs:.2f} epochs of "
             f"{data.num_tokens:,} tokens"
-            for data, count, epochs in zip(train.datasets, train.counts(samples), train.epochs(samples), strict=True)]
+            for data, count, epochs in zip(train.datasets, train.counts_between(*span), train.epochs(*span),
+                                           strict=True)]
 
 
 def _count(number: int, noun: str) -> str:

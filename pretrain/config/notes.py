@@ -72,14 +72,15 @@ def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
     """Note sources that the run reads more than once, and phases of --blend_schedule that it does not reach."""
     samples, dataset = resolved.train_steps * resolved.layout.global_batch_size, data.datasets["train"]
+    first, last = resolved.args.first_sample, resolved.args.first_sample + samples
     if not isinstance(dataset, BlendedSamples):
         epochs = samples / dataset.samples_per_epoch
         return [f"the run reads its training data {epochs:.1f} times"] if epochs > 1 else []
     repeated = [f"{source.sources[0].prefix.name} {epochs:.1f} times" for source, epochs in
-                zip(dataset.datasets, dataset.epochs(samples), strict=True) if epochs > 1]
+                zip(dataset.datasets, dataset.epochs(first, last), strict=True) if epochs > 1]
     unused = [f"{source.sources[0].prefix.name}" for source, count in
-              zip(dataset.datasets, dataset.counts(samples), strict=True) if count == 0]
-    late = [start for start, _ in dataset.schedule if start >= samples]
+              zip(dataset.datasets, dataset.counts_between(first, last), strict=True) if count == 0]
+    late = [start for start, _ in dataset.schedule if start >= last]
     notes = [f"the run reads {_some(repeated)}"] if repeated else []
     notes += [f"the run reads no sample of {_some(unused)}"] if unused else []
     return notes + [f"--blend_schedule: the run ends before its weights from token {start * dataset.seq_length:,} on"

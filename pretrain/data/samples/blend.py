@@ -82,10 +82,14 @@ class BlendedSamples:
         counts = self._phases[phase].counts(num_samples - int(self._starts[phase]))
         return [before + count for before, count in zip(self._before[phase].tolist(), counts, strict=True)]
 
-    def epochs(self, num_samples: int) -> list[float]:
-        """Return how often the first `num_samples` samples read each dataset."""
+    def counts_between(self, first: int, last: int) -> list[int]:
+        """Return for each dataset how many of the samples [first, last) it gives."""
+        return [after - before for before, after in zip(self.counts(first), self.counts(last), strict=True)]
+
+    def epochs(self, first: int, last: int) -> list[float]:
+        """Return how often the samples [first, last) read each dataset."""
         return [count / data.samples_per_epoch
-                for count, data in zip(self.counts(num_samples), self.datasets, strict=True)]
+                for count, data in zip(self.counts_between(first, last), self.datasets, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:

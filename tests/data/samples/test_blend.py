@@ -94,7 +94,9 @@ def test_phases_continue_the_counters(data: st.DataObject) -> None:
             counts[source] += 1
     assert mixed.samples(range(500)).tolist() == expected
     assert mixed.counts(500) == counts
-    assert mixed.epochs(500) == [count / 100 for count in counts]
+    assert mixed.epochs(0, 500) == [count / 100 for count in counts]
+    assert mixed.counts_between(200, 500) == [count - before for count, before in zip(counts, mixed.counts(200),
+                                                                                      strict=True)]
     for index in (0, 1, *starts, 499):
         assert mixed.samples([index]).tolist() == [expected[index]]
         assert mixed.counts(index) == [sum(source == number for source, _ in expected[:index])
