@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from pretrain.bench.processes.context import BenchContext
-from pretrain.bench.sections.data_documents import documents
 from pretrain.bench.sections.data_figures import DataBench, DataFigure
 from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_opening import opening
@@ -11,9 +10,16 @@ from pretrain.bench.sections.data_tokenizing import tokenizing
 from pretrain.bench.sections.data_waiting import waiting
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
+
+def _documents(bench: DataBench) -> list[DataFigure]:
+    from pretrain.bench.sections.data_documents import documents  # imports torch
+
+    return documents(bench)
+
+
 _MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {
     "tokenizing": tokenizing, "loading": loading, "opening": opening, "waiting": waiting,
-    "documents": documents}
+    "documents": _documents}
 
 
 def data(context: BenchContext, report: ReportProgress) -> BenchSection:

@@ -61,8 +61,8 @@ def _meta_rows(data: IndexedDataset) -> list[tuple[str, str]]:
                               f"{meta['num_tokens']:,}")]
     sha256 = meta.get("tokenizer_sha256")
     named = {"tokenizer": meta.get("tokenizer"), "SHA-256 of it": sha256, "vocabulary": meta.get("vocab_size"),
-             "largest token": meta.get("max_token"), "end of document": meta.get("eod_token"),
-             "unigram entropy": meta.get("entropy_nats")}
+             "largest token": meta.get("max_token"), "begin of document": meta.get("bos_token"),
+             "end of document": meta.get("eod_token"), "unigram entropy": meta.get("entropy_nats")}
     return [(name, f"{value:.4f} nats per token" if isinstance(value, float) else
              f"{value:,}" if isinstance(value, int) else value) for name, value in named.items() if value is not None]
 

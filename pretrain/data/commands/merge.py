@@ -13,7 +13,7 @@ from pretrain.data.files.meta import read_meta
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 
-_OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "eod_token")
+_OF_TOKENIZER = ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_token", "eod_token")
 
 
 def merge(output: str, prefixes: Sequence[str], *, overwrite: bool,
@@ -65,11 +65,12 @@ def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list
             raise ConfigError(str(source.prefix), problem=f"it was prepared with another tokenizer ({_name(meta)}) "
                               f"than {known[0][0].prefix} ({_name(known[0][1])})",
                               remedy="prepare both with the same tokenizer")
-    shared = {key: value for key, value in metas[0].items()
-              if all(key in meta and meta[key] == value for meta in metas)}
+    found = [key for key in _OF_TOKENIZER if any(key in meta for meta in metas)]
+    shared = {key: metas[0].get(key) for key in found
+              if all(meta and meta.get(key) == metas[0].get(key) for meta in metas)}
     if "tokenizer_sha256" in shared:
         shared = {**shared, "tokenizer": metas[0].get("tokenizer", "")}  # the same tokenizer may have several paths
-    missing = [key for key in _OF_TOKENIZER if key not in shared and any(key in meta for meta in metas)]
+    missing = [key for key in found if key not in shared]
     if not missing:
         return shared, []
     return shared, [f"{', '.join(missing)}: left out of the .meta.json: not the same for every input"]
