@@ -8,9 +8,10 @@ from tests.support.launch import ROOT
 README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
-    "tools/README.md", "tools/data.md", "tools/training_data.md", "tools/inspect.md", "tools/weights.md",
-    "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md", "ds_configs/README.md",
-    "launch/README.md", "launch/unattended.md", "launch/right_results.md", "pretrain/README.md", "tests/README.md"))]
+    "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
+    "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
+    "ds_configs/README.md", "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "pretrain/README.md", "tests/README.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
              r"tools/\w+\.py)")

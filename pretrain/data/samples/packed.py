@@ -30,7 +30,9 @@ from pretrain.data.samples.permutation import MASK_64, mix, permute
 from pretrain.errors import ConfigError
 
 BLOCK_DOCUMENTS = 1 << 17
-"""documents of a block. More of them need more memory, and time to pack; fewer need more time at the start"""
+"""least number of documents of a block. Blocks of more documents take longer to pack; more blocks take longer to
+count"""
+_MOST_BLOCKS = 1 << 10
 _RUN_DOCUMENTS = 64  # consecutive documents of a block
 _READ_DOCUMENTS = 1 << 20  # documents whose lengths are read at once at the start
 
@@ -68,7 +70,8 @@ class PackedDocuments:
                               expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
                               remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
         self._documents = _find_document(indexed, self.first_token), _find_document(indexed, self.last_token)
-        self._num_blocks = -(-(self._documents[1] - self._documents[0]) // BLOCK_DOCUMENTS)
+        num_blocks = -(-(self._documents[1] - self._documents[0]) // BLOCK_DOCUMENTS)
+        self._num_blocks = min(num_blocks, _MOST_BLOCKS)
         self._samples_of_block, filled = self._count_samples()
         self.samples_per_epoch = int(self._samples_of_block.sum())
         self.utilization = filled / (self.samples_per_epoch * (seq_length + 1))
@@ -174,7 +177,7 @@ class PackedDocuments:
     def fingerprint(self) -> str:
         """SHA-256 of data, token range, seq_length and packing. These and the seed determine the samples."""
         content = f"{self.indexed.fingerprint} {self.first_token} {self.last_token} {self.seq_length} best_fit " \
-                  f"{BLOCK_DOCUMENTS} {_RUN_DOCUMENTS}"
+                  f"{self._num_blocks} {_RUN_DOCUMENTS}"
         return hashlib.sha256(content.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:

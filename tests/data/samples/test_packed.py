@@ -68,7 +68,8 @@ def test_no_token_is_lost_or_repeated(lengths: list[int], seq_length: int, seed:
     first, last = sorted(round(cut * len(lengths)) for cut in cuts)
     bounds = np.concatenate(([0], np.cumsum(lengths))).tolist()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in (("BLOCK_DOCUMENTS", block * run), ("_RUN_DOCUMENTS", run), ("_READ_DOCUMENTS", 7)):
+        for name, value in (("BLOCK_DOCUMENTS", block * run), ("_RUN_DOCUMENTS", run), ("_READ_DOCUMENTS", 7),
+                            ("_MOST_BLOCKS", 5)):
             patch.setattr(packed, name, value)
         indexed = write_documents(Path(folder) / "data", lengths)
 
