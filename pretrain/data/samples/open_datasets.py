@@ -1,7 +1,7 @@
 """Open the datasets of a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.token_file import allow_open_files
@@ -115,9 +115,12 @@ def _blend(parts: list[_Part], chosen: list[int], name: str, settings: _Settings
     Without weights, the parts are read in proportion to their tokens. The schedule is for training only, so that all
     evaluations read the same samples.
     """
-    spec, datasets = settings.spec, [_samples(parts[number], name, settings) for number in chosen]
-    if len(datasets) == 1:
-        return datasets[0]
+    spec = settings.spec
+    if len(chosen) == 1:
+        return _samples(parts[chosen[0]], name, settings)
+    # Other seeds, because sources of equal size would have equal orders: parallel texts would be read side by side.
+    datasets = [_samples(parts[number], name, replace(settings, seed=settings.seed + (number << 32)))
+                for number in chosen]
     weights = [spec.weights[number] if spec.weights else parts[number].num_tokens for number in chosen]
     phases = [(-(-phase.from_tokens // settings.seq_length), [phase.weights[number] for number in chosen])
               for phase in (spec.blend_schedule if name == "train" else ())]
