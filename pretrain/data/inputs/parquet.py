@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.data.inputs.chunk import LONG_BYTES, Chunk, Position
 from pretrain.data.inputs.cut import text_cut
-from pretrain.data.inputs.streams import import_pyarrow
+from pretrain.data.inputs.streams import import_pyarrow, input_name
 from pretrain.errors import ConfigError
 
 _BUFFER_BYTES = 1 << 20
@@ -150,4 +150,4 @@ class _Chunks:
     def _chunk(self, kind: str, end: Position, **content: Any) -> Chunk:
         start, self._position = self._position, end
         size = int(end.offset * self._bytes_per_row) - int(start.offset * self._bytes_per_row)
-        return Chunk(self._path, kind, start, end, size, is_parquet=True, **content)
+        return Chunk(input_name(self._path), kind, start, end, size, is_parquet=True, **content)

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def open_source(path: str, head: bytes = b"") -> Iterator[Source]:
 
 
 def input_name(path: str) -> str:
-    """Return the name of an input for messages."""
-    return "standard input" if path == STDIN else path
+    """Return the name of an input for messages. Bytes of the path that are not UTF-8 become escapes."""
+    return "standard input" if path == STDIN else os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def decompressed(source: Source, compression: str) -> ByteStream:

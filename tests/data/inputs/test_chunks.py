@@ -24,7 +24,8 @@ from tests.data.inputs.reading import (
     write_parquet,
 )
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=150, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 TEXT = st.text(st.sampled_from('aB \n\r\t"\\/{}[],:é中😀\u2028\x00\x1f'), max_size=60)
 COMPRESSIONS = st.sampled_from(["", "gzip", "zstd"])
 CHUNK = st.integers(1, 70)

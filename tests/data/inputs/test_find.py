@@ -1,6 +1,7 @@
 """Formats are told by content, folders and globs are read in order, and inputs that cannot be read are rejected."""
 
 import io
+import os
 import re
 import sys
 from pathlib import Path
@@ -140,8 +141,6 @@ def test_the_description_names_formats_and_files_that_are_not_read(folder: Path)
     ("empty.txt", "empty.txt: there is no text. Give files that are not empty"),
 ])  # fmt: skip
 def test_words_that_name_no_file_are_rejected(tmp_path: Path, word: str, message: str) -> None:
-    import os
-
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken").symlink_to(tmp_path / "gone")
@@ -178,6 +177,14 @@ def test_standard_input_is_read_in_every_format(tmp_path: Path, monkeypatch: pyt
     chunks = list(read_chunks(found, ReadSettings()))
     assert texts_of(chunks, ReadSettings()) == (texts if kind == "jsonl" else ["".join(texts)])
     assert sum(chunk.file_bytes for chunk in chunks) <= len(packed)
+
+
+def test_a_file_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    write(tmp_path / os.fsdecode(b"caf\xe9.txt"), b"text\n\xff")
+    (found,) = find_inputs([str(tmp_path)], ReadSettings()).files
+    assert found.name == rf"{tmp_path}/caf\xe9.txt"
+    with pytest.raises(ConfigError, match=r"caf\\xe9\.txt:2: found byte 0xFF"):
+        list(read_pieces([found], ReadSettings()))
 
 
 def test_standard_input_can_be_given_once() -> None:

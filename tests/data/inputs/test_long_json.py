@@ -18,7 +18,8 @@ from pretrain.data.inputs.long_json import LongLine, text_parts
 from pretrain.errors import ConfigError
 from tests.data.inputs.reading import read_texts, write
 
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=300, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 STRINGS = st.text(st.sampled_from('ab "\\\n\t/é中😀\x7f\x01'), max_size=40)
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | STRINGS,
                       lambda inner: st.lists(inner, max_size=4) | st.dictionaries(STRINGS, inner, max_size=3),
