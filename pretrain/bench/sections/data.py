@@ -6,6 +6,7 @@ from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.data_figures import DataBench, DataFigure
 from pretrain.bench.sections.data_loading import loading
 from pretrain.bench.sections.data_opening import opening
+from pretrain.bench.sections.data_preparing import preparing
 from pretrain.bench.sections.data_tokenizing import tokenizing
 from pretrain.bench.sections.data_waiting import waiting
 from pretrain.bench.sections.section import BenchSection, ReportProgress
@@ -18,7 +19,7 @@ def _documents(bench: DataBench) -> list[DataFigure]:
 
 
 _MEASURE: dict[str, Callable[[DataBench], list[DataFigure]]] = {
-    "tokenizing": tokenizing, "loading": loading, "opening": opening, "waiting": waiting,
+    "tokenizing": tokenizing, "preparing": preparing, "loading": loading, "opening": opening, "waiting": waiting,
     "documents": _documents}
 
 
