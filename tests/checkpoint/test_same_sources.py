@@ -100,6 +100,11 @@ def test_the_weights_may_change_after_the_checkpoint(start: Starter) -> None:
     assert note.endswith("0.5, 0.3, 0.2; this run continues with 0.5, 0.3, 0.2; from sample 80 on 0.5, 0.5, 0")
 
 
+def test_phases_shorter_than_a_sample_are_rejected(start: Starter) -> None:
+    with pytest.raises(ConfigError, match="--blend_schedule: two phases begin at sample 2"):
+        start("--blend_schedule", "17:1,1,1", "32:1,2,1")
+
+
 def test_another_order_is_rejected(start: Starter, tmp_path: Path) -> None:
     one = ["--train_data", str(tmp_path / "web")]
     write_checkpoint(start(*one))

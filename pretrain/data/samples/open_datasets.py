@@ -1,5 +1,6 @@
 """Open the datasets of a run."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -124,6 +125,10 @@ def _blend(parts: list[_Part], chosen: list[int], name: str, settings: _Settings
     weights = [spec.weights[number] if spec.weights else parts[number].num_tokens for number in chosen]
     phases = [(-(-phase.from_tokens // settings.seq_length), [phase.weights[number] for number in chosen])
               for phase in (spec.blend_schedule if name == "train" else ())]
+    for (before, _), (after, _) in itertools.pairwise(phases):
+        if before == after:
+            raise ConfigError("--blend_schedule", problem=f"two phases begin at sample {after:,}",
+                              remedy=f"let each of them have at least one sample of {settings.seq_length} tokens")
     if phases and phases[0][0] == 0:
         weights = phases.pop(0)[1]
     return BlendedSamples(datasets, weights, schedule=phases, name=name)
