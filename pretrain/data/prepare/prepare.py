@@ -142,7 +142,7 @@ class _Job:
                 raise
         except OSError as error:
             raise ConfigError(f"--out {self._out}", problem=f"the files cannot be written: {error.strerror or error}",
-                              remedy="the same command continues, if the reason is removed") from None
+                              remedy="remove the reason, and give the same command again") from None
         return output
 
     def _leave(self, output: PartialOutput, error: BaseException) -> None:
