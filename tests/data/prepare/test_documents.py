@@ -125,10 +125,12 @@ def test_skipped_documents_are_counted_and_shown(tmp_path: Path, tokenizer: Toke
     latin.write_bytes(b"caf\xe9")
     words = [str(bad), str(latin), "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "out")]
     stopped = run_tool(*words)
-    assert (stopped.returncode, stopped.stdout, stopped.stderr.count("\n")) == (2, "", 1)
+    note = "ds-pretrain: inputs: 1 file of JSON lines (bad.jsonl); 1 file of text (latin.txt)\n"
+    assert (stopped.returncode, stopped.stdout, stopped.stderr.count("\n")) == (2, "", 2)
+    assert stopped.stderr.startswith(note)
     assert "bad.jsonl:2: " in stopped.stderr
     done = run_tool(*words, "--on_error", "skip")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, note)
     assert documents(tmp_path / "out", tokenizer) == ["good", "end"]
     summary = read_summary(tmp_path / "out")
     assert summary["skipped_documents"] == 31
