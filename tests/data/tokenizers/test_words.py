@@ -126,6 +126,17 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizers: dict[str, Tokenizer], 
         assert batch(tokenizers[name], texts) == [reference(name, references[name], text) for text in texts]
 
 
+@EXAMPLES
+@given(texts=st.lists(TEXTS, max_size=5))
+def test_a_batch_of_a_hugging_face_tokenizer_has_the_tokens_of_each_text(folder: Path, texts: list[str]) -> None:
+    fast = folder / "fast"
+    fast.mkdir(exist_ok=True)
+    (fast / "tokenizer.json").write_bytes((folder / "ours" / "tokenizer.json").read_bytes())
+    loaded = load_tokenizer(fast)
+    assert loaded.path.name == "tokenizer.json"
+    assert batch(loaded, texts) == [loaded.encode(text) for text in texts]
+
+
 def test_a_lone_surrogate_is_rejected_in_one_line(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(ConfigError, match=r"lone surrogate U\+D800 at character 1"):
         tokenizers["ours"].encode_batch(["a", "b\ud800"])
