@@ -211,7 +211,7 @@ def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> N
         assert message in errors
         assert "Traceback" not in errors
         wait_gone(workers)
-        assert errors.count("\n") <= 1 + bool(done), "one line, and one that says what is continued"
+        assert errors.count("\n") <= 2 + bool(done), "the formats, what is continued, and the reason of the end"
         assert {path.name for path in tmp_path.glob("out*")} == {"out.partial"}
         done.append(json.loads((tmp_path / "out.partial" / "state.json").read_text())["done_bytes"])
     assert done == sorted(done)
