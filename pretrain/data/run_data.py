@@ -1,5 +1,6 @@
 """Data of a run: its datasets, tokenizer and end-of-document token, checked against the model's vocabulary."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
         raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
                           "and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --eod_mask_loss out")
-    return RunData(datasets, loaded, eod_token, _marker_notes(sources))
+    return RunData(datasets, loaded, eod_token, (*_seen_notes(spec), *_marker_notes(sources)))
 
 
 def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDataset]]:
@@ -88,6 +89,14 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
     if tokenizer is not None:
         return tokenizer.eod_token
     return named[1] if named else None
+
+
+def _seen_notes(spec: DataSpec) -> list[str]:
+    """Note validation and test sets that are also training data."""
+    trained = {os.path.abspath(prefix) for prefix in spec.train}
+    return [f"{prefix} is training data and {split} data: its losses are those of data that the model has seen"
+            for split, named in (("validation", spec.valid), ("test", spec.test)) for _, prefix in named
+            if os.path.abspath(prefix) in trained]
 
 
 def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:

@@ -203,6 +203,11 @@ def test_the_device_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_device().memory_bytes > 2**28
 
 
+def test_notes_name_validation_data_that_the_model_has_seen(world: Path) -> None:
+    plan = plan_of(world, {}, valid_data=str(world / "corpus"))
+    assert any(f"{world / 'corpus'} is training data and validation data" in note for note in plan.notes)
+
+
 def test_notes_name_lengths_that_the_run_does_not_reach(world: Path) -> None:
     plan = plan_of(world, {}, seq_length_schedule="0:16,1e3:32,1e9:64", seq_length=64)
     assert [note for note in plan.notes if "seq_length_schedule" in note] == [

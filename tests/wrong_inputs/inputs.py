@@ -310,7 +310,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"train_data": "{world}/big_foreign"}, "at most the model's vocab_size, 8192"),
     ({}, {"valid_data": "{world}/big"}, "--valid_data"),
     ({}, {"valid_data": "{world}/short"}, "at least 65"),
-    ({}, {"valid_data": "{world}/corpus"}, "it is also training data"),
     ({}, {"blend_schedule": "0:1"}, "there is nothing to blend"),
     ({}, {"sample_order": "megatorn"}, 'Did you mean "megatron"'),
     ({}, {"split": "90,20,x"}, "--split"),

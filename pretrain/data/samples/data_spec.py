@@ -95,12 +95,6 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
     for flag, value, choices in (("--sample_order", sample_order, SAMPLE_ORDERS), ("--packing", packing, PACKINGS)):
         if value not in choices:
             raise ConfigError(flag, found=value, expected=", ".join(choices), word=value, known=choices)
-    trained = {os.path.abspath(prefix) for prefix in prefixes}
-    for _, prefix in valid:
-        if os.path.abspath(prefix) in trained:
-            raise ConfigError(f"--valid_data {prefix}", problem="it is also training data, so its losses would be "
-                              "those of data that the model has seen", remedy="leave --valid_data out: --split keeps "
-                              "some documents of --train_data for validation")
     phases = _parse_schedule(split_words(blend_schedule), len(prefixes))
     if sample_order != "shuffled" and len(prefixes) > 1:
         raise ConfigError(f"--sample_order {sample_order}", problem=f"--train_data has {len(prefixes)} prefixes, and "

@@ -42,7 +42,6 @@ def test_blends(words: str | list[str] | None, prefixes: tuple[str, ...], weight
     ({"train_data": "0.5 a 0.5 b"}, r"in YAML write a list: \[0.5, a, 0.5, b\]"),
     ({"train_data": "~/a"}, "was not expanded"),
     ({"train_data": ["a", ""]}, "the value is empty"),
-    ({"train_data": "a", "valid_data": "./a"}, "--valid_data ./a: it is also training data"),
     ({"train_data": "a", "valid_data": ["b", "b"]}, "--valid_data: b is named twice"),
     ({"train_data": "a", "valid_data": ["x/b", "y/b"]}, "two sets have the name b. Name each of them: NAME=x/b"),
     ({"train_data": "a", "test_data": ["n=b", "n=c"]}, "--test_data: two sets have the name n"),
