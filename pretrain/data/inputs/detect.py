@@ -1,9 +1,9 @@
 """Tell the format of an input from its first bytes."""
 
-import json
 import re
 
 from pretrain.data.inputs.chunk import BOM
+from pretrain.data.inputs.json_line import parse_json
 from pretrain.errors import ConfigError
 
 HEAD_BYTES = 1 << 16
@@ -108,14 +108,14 @@ def _lines(head: bytes, is_complete: bool) -> list[tuple[int, bytes]]:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return line.lstrip().startswith((b"{", BOM)) and isinstance(json.loads(line.decode("utf-8-sig")), dict)
+        return line.lstrip().startswith((b"{", BOM)) and isinstance(parse_json(line.decode("utf-8-sig")), dict)
     except (ValueError, RecursionError):
         return False
 
 
 def _json_error(line: bytes) -> str:
     try:
-        json.loads(line)
+        parse_json(line.decode())
     except (ValueError, RecursionError) as error:
         return str(error)
     return "no object"

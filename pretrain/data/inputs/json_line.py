@@ -13,7 +13,7 @@ def text_of_json_line(line: bytes, where: str, jsonl_key: str) -> str:
     `jsonl_key` "a.b" is key b of the object at key a, unless there is a key of that name.
     """
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise not_json(where, f"0x{line[error.start]:02X} is not valid UTF-8 at byte {error.start + 1} of the line"
                        ) from None
@@ -27,6 +27,16 @@ def text_of_json_line(line: bytes, where: str, jsonl_key: str) -> str:
     if b"\\u" in line:
         check_unicode(text, where)
     return text
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. A number may have any number of digits: Python's int takes at most 4,300. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=float)
 
 
 def not_json(where: str, problem: str) -> ConfigError:

@@ -108,7 +108,7 @@ class _Pool(Generic[Job, Result]):
             ready: list[Any] = wait([worker.connection for worker in self._workers])
             for worker in self._workers:
                 if worker.connection in ready:
-                    kind, value = pickle.loads(worker.connection.recv_bytes())
+                    kind, value = _receive(worker.connection)
                     if kind == "error":
                         raise value
                     self._results[worker.numbers.popleft()] = value
@@ -125,7 +125,7 @@ def _work(make: Callable[[], Callable[[Any], Any]], connection: "Connection[Any,
         try:
             work = make()
             while True:
-                _send(connection, ("result", work(pickle.loads(connection.recv_bytes()))))
+                _send(connection, ("result", work(_receive(connection))))
         except ConfigError as error:
             _send(connection, ("error", error))
             connection.recv_bytes()
@@ -133,3 +133,14 @@ def _work(make: Callable[[], Callable[[Any], Any]], connection: "Connection[Any,
 
 def _send(connection: "Connection[Any, Any]", message: tuple[str, Any]) -> None:
     connection.send_bytes(pickle.dumps(message, protocol=5))
+
+
+def _receive(connection: "Connection[Any, Any]") -> Any:
+    """Return the next message. Raises EOFError or ConnectionError if the other process was killed, also within it."""
+    try:
+        content = connection.recv_bytes()
+    except OSError as error:
+        if error.errno is None:  # "got end of file during message" (multiprocessing/connection.py) has no errno
+            raise EOFError from None
+        raise
+    return pickle.loads(content)

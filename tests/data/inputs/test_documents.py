@@ -129,3 +129,9 @@ def test_values_and_lines_are_complete_in_chunks(tmp_path: Path) -> None:
     for path in (write(tmp_path / "a", json_lines(texts)), write_parquet(tmp_path / "b", texts)):
         chunks = chunks_of(path, ReadSettings(), chunk_bytes=5000)
         assert all(3000 < chunk.num_bytes <= 5000 for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("long_bytes", [1 << 22, 1])
+def test_a_number_may_have_any_number_of_digits(tmp_path: Path, long_bytes: int) -> None:
+    path = write(tmp_path / "a", b'{"n": ' + b"9" * 5000 + b', "text": "kept"}\n')
+    assert read_texts(path, chunk_bytes=1, long_bytes=long_bytes) == ["kept"]
