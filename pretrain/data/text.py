@@ -1,7 +1,9 @@
-"""Decode text, and make folders for files."""
+"""Decode text and JSON, and make folders for files."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import ConfigError
 
@@ -24,6 +26,16 @@ def check_unicode(text: str, where: str) -> None:
         code = f"U+{ord(text[error.start]):04X}"
         raise ConfigError(where, problem=f"there is a lone surrogate {code} at character {error.start}",
                           remedy="correct or remove this document") from None
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON. A number may have any number of digits: Python's int takes at most 4,300. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=float)
 
 
 def make_folder(path: Path) -> Path:

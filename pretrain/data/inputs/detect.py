@@ -3,7 +3,7 @@
 import re
 
 from pretrain.data.inputs.chunk import BOM
-from pretrain.data.inputs.json_line import parse_json
+from pretrain.data.text import parse_json
 from pretrain.errors import ConfigError
 
 HEAD_BYTES = 1 << 16

@@ -1,9 +1,8 @@
 """Find the text in a JSON line."""
 
-import json
 from typing import Any
 
-from pretrain.data.text import check_unicode
+from pretrain.data.text import check_unicode, parse_json
 from pretrain.errors import ConfigError
 
 
@@ -27,16 +26,6 @@ def text_of_json_line(line: bytes, where: str, jsonl_key: str) -> str:
     if b"\\u" in line:
         check_unicode(text, where)
     return text
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON. A number may have any number of digits: Python's int takes at most 4,300. Raises ValueError."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:
-        return json.loads(text, parse_int=float)
 
 
 def not_json(where: str, problem: str) -> ConfigError:
