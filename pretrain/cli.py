@@ -179,7 +179,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         code = main() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed by the shell, as in `command >&-`
+            sys.stdout.flush()
     except ConfigError as error:
         print(f"ds-pretrain: error: {error}", file=sys.stderr)
         code = 2

@@ -33,6 +33,19 @@ def test_a_closed_pipe_gives_exit_code_141() -> None:
     assert (done.stdout, done.stderr) == ("0\n141\n", "")
 
 
+def test_closed_stdout_and_stderr_are_no_errors() -> None:
+    body = """
+from pretrain.cli import run_main
+from pretrain.terminal.progress import ProgressBar
+def f():
+    with ProgressBar("reading", 10) as progress:
+        progress.advance(10, "")
+    print("done")
+run_main(f)"""
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "$0" >&- 2>&-', body], timeout=900)
+    assert done.returncode == 0
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="x")
     parser.add_argument("--vocab_size", type=int)

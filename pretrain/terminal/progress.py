@@ -20,6 +20,7 @@ class ProgressBar:
     """
 
     def __init__(self, title: str, total_bytes: int, *, done_bytes: int = 0, active: bool = True) -> None:
+        active = active and sys.stderr is not None  # None: closed by the shell, as in `command 2>&-`
         self._active, self._lock = active, threading.Lock()
         self._title, self._total, self._note = title, total_bytes, ""
         self._done = self._done_before = done_bytes

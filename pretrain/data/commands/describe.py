@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pretrain.data.commands.copy_documents import CHUNK_DOCUMENTS, Advance, chunks
+from pretrain.data.files.check_index import check_all_entries
 from pretrain.data.files.hashes import DataHashes, hashes_path, read_hashes
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import meta_path, read_meta
@@ -19,11 +20,13 @@ class Lengths:
 
 
 def measure_lengths(data: IndexedDataset, advance: Advance) -> Lengths | None:
-    """Read the lengths of all documents; None if there is no document."""
+    """Read the lengths of all documents; None if there is no document. Raises ConfigError for a damaged index."""
     shortest, longest, where, empty = 2**63, -1, 0, 0
     for first, last in chunks(0, data.num_documents, CHUNK_DOCUMENTS):
         bounds = data.document_offsets(first, last)
         lengths = bounds[1:] - bounds[:-1]
+        if int(lengths.min()) < 0:  # damage between the entries that a start checks
+            check_all_entries(data.index)
         shortest, empty = min(shortest, int(lengths.min())), empty + int((lengths == 0).sum())
         if int(lengths.max()) > longest:
             longest, where = int(lengths.max()), first + int(lengths.argmax())

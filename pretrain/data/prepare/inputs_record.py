@@ -31,3 +31,9 @@ def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
         if len(inputs) <= _MOST_LISTED:
             listed.append(entry)
     return {"files": len(inputs), "bytes": total, "sha256": digest.hexdigest(), "list": listed}
+
+
+def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return the path of the first input that two records of the same inputs differ in; "INPUT" without lists."""
+    pairs = zip(before["list"], after["list"], strict=False)
+    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "INPUT")

@@ -21,7 +21,7 @@ from pretrain.data.inputs.find import Inputs, find_inputs
 from pretrain.data.prepare.batches import FIRST_PLACE, Place, read_batches
 from pretrain.data.prepare.document_writer import DocumentWriter
 from pretrain.data.prepare.finish import existing_outputs, rename_files, write_files
-from pretrain.data.prepare.inputs_record import record_inputs
+from pretrain.data.prepare.inputs_record import changed_input, record_inputs
 from pretrain.data.prepare.partial_output import PartialOutput, partial_path, read_state
 from pretrain.data.prepare.statistics import entropy_nats
 from pretrain.data.prepare.stop_signals import StopRequest
@@ -206,8 +206,9 @@ class _Job:
         if statistics.documents == 0:
             raise ConfigError(shorten(" ".join(file.name for file in self._inputs.files)),
                               problem="there is no document that is not empty")
-        if record_inputs(self._inputs.files) != self.record["inputs"]:
-            raise ConfigError("INPUT", problem="a file was changed while it was read", remedy="prepare the data again")
+        if (inputs := record_inputs(self._inputs.files)) != self.record["inputs"]:
+            raise ConfigError(changed_input(self.record["inputs"], inputs), problem="it was changed while it was read",
+                              remedy="prepare the data again")
         meta = PreparedData(
             vocab_size=self._ids.vocab_size, tokenizer=self._name, tokenizer_sha256=self._fingerprint,
             bos_token=self._tokenize.bos_token, eod_token=self._tokenize.eod_token, num_tokens=statistics.tokens,

@@ -1,5 +1,6 @@
 """Large .idx files: they are opened without reading all of them; damage, fingerprints, hashes and memory."""
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from pretrain.data.commands.copy_documents import open_checked
+from pretrain.data.commands.describe import measure_lengths
 from pretrain.data.files import index_file
 from pretrain.data.files.background_hash import BackgroundHash
 from pretrain.data.files.hashes import hashes_path, read_hashes
@@ -114,7 +116,9 @@ def test_damage_is_found_by_a_start_at_both_ends_and_anywhere_by_a_full_check(
             (open_checked if entry == _DAMAGED_ENTRY else IndexedDataset)(str(large))
         assert f"{large}.idx: found {message.format(entry=entry, next=entry + 1)}" in str(error.value)
         if entry == _DAMAGED_ENTRY:
-            IndexedDataset(large)
+            damaged = IndexedDataset(large)
+            with pytest.raises(ConfigError) if array != "length" else contextlib.nullcontext():
+                measure_lengths(damaged, lambda *_: None)
         Path(f"{large}.idx").write_bytes(before)
     open_checked(str(large))
 

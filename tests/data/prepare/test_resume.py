@@ -20,6 +20,7 @@ from pretrain.data.files.hashes import hashes_path, read_hashes
 from pretrain.data.inputs.chunk import ReadSettings
 from pretrain.data.prepare.prepare import PrepareSettings, prepare
 from pretrain.data.tokenizers.tokenizer import Tokenizer
+from pretrain.errors import ConfigError
 from tests.data.prepare.helpers import SOURCES, TEXTS, TOOL, jsonl, output
 from tests.data.prepare.test_worker_pool import is_running
 
@@ -241,3 +242,19 @@ def test_output_is_byte_equal_after_kills_at_20_random_moments(tmp_path: Path, t
         for path in tmp_path.glob("out.*"):
             if path.is_file():
                 path.unlink()
+
+
+def test_an_input_that_grows_while_it_is_read_is_named(tokenizer: Tokenizer, small: None, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = corpus(tmp_path)
+    encode = Tokenizer.encode_batch
+
+    def encode_and_grow(self: Tokenizer, *args: Any, **options: Any) -> Any:
+        with open(inputs[0], "ab") as file:
+            file.write(b"\n")
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_and_grow)
+    with pytest.raises(ConfigError, match=f"{inputs[0]}: it was changed while it was read"):
+        prepare(inputs, tokenizer=str(tokenizer.path), out=str(tmp_path / "out"), settings=PrepareSettings(SKIP),
+                workers=1)
