@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from pretrain.data.datasets.data_spec import planned_samples, recorded_data_spec
 from pretrain.data.run_data import RunData, open_run_data
-from pretrain.data.samples.data_spec import planned_samples, recorded_data_spec
 
 
 def open_recorded_data(start: dict[str, Any], *, seq_length: int, vocab_size: int,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.checkpoint import checkpoint_stall
-from pretrain.bench.sections.data import data
+from pretrain.bench.sections.data.data import data
 from pretrain.bench.sections.guards import RANKS, guards
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead

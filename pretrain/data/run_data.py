@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.data.datasets.data_spec import DataSpec
+from pretrain.data.datasets.open_datasets import open_datasets
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
-from pretrain.data.samples.data_spec import DataSpec
 from pretrain.data.samples.dataset import SampleDataset
-from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 

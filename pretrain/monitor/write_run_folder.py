@@ -16,7 +16,7 @@ from typing import Any
 
 from pretrain import __version__
 from pretrain.config.validate import Plan
-from pretrain.data.samples.data_spec import absolute_words
+from pretrain.data.datasets.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts

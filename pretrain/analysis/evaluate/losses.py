@@ -20,7 +20,7 @@ from pretrain.analysis.evaluate.source import EvaluationSource
 from pretrain.checkpoint.load.hf_folder import HFWeights
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader
 from pretrain.data.samples.positions import document_positions
-from pretrain.data.samples.windows import WindowSet
+from pretrain.data.windows import WindowSet
 from pretrain.engine.build import deepspeed_output
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig

@@ -23,7 +23,7 @@ from pretrain.config.flags.groups import (
     ScheduleArguments,
     SpeedArguments,
 )
-from pretrain.data.samples.data_spec import DataSpec, parse_data_spec
+from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
 from pretrain.errors import ConfigError, shorten
 
 

@@ -18,9 +18,9 @@ from pretrain.data.commands.copy_documents import (
 )
 from pretrain.data.commands.merge import complete_meta, meta_of
 from pretrain.data.commands.output import check_output
+from pretrain.data.datasets.split import split_documents
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.samples.split import split_documents
 from pretrain.errors import ConfigError
 
 REST = "rest"

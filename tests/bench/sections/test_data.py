@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
-from pretrain.bench.sections.data_loading import loading
-from pretrain.bench.sections.data_opening import opening
-from pretrain.bench.sections.data_tokenizing import tokenizing
-from pretrain.bench.sections.data_waiting import waiting
+from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
+from pretrain.bench.sections.data.loading import loading
+from pretrain.bench.sections.data.opening import opening
+from pretrain.bench.sections.data.tokenizing import tokenizing
+from pretrain.bench.sections.data.waiting import waiting
 
 
 def test_ratio_is_above_1_if_this_project_is_better() -> None:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from pretrain.data.commands import copy_documents
 from pretrain.data.commands.merge import merge
 from pretrain.data.commands.split import choose, split
+from pretrain.data.datasets.split import parse_split, split_documents
 from pretrain.data.files.hashes import hashes_path, read_hashes
 from pretrain.data.files.index_format import HEADER, MAGIC
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.meta import read_meta
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.samples.split import parse_split, split_documents
 from pretrain.errors import ConfigError
 from tests.support.sparse_data import write_sparse_data
 from tests.wrong_inputs.case import main_of

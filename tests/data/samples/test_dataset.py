@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain.data.datasets.data_spec import parse_data_spec
+from pretrain.data.datasets.open_datasets import open_datasets
+from pretrain.data.datasets.split import parse_split, split_documents
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.data.samples.data_spec import parse_data_spec
-from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.samples.shuffled import ShuffledWindows
-from pretrain.data.samples.split import parse_split, split_documents
 from pretrain.errors import ConfigError
 
 

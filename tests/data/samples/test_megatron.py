@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.data.datasets.split import parse_split, split_as_megatron_core
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.prefix_sums import PrefixSums
-from pretrain.data.samples.split import parse_split, split_as_megatron_core
 from pretrain.errors import ConfigError
 from tests.support.reference_order import reference
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pretrain.data.datasets.data_spec import parse_data_spec
+from pretrain.data.datasets.open_datasets import open_datasets
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader
 from pretrain.data.samples import packed
 from pretrain.data.samples.best_fit import count_bins, pack_best_fit
-from pretrain.data.samples.data_spec import parse_data_spec
 from pretrain.data.samples.dataset import PADDING
-from pretrain.data.samples.open_datasets import open_datasets
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import ConfigError
 

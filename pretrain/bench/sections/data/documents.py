@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
+from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
 from pretrain.data.samples.positions import document_positions
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure, least_cpu_seconds
+from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
 from pretrain.data.files.index_format import HEADER, MAGIC
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 
 from pretrain.bench.processes.context import BenchContext
-from pretrain.bench.sections.data_figures import DataBench, DataFigure
-from pretrain.bench.sections.data_loading import loading
-from pretrain.bench.sections.data_opening import opening
-from pretrain.bench.sections.data_preparing import preparing
-from pretrain.bench.sections.data_tokenizing import tokenizing
-from pretrain.bench.sections.data_waiting import waiting
+from pretrain.bench.sections.data.figures import DataBench, DataFigure
+from pretrain.bench.sections.data.loading import loading
+from pretrain.bench.sections.data.opening import opening
+from pretrain.bench.sections.data.preparing import preparing
+from pretrain.bench.sections.data.tokenizing import tokenizing
+from pretrain.bench.sections.data.waiting import waiting
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 
 
 def _documents(bench: DataBench) -> list[DataFigure]:
-    from pretrain.bench.sections.data_documents import documents  # imports torch
+    from pretrain.bench.sections.data.documents import documents  # imports torch
 
     return documents(bench)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.cli import bad_path
-from pretrain.data.samples.split import parse_split
+from pretrain.data.datasets.split import parse_split
 from pretrain.errors import ConfigError, shorten
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure
+from pretrain.bench.sections.data.figures import DataBench, DataFigure
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.prepare.corpus import python_corpus
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece

@@ -4,15 +4,15 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pretrain.data.datasets.data_spec import DataSpec
+from pretrain.data.datasets.split import parse_split, split_as_megatron_core, split_documents
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.token_file import allow_open_files
 from pretrain.data.samples.blend import BlendedSamples
-from pretrain.data.samples.data_spec import DataSpec
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.data.samples.shuffled import ShuffledWindows
-from pretrain.data.samples.split import parse_split, split_as_megatron_core, split_documents
 from pretrain.errors import ConfigError
 
 SPLITS = ("train", "valid", "test")

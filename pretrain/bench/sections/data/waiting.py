@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure
+from pretrain.bench.sections.data.figures import DataBench, DataFigure
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.blend import BlendedSamples

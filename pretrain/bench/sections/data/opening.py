@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.bench.sections.data_figures import DataBench, DataFigure
+from pretrain.bench.sections.data.figures import DataBench, DataFigure
 from pretrain.data.files.index_format import HEADER, MAGIC
 from pretrain.data.files.write_index import write_index
 from pretrain.distributed.process import package_environment

@@ -1,0 +1,1 @@
+"""Section `--what data`: preparation and reading of training data, next to other implementations."""
