@@ -221,7 +221,8 @@ def _parse_schedule(words: Sequence[str], num_sources: int) -> tuple[BlendPhase,
         values = _weights(flag, weights.split(","), "from 0")
         if len(values) != num_sources:
             raise ConfigError(flag, found=f"{len(values)} weights in {shorten(word)}",
-                              expected=f"{num_sources}, one for each prefix of --train_data")
+                              expected=f"{num_sources}, one for each prefix of --train_data",
+                              remedy="in a YAML list, write each phase in quotes" if len(values) == 1 else "")
         if not any(values):
             raise ConfigError(flag, found=shorten(word), expected="at least one weight above 0")
         if phases and tokens <= phases[-1].from_tokens:

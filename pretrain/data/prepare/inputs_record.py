@@ -34,6 +34,9 @@ def record_inputs(inputs: Sequence[Input]) -> dict[str, Any]:
 
 
 def changed_input(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return the path of the first input that two records of the same inputs differ in; "INPUT" without lists."""
-    pairs = zip(before["list"], after["list"], strict=False)
-    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "INPUT")
+    """Return the path of the first input that two records differ in; "inputs" if other files were listed, or none."""
+    paths = [[entry[0] for entry in record["list"]] for record in (before, after)]
+    if paths[0] != paths[1]:
+        return "inputs"
+    pairs = zip(before["list"], after["list"], strict=True)
+    return next((str(old[0]) for old, new in pairs if list(old) != list(new)), "inputs")

@@ -102,6 +102,8 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
                                           if name != "skip_errors" and state["record"].get(name) != value]
     if different or skipped:
         if not overwrite:
+            if state is not None and "inputs" in different:
+                different[different.index("inputs")] = changed_input(state["record"]["inputs"], record["inputs"])
             names = ", ".join([*different, *(["--on_error"] if skipped else [])])
             raise ConfigError(str(partial_path(out)), problem=f"an earlier preparation was stopped here, and the "
                               f"following was different: {names}",
@@ -123,7 +125,7 @@ class _Job:
         self._tokenize = TokenizeSettings(str(tokenizer.path), *_special_tokens(tokenizer, settings),
                                           dtype_for_vocab(tokenizer.vocab_size).name, settings.read)
         read = settings.read
-        self.record = {
+        self.record: dict[str, Any] = {
             "inputs": record_inputs(inputs.files), "--tokenizer": tokenizer.fingerprint, "--format": read.format,
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
@@ -195,7 +197,8 @@ class _Job:
     def _num_workers(self, workers: int | None, num_bytes: int) -> int:
         """Return the number of processes. Starting a worker takes longer than tokenizing a small input."""
         most = workers or len(os.sched_getaffinity(0))
-        return min(most, 1 + num_bytes // CHUNK_BYTES) if self._can_resume else most
+        # After a resume, the bytes left are an estimate: of compressed files, it may be below 0.
+        return min(most, 1 + max(num_bytes, 0) // CHUNK_BYTES) if self._can_resume else most
 
     def _state(self, writer: DocumentWriter) -> dict[str, Any]:
         return {"record": self.record, "skipped": writer.statistics.skipped, **writer.state()}

@@ -52,6 +52,8 @@ def test_blends(words: str | list[str] | None, prefixes: tuple[str, ...], weight
     ({"train_data": ["a", "b"], "blend_schedule": "0.5:1,1"}, "found 0.5:1,1; expected FROM_TOKENS"),
     ({"train_data": ["a", "b"], "blend_schedule": "1,1"}, "found 1,1; expected FROM_TOKENS"),
     ({"train_data": ["a", "b"], "blend_schedule": "0:1,1,1"}, "found 3 weights in 0:1,1,1; expected 2"),
+    ({"train_data": ["a", "b"], "blend_schedule": ["9:1", "1"]}, "expected 2, one for each prefix of --train_data. "
+     "In a YAML list, write each phase in quotes"),
     ({"train_data": ["a", "b"], "blend_schedule": "0:0,0"}, "at least one weight above 0"),
     ({"train_data": ["a", "b"], "blend_schedule": "0:1,-1"}, "found weight -1"),
     ({"train_data": ["a", "b"], "blend_schedule": ["5:1,1", "5:1,2"]}, "found 5 after 5; expected ascending"),
