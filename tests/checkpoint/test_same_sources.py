@@ -1,26 +1,20 @@
-"""Which blends a run may resume with, and the hashes of several sources."""
+"""Blends that a resume accepts or rejects, and the hashes of several sources."""
 
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, manifest_of
 from pretrain.checkpoint.load import same_data
-from pretrain.checkpoint.load.start import Start, check_start
-from pretrain.config.flags.arguments import parse_arguments
+from pretrain.checkpoint.load.start import Start
 from pretrain.data.files.hashes import hashes_path, read_hashes
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
-from pretrain.resilience.data_watch import DataWatch
-from tests.checkpoint.test_same_data import _Lines
+from tests.checkpoint.starts import start_run, watch_data, write_checkpoint
 from tests.support.big_data import change_token, write_big_data
-from tests.support.launch import ROOT
 
 Starter = Callable[..., Start]
 NAMES = ("web", "code", "books")
@@ -36,11 +30,8 @@ def start(tmp_path: Path) -> Starter:
             writer.finalize({"vocab_size": 256, "max_token": 249, "eod_token": 0, "tokenizer_sha256": "ab" * 32})
 
     def start(*flags: str) -> Start:
-        args = parse_arguments(["--deepspeed_config", str(ROOT / "ds_configs" / "zero1_bf16.json"), "--model", "tiny",
-                                "--model_overrides", "vocab_size=256", "--train_data", *train(5, 3, 2, at=tmp_path),
-                                "--seq_length", "16", "--split", "80,20,0", "--train_steps", "50", "--save",
-                                str(tmp_path / "run"), *flags])
-        return check_start(args, world_size=1, device=cpu_device())
+        return start_run(tmp_path / "run", "--train_data", *train(5, 3, 2, at=tmp_path), "--seq_length", "16",
+                         "--split", "80,20,0", *flags)
 
     return start
 
@@ -49,17 +40,8 @@ def train(*weights: float, at: Path, names: tuple[str, ...] = NAMES) -> list[str
     return [word for weight, name in zip(weights, names, strict=True) for word in (str(weight), str(at / name))]
 
 
-def write_checkpoint(start: Start, **changes: object) -> Manifest:
-    """Write a checkpoint at sample 80 that has only a manifest."""
-    folder = Path(start.plan.args.save) / "checkpoints" / "global_step10"
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = replace(manifest_of(start.plan, step=10, consumed_samples=80, versions={}), **changes)
-    (folder / MANIFEST).write_text(manifest.to_json())
-    return manifest
-
-
 def test_the_same_blend_resumes(start: Starter, tmp_path: Path) -> None:
-    manifest = write_checkpoint(start())
+    manifest = write_checkpoint(start().plan)
     assert manifest.data is not None
     assert [len(source["sha256"]) for source in manifest.data["sources"]] == [64] * 3
     for flags in ([], ["--train_data", *train(0.5, 0.3, 0.2, at=tmp_path)]):
@@ -81,7 +63,7 @@ def test_the_same_blend_resumes(start: Starter, tmp_path: Path) -> None:
 ])
 def test_another_blend_is_rejected(start: Starter, tmp_path: Path, weights: tuple[float, ...], names: tuple[str, ...],
                                    flags: tuple[str, ...], message: str) -> None:
-    write_checkpoint(start())
+    write_checkpoint(start().plan)
     words = ["--train_data", *train(*weights, at=tmp_path, names=names), *flags]
     with pytest.raises(ConfigError, match=message) as error:
         start(*words)
@@ -92,7 +74,7 @@ def test_another_blend_is_rejected(start: Starter, tmp_path: Path, weights: tupl
 
 
 def test_the_weights_may_change_after_the_checkpoint(start: Starter) -> None:
-    write_checkpoint(start())
+    write_checkpoint(start().plan)
     resume = start("--blend_schedule", "1280:1,1,0").resume
     assert resume is not None
     assert resume.other_data == ""
@@ -107,17 +89,17 @@ def test_phases_shorter_than_a_sample_are_rejected(start: Starter) -> None:
 
 def test_another_order_is_rejected(start: Starter, tmp_path: Path) -> None:
     one = ["--train_data", str(tmp_path / "web")]
-    write_checkpoint(start(*one))
+    write_checkpoint(start(*one).plan)
     with pytest.raises(ConfigError, match="trained with --sample_order shuffled, and this run would use megatron"):
         start(*one, "--sample_order", "megatron")
-    write_checkpoint(start(*one, "--sample_order", "megatron", "--allow_other_data"))
+    write_checkpoint(start(*one, "--sample_order", "megatron", "--allow_other_data").plan)
     assert start(*one, "--sample_order", "megatron").resume is not None
     with pytest.raises(ConfigError, match="global_step10 is part of a run of 50 samples, and this run has 60"):
         start(*one, "--sample_order", "megatron", "--train_steps", "60")
 
 
 def test_a_changed_source_is_named(start: Starter, tmp_path: Path) -> None:
-    write_checkpoint(start())
+    write_checkpoint(start().plan)
     change_token(tmp_path / "code", keep_mtime=False, byte=500)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/code is not the data that .* was trained on .SHA-256"):
         start()
@@ -151,9 +133,8 @@ def test_sources_are_hashed_one_after_another(start: Starter, tmp_path: Path,
         write_big_data(tmp_path / name, num_blocks=2)
     monkeypatch.setattr("pretrain.resilience.data_watch._FAST_S", -1.0)
     monkeypatch.setattr("pretrain.resilience.data_watch._POLL_S", 0.0)
-    started, output, rejections = start(), _Lines(), []
-    watch = DataWatch(started.plan, None, reject=rejections.append, active=True,
-                      folder=output, screen=output)  # type: ignore[arg-type]
+    started = start()
+    watch, output, rejections = watch_data(started)
     most, deadline = 0, time.monotonic() + 900
     sources = started.plan.datasets["train"].sources
     while any(source.hashes is None for source in sources) and time.monotonic() < deadline:

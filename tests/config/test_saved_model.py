@@ -15,7 +15,7 @@ from pretrain.distributed.device import cpu_device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig, load_model_config
 from tests.support.model_shapes import SHAPES, write_config
-from tests.wrong_inputs.inputs import make_world
+from tests.wrong_inputs.world import make_world
 
 _SILENT = {"architecture", "hf_config"}
 _NOTED = {"embedding_dropout", "attention_dropout", "residual_dropout", "initializer_range", "scale_residual_init",

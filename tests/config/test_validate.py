@@ -17,7 +17,8 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
 from tests.support.effort import HEAVY, run_and_list_imports
-from tests.wrong_inputs.inputs import BASE, CPU, NOTHING, WRONG, change, make_world, z
+from tests.wrong_inputs.inputs import BASE, CPU, NOTHING, WRONG, change, z
+from tests.wrong_inputs.world import make_world
 
 ROOT = Path(__file__).parents[2]
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)

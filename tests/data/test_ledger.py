@@ -1,4 +1,4 @@
-"""Which samples a run consumes: the same for any layout, after any resume, none lost, none repeated in an epoch."""
+"""Samples that a run consumes: the same for any layout and after any resume; none is lost or repeated in an epoch."""
 
 import itertools
 from collections import Counter

@@ -24,7 +24,7 @@ from tests.wrong_inputs.evaluate import evaluate_cases
 from tests.wrong_inputs.files import content_cases, json_cases, model_cases, prepare_cases
 from tests.wrong_inputs.flags import flag_cases, path_cases
 from tests.wrong_inputs.init_from import init_from_cases
-from tests.wrong_inputs.inputs import make_world
+from tests.wrong_inputs.world import make_world
 
 _MAX_CPU_SECONDS = 20  # for one case
 

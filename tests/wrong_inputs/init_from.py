@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 from tests.wrong_inputs.case import LONG, Case
-from tests.wrong_inputs.inputs import HF_MODEL, safetensors_of
+from tests.wrong_inputs.world import HF_MODEL, safetensors_of
 
 _WEIGHTS, _CHECKPOINT = "hf/model.safetensors", "done/checkpoints/global_step5"
 _RIGHT = {"--deepspeed_config": "{world}/ds.json", "--train_data": "{world}/few", "--seq_length": "16",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.wrong_inputs.case import LEGAL, ROOT, TOOLS, Case
 from tests.wrong_inputs.generated import all_cases, cases
-from tests.wrong_inputs.inputs import make_world
+from tests.wrong_inputs.world import make_world
 
 CASES = cases()
 PROCESSES = (  # one case of each sort, which runs in its own process
