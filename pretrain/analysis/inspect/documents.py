@@ -21,6 +21,7 @@ KINDS = {
 }
 _SHOWN = 5  # documents that are named of each kind
 _CHUNK_TOKENS = 2**22  # read at once
+_LARGEST_VOCAB = 2**24  # larger tokens, as in int64 files with damage, would need a huge table of counts
 _FEWEST_TOKENS = 64  # shorter documents are not called degenerate
 _REPETITIVE = 0.1  # size of the tokens after compression / before; source code and prose have 0.4 to 0.8
 
@@ -54,7 +55,7 @@ def inspect_documents(data: IndexedDataset, *, vocab_size: int | None, eod_token
     Memory: about 100 bytes per inspected document for the hashes, 25 bytes per token of the longest one, and 100 MB.
 
     Args:
-        vocab_size: None: not known, no token counts as damaged.
+        vocab_size: None: not known, only tokens that no vocabulary has count as damaged.
         eod_token: end-of-document token; None: not known.
         advance: is called with the number of bytes that were read, and "".
     """
@@ -91,7 +92,7 @@ def _chunks(data: IndexedDataset, most: int) -> Iterator[tuple[int, npt.NDArray[
 
 def _count(report: DocumentReport, tokens: npt.NDArray[np.int64]) -> None:
     report.tokens += len(tokens)
-    counts = np.bincount(tokens[tokens >= 0])
+    counts = np.bincount(tokens[(tokens >= 0) & (tokens < _LARGEST_VOCAB)])
     if len(counts) > len(report.token_counts):
         report.token_counts = np.pad(report.token_counts, (0, len(counts) - len(report.token_counts)))
     report.token_counts[:len(counts)] += counts
@@ -103,7 +104,7 @@ def _inspect(report: DocumentReport, tokens: npt.NDArray[np.int64], document: in
     report.lengths[len(tokens).bit_length()] += 1
     report.longest = max(report.longest, (len(tokens), document))
     text = _text_of(tokens, eod_token)
-    if len(tokens) and (tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size)):
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= (vocab_size or _LARGEST_VOCAB)):
         report.add("damaged", document)
     if eod_token is not None:
         if len(text) == len(tokens):

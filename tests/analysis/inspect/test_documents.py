@@ -10,6 +10,7 @@ import pytest
 from pretrain.analysis.inspect.documents import inspect_documents, report_lines
 from pretrain.analysis.inspect.page import write_page
 from pretrain.data.files.indexed import IndexedDataset
+from pretrain.data.files.write_index import write_index
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.prepare.prepare import prepare
 from pretrain.data.tokenizers.train_tokenizer import train_sentencepiece
@@ -75,6 +76,15 @@ def test_data_without_end_tokens_is_not_reported_as_incomplete(tmp_path: Path) -
     report = inspect_documents(IndexedDataset(tmp_path / "data"), vocab_size=500, eod_token=EOD, most=1000,
                                advance=lambda *_: None)
     assert report_lines(report)[1:] == ["no damaged, duplicate or degenerate document"]
+
+
+def test_tokens_that_no_vocabulary_has_are_damage(tmp_path: Path) -> None:
+    np.array([1, 2, 3 << 40, 4], "<i8").tofile(tmp_path / "data.bin")
+    np.array([2, 2], "<i4").tofile(tmp_path / "lengths")
+    write_index(tmp_path / "data.idx", np.int64, tmp_path / "lengths")
+    report = inspect_documents(IndexedDataset(tmp_path / "data"), vocab_size=None, eod_token=None, most=1000,
+                               advance=lambda *_: None)
+    assert "1 damaged: tokens that the vocabulary does not have (documents 1)" in report_lines(report)[1]
 
 
 def test_the_page_shows_plots_and_text(tmp_path: Path, tokenizer: str) -> None:
