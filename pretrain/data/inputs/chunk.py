@@ -16,7 +16,7 @@ _LONGEST_SEPARATOR = 1024  # bytes
 
 
 class Position(NamedTuple):
-    """Where a chunk of an input begins. A chunk depends only on its position, not on the chunks before it."""
+    """Position at which a chunk of an input begins. A chunk depends only on it, not on the chunks before it."""
 
     offset: int = 0  # bytes of the decompressed input; rows of a Parquet file
     line: int = 1  # number of the line at `offset`
@@ -32,7 +32,7 @@ BEGINNING = Position()
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How documents are read. The fields are the flags of tools/prepare_data.py."""
+    """Settings of the reading of documents. The fields are flags of tools/prepare_data.py."""
 
     format: str = "auto"
     jsonl_key: str = "text"

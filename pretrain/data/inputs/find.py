@@ -46,12 +46,12 @@ class Input:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the text has more bytes than the file."""
+        """True if the text may have more bytes than the file."""
         return bool(self.compression) or self.kind == "parquet"
 
     @property
     def can_resume(self) -> bool:
-        """Whether reading may begin at any position. Standard input can be read only once."""
+        """True for files, which can be read from any position. Standard input can be read only once."""
         return self.path != STDIN
 
 
@@ -70,7 +70,7 @@ class Inputs:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are several formats, files that are not read, or files that are read twice."""
+        """True if there are several formats, files that are not read, or files that are read twice."""
         formats = {(file.kind, file.compression) for file in self.files}
         return len(formats) > 1 or bool(self.side_files) or len({file.path for file in self.files}) < len(self.files)
 

@@ -16,7 +16,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class ByteStream(Protocol):
-    """What is needed of a file that is open for reading."""
+    """File that is open for reading."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to `size` bytes; none at the end."""

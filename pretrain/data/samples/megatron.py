@@ -23,6 +23,7 @@ from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.dataset import Indices
 from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.prefix_sums import PrefixSums
+from pretrain.data.samples.token_range import check_num_tokens
 from pretrain.errors import ConfigError
 
 _SEPARATE_BELOW = 0.80  # gpt_dataset.py: threshold
@@ -47,11 +48,8 @@ class MegatronSamples:
             raise ConfigError("--seed", found=str(seed), expected=f"0 to 4294967295 with --sample_order {order}")
         self._lengths = indexed.sequence_lengths(first_sequence, self.last_sequence)
         self.num_tokens = int(self._lengths.sum(dtype=np.int64))
+        check_num_tokens(indexed, self.num_tokens, seq_length=seq_length, name=name)
         self.samples_per_epoch = (self.num_tokens - 1) // seq_length
-        if self.samples_per_epoch < 1:
-            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
-                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
-                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
         self._build_order()
 
     def _build_order(self) -> None:

@@ -25,9 +25,8 @@ import numpy.typing as npt
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.best_fit import Integers, count_bins, pack_best_fit
 from pretrain.data.samples.dataset import PADDING, Indices
-from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.permutation import MASK_64, mix, permute
-from pretrain.errors import ConfigError
+from pretrain.data.samples.token_range import TokenRange
 
 BLOCK_DOCUMENTS = 1 << 17
 """least number of documents of a block. Blocks of more documents take longer to pack; more blocks take longer to
@@ -52,7 +51,7 @@ class _Block:
     """first piece of each packed sample; then the number of pieces"""
 
 
-class PackedDocuments:
+class PackedDocuments(TokenRange):
     """Samples of the documents in the tokens [first_token, last_token) of a `.bin/.idx` pair.
 
     Raises ConfigError if the range is shorter than one sample.
@@ -62,13 +61,8 @@ class PackedDocuments:
 
     def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
                  last_token: int | None = None, name: str = "train") -> None:
-        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
-        self.first_token = first_token
-        self.last_token = indexed.num_tokens if last_token is None else last_token
-        if self.num_tokens < seq_length + 1:
-            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
-                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
-                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
+        super().__init__(indexed, seq_length=seq_length, seed=seed, first_token=first_token, last_token=last_token,
+                         name=name)
         self._documents = _find_document(indexed, self.first_token), _find_document(indexed, self.last_token)
         num_blocks = -(-(self._documents[1] - self._documents[0]) // BLOCK_DOCUMENTS)
         self._num_blocks = min(num_blocks, _MOST_BLOCKS)
@@ -78,14 +72,6 @@ class PackedDocuments:
         """fraction of the positions of all samples that have a token"""
         self._block = lru_cache(maxsize=2)(self._pack_block)
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.last_token - self.first_token
-
-    @property
-    def sources(self) -> tuple[IndexedDataset, ...]:
-        return (self.indexed,)
 
     def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
         """Return samples (indices count over all epochs) as integers [n, seq_length + 1], with PADDING at the end."""
@@ -182,8 +168,7 @@ class PackedDocuments:
 
     def record(self) -> dict[str, Any]:
         """Return the facts about the data that a checkpoint records besides the fingerprint."""
-        return {**file_record(self.indexed), "first_token": self.first_token, "last_token": self.last_token,
-                "packing": "best_fit"}
+        return {**super().record(), "packing": "best_fit"}
 
 
 def _find_document(indexed: IndexedDataset, token: int) -> int:

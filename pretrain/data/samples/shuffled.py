@@ -7,20 +7,18 @@ permutation that is computed on demand.
 
 import hashlib
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pretrain.data.files.indexed import IndexedDataset
 from pretrain.data.samples.dataset import Indices
-from pretrain.data.samples.file_record import file_record
 from pretrain.data.samples.look_ahead import LookAhead
 from pretrain.data.samples.permutation import MASK_64, mix, permute
-from pretrain.errors import ConfigError
+from pretrain.data.samples.token_range import TokenRange
 
 
-class ShuffledWindows:
+class ShuffledWindows(TokenRange):
     """Windows of seq_length + 1 tokens from the tokens [first_token, last_token) of a `.bin/.idx` pair.
 
     Raises ConfigError if the range is shorter than one window.
@@ -30,24 +28,11 @@ class ShuffledWindows:
 
     def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
                  last_token: int | None = None, name: str = "train") -> None:
-        self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
-        self.first_token = first_token
-        self.last_token = indexed.num_tokens if last_token is None else last_token
-        if self.num_tokens < seq_length + 1:
-            raise ConfigError(f"{indexed.prefix} ({name})", found=f"{self.num_tokens} tokens",
-                              expected=f"at least {seq_length + 1} for one sample of --seq_length {seq_length}",
-                              remedy="give more data, a larger proportion in --split, or a smaller --seq_length")
+        super().__init__(indexed, seq_length=seq_length, seed=seed, first_token=first_token, last_token=last_token,
+                         name=name)
         # One window fewer than would fit, so that each epoch has at least seq_length choices for its first token.
         self.samples_per_epoch = max(self.num_tokens // seq_length - 1, 1)
         self.sample_starts = LookAhead(self._compute_starts)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.last_token - self.first_token
-
-    @property
-    def sources(self) -> tuple[IndexedDataset, ...]:
-        return (self.indexed,)
 
     def samples(self, indices: Indices) -> npt.NDArray[np.integer]:
         """Return samples (indices count over all epochs) as integers [n, seq_length + 1]."""
@@ -73,7 +58,3 @@ class ShuffledWindows:
     def _fingerprint_with(self, data_fingerprint: str) -> str:
         content = f"{data_fingerprint} {self.first_token} {self.last_token} {self.seq_length}"
         return hashlib.sha256(content.encode()).hexdigest()
-
-    def record(self) -> dict[str, Any]:
-        """Return the facts about the data that a checkpoint records besides the fingerprint."""
-        return {**file_record(self.indexed), "first_token": self.first_token, "last_token": self.last_token}

@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether this is the byte tokenizer, which has no file."""
+        """True for the byte tokenizer, which has no file."""
         return str(self.path) == BYTES
 
     @property

@@ -8,10 +8,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DataBench:
-    """What the measurements of the data path need."""
+    """Temporary folder, repetitions and amount of data of the measurements."""
 
     folder: Path
-    """a temporary folder"""
+    """temporary folder for the files that are measured"""
     repetitions: int
     """--rounds: interleaved repetitions of each function"""
     scale: float = 1.0
