@@ -9,26 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.shuffled import ShuffledWindows
+from tests.data.counting import write_counting
 
 LAYOUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
 """data-parallel ranks, micro-batch size, gradient accumulation steps"""
-
-
-def write(prefix: Path, lengths: list[int], first_token: int) -> IndexedDataset:
-    """Write documents whose tokens count up, so that a token identifies its place."""
-    with IndexedWriter(prefix, "int32") as writer:
-        for length in lengths:
-            writer.add_document(np.arange(first_token, first_token + length))
-            first_token += length
-        writer.finalize()
-    return IndexedDataset(prefix)
 
 
 def sources(folder: Path, data: st.DataObject, seq_length: int) -> list[SampleDataset]:
@@ -37,7 +26,7 @@ def sources(folder: Path, data: st.DataObject, seq_length: int) -> list[SampleDa
     datasets: list[SampleDataset] = []
     for number, lengths in enumerate(corpora):
         lengths.append(2 * seq_length + 2)
-        indexed = write(folder / f"source{number}", lengths, number * 10**6)
+        indexed = write_counting(folder / f"source{number}", lengths, first=number * 10**6)
         if order == "shuffled":
             datasets.append(ShuffledWindows(indexed, seq_length=seq_length, seed=number))
         else:
@@ -89,8 +78,10 @@ def test_no_sample_of_a_source_is_lost_or_repeated_in_an_epoch(tmp_path_factory:
     seq_length = data.draw(st.integers(2, 12), label="seq_length")
     folder = tmp_path_factory.mktemp("epochs")
     corpora = data.draw(st.lists(st.integers(2 * seq_length + 2, 300), min_size=1, max_size=4), label="tokens")
-    datasets = [ShuffledWindows(write(folder / f"source{number}", [tokens], number * 10**6), seq_length=seq_length,
-                                seed=data.draw(st.integers(0, 99))) for number, tokens in enumerate(corpora)]
+    indexed = [write_counting(folder / f"source{number}", [tokens], first=number * 10**6)
+               for number, tokens in enumerate(corpora)]
+    datasets = [ShuffledWindows(source, seq_length=seq_length, seed=data.draw(st.integers(0, 99)))
+                for source in indexed]
     weights = data.draw(st.lists(st.floats(0.1, 5), min_size=len(datasets), max_size=len(datasets)))
     blend = BlendedSamples(datasets, weights)
     ledger = consumed(blend, data.draw(LAYOUT), 0, 12)

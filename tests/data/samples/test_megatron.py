@@ -9,22 +9,11 @@ from hypothesis import strategies as st
 
 from pretrain.data.datasets.split import parse_split, split_as_megatron_core
 from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.samples.megatron import MegatronSamples
 from pretrain.data.samples.prefix_sums import PrefixSums
 from pretrain.errors import ConfigError
+from tests.data.counting import write_counting
 from tests.support.reference_order import reference
-
-
-def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
-    """Write documents whose tokens count up over all documents."""
-    with IndexedWriter(prefix, "int32") as writer:
-        first = 0
-        for length in lengths:
-            writer.add_document(np.arange(first, first + length))
-            first += length
-        writer.finalize()
-    return IndexedDataset(prefix)
 
 
 @settings(deadline=None, max_examples=80)
@@ -34,7 +23,7 @@ def test_equals_the_definition(tmp_path_factory: pytest.TempPathFactory, lengths
                                seed: int, epochs: float, order: str, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(lengths) - 1))
     last = data.draw(st.integers(first + 1, len(lengths)))
-    indexed = write(tmp_path_factory.mktemp("order") / "data", lengths)
+    indexed = write_counting(tmp_path_factory.mktemp("order") / "data", lengths)
     num_samples = max(int(epochs * sum(lengths[first:last]) / seq_length), 1)
     options = {"order": order, "seq_length": seq_length, "seed": seed, "num_samples": num_samples,
                "first_sequence": first, "last_sequence": last}
@@ -54,7 +43,7 @@ def test_equals_the_definition(tmp_path_factory: pytest.TempPathFactory, lengths
 
 def test_golden_samples(tmp_path: Path) -> None:
     """First tokens of the samples, as the index builders of Megatron-LM and GPT-NeoX gave them for this data."""
-    indexed = write(tmp_path / "data", [5, 0, 7, 1, 12, 3, 9])
+    indexed = write_counting(tmp_path / "data", [5, 0, 7, 1, 12, 3, 9])
 
     def first_tokens(order: str, num_samples: int) -> list[int]:
         data = MegatronSamples(indexed, order=order, seq_length=4, seed=1234, num_samples=num_samples)
@@ -73,8 +62,8 @@ GOLDEN = {  # (order, num_samples): 1 epoch; 2 with the last one apart; 2 togeth
 
 def test_sequences_count_and_not_documents(tmp_path: Path) -> None:
     """Both shuffle sequences, also if a document has several of them."""
-    single = write(tmp_path / "single", [10, 20, 30, 40])
-    several = write(tmp_path / "several", [10, 20, 30, 40])
+    single = write_counting(tmp_path / "single", [10, 20, 30, 40])
+    several = write_counting(tmp_path / "several", [10, 20, 30, 40])
     index = (tmp_path / "several.idx").read_bytes()
     documents = np.array([0, 2, 4], "<i8")
     header = index[:26] + (3).to_bytes(8, "little")
@@ -93,14 +82,14 @@ def test_splits_of_megatron_core_round_each_bound() -> None:
 
 
 def test_seeds_that_the_order_does_not_have_are_rejected(tmp_path: Path) -> None:
-    indexed = write(tmp_path / "data", [100])
+    indexed = write_counting(tmp_path / "data", [100])
     for seed in (-1, 2**32):
         with pytest.raises(ConfigError, match=r"--seed: found .*; expected 0 to 4294967295 with --sample_order neox"):
             MegatronSamples(indexed, order="neox", seq_length=8, seed=seed, num_samples=1)
 
 
 def test_the_fingerprint_depends_on_all_that_changes_the_order(tmp_path: Path) -> None:
-    indexed = write(tmp_path / "data", [100, 50])
+    indexed = write_counting(tmp_path / "data", [100, 50])
     options = {"order": "neox", "seq_length": 8, "seed": 1, "num_samples": 10}
     changes: list[dict[str, object]] = [{}, {"order": "megatron"}, {"seq_length": 9}, {"num_samples": 11},
                                         {"last_sequence": 1}, {"first_sequence": 1}]

@@ -13,28 +13,16 @@ from hypothesis import strategies as st
 
 from pretrain.data.datasets.data_spec import parse_data_spec
 from pretrain.data.datasets.open_datasets import open_datasets
-from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.writer import IndexedWriter
 from pretrain.data.loader import Loader
 from pretrain.data.samples import packed
 from pretrain.data.samples.best_fit import count_bins, pack_best_fit
 from pretrain.data.samples.dataset import PADDING
 from pretrain.data.samples.packed import PackedDocuments
 from pretrain.errors import ConfigError
+from tests.data.counting import write_counting
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), min_size=1, max_size=60)
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def write_documents(prefix: Path, lengths: list[int], dtype: str = "int32") -> IndexedDataset:
-    """Write documents whose tokens are their positions in the file, starting at 1."""
-    first = 1
-    with IndexedWriter(prefix, dtype) as writer:
-        for length in lengths:
-            writer.add_document(np.arange(first, first + length))
-            first += length
-        writer.finalize()
-    return IndexedDataset(prefix)
 
 
 def slow_best_fit(sizes: list[int], capacity: int) -> list[int]:
@@ -71,7 +59,7 @@ def test_no_token_is_lost_or_repeated(lengths: list[int], seq_length: int, seed:
         for name, value in (("BLOCK_DOCUMENTS", block * run), ("_RUN_DOCUMENTS", run), ("_READ_DOCUMENTS", 7),
                             ("_MOST_BLOCKS", 5)):
             patch.setattr(packed, name, value)
-        indexed = write_documents(Path(folder) / "data", lengths)
+        indexed = write_counting(Path(folder) / "data", lengths, first=1)
 
         def open_packed() -> PackedDocuments:
             return PackedDocuments(indexed, seq_length=seq_length, seed=seed, first_token=bounds[first],
@@ -111,7 +99,7 @@ def check_epoch(samples: np.ndarray, documents: list[range], seq_length: int) ->
 
 
 def test_each_epoch_has_another_order(tmp_path: Path) -> None:
-    dataset = PackedDocuments(write_documents(tmp_path / "data", [9] * 64), seq_length=8, seed=1)
+    dataset = PackedDocuments(write_counting(tmp_path / "data", [9] * 64, first=1), seq_length=8, seed=1)
     orders = [dataset.samples(range(64 * epoch, 64 * (epoch + 1)))[:, 0].tolist() for epoch in range(3)]
     orders.append(PackedDocuments(dataset.indexed, seq_length=8, seed=2).samples(range(64))[:, 0].tolist())
     assert len({tuple(order) for order in orders}) == 4
@@ -121,7 +109,7 @@ def test_each_epoch_has_another_order(tmp_path: Path) -> None:
 def test_utilization_of_a_corpus_like_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lengths of documents of web text are distributed about log-normally."""
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 5000).astype(int) + 1
-    indexed = write_documents(tmp_path / "data", lengths.tolist())
+    indexed = write_counting(tmp_path / "data", lengths.tolist(), first=1)
     for seq_length in (512, 2048, 4096):
         utilization = PackedDocuments(indexed, seq_length=seq_length, seed=0).utilization
         with capsys.disabled():
@@ -131,7 +119,7 @@ def test_utilization_of_a_corpus_like_text(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_flag_selects_packing(tmp_path: Path) -> None:
     lengths = [30, 5, 80, 2] * 10
-    write_documents(tmp_path / "data", lengths)
+    write_counting(tmp_path / "data", lengths, first=1)
     spec = parse_data_spec(str(tmp_path / "data"), split="80,20", packing="best_fit")
     datasets = open_datasets(spec, seq_length=16, seed=0)
     assert {name: type(data) for name, data in datasets.items()} == dict.fromkeys(("train", "valid"), PackedDocuments)
@@ -144,7 +132,7 @@ def test_the_flag_selects_packing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eod_token", [None, 3])
 def test_padding_is_no_label_and_every_other_label_has_the_same_weight(tmp_path: Path, eod_token: int | None) -> None:
     """Two ranks, two micro-batches: the weights of a global batch sum to micro-batches times ranks."""
-    indexed = write_documents(tmp_path / "data", [7, 7, 3, 7, 7, 12])
+    indexed = write_counting(tmp_path / "data", [7, 7, 3, 7, 7, 12], first=1)
     dataset = PackedDocuments(indexed, seq_length=8, seed=0)
     loaders = [Loader(dataset, micro_batch_size=1, gradient_accumulation_steps=2, data_parallel_rank=rank,
                       data_parallel_size=2, eod_token=eod_token) for rank in range(2)]
