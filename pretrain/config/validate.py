@@ -15,10 +15,10 @@ from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.datasets.data_spec import DataSpec, names_of_split, planned_samples
+from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.run_data import RunData, open_run_data
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.samples.megatron import MegatronSamples
-from pretrain.data.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError

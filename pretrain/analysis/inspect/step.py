@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from pretrain.analysis.inspect.recorded_step import StepPosition
+from pretrain.data.datasets.seq_lengths import parse_seq_lengths
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
-from pretrain.data.seq_lengths import parse_seq_lengths
 
 _END = "\u2016"  # marks the end of a document in a text
 
