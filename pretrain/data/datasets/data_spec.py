@@ -13,6 +13,7 @@ from typing import Any
 
 from pretrain.cli import bad_path
 from pretrain.data.datasets.split import parse_split
+from pretrain.data.datasets.token_count import parse_token_count
 from pretrain.errors import ConfigError, shorten
 
 SAMPLE_ORDERS = ("shuffled", "megatron", "neox")
@@ -215,8 +216,8 @@ def _parse_schedule(words: Sequence[str], num_sources: int) -> tuple[BlendPhase,
                           remedy="leave it out, or give several prefixes")
     for word in words:
         start, colon, weights = word.partition(":")
-        tokens = _number(start)
-        if not colon or tokens is None or not tokens.is_integer() or not 0 <= tokens < 2**63:
+        tokens = parse_token_count(start)
+        if not colon or tokens is None:
             raise ConfigError(flag, found=shorten(word), expected="FROM_TOKENS:WEIGHT,WEIGHT,... such as 10e9:0.5,0.5")
         values = _weights(flag, weights.split(","), "from 0")
         if len(values) != num_sources:
@@ -227,5 +228,5 @@ def _parse_schedule(words: Sequence[str], num_sources: int) -> tuple[BlendPhase,
             raise ConfigError(flag, found=shorten(word), expected="at least one weight above 0")
         if phases and tokens <= phases[-1].from_tokens:
             raise ConfigError(flag, found=f"{start} after {phases[-1].from_tokens}", expected="ascending FROM_TOKENS")
-        phases.append(BlendPhase(int(tokens), values))
+        phases.append(BlendPhase(tokens, values))
     return tuple(phases)

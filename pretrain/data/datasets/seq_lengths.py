@@ -7,6 +7,7 @@ no token is lost, each step has the same number of tokens, and the position in t
 import itertools
 from dataclasses import dataclass
 
+from pretrain.data.datasets.token_count import parse_token_count
 from pretrain.errors import ConfigError
 
 _FLAG = "--seq_length_schedule"
@@ -37,20 +38,13 @@ def parse_seq_lengths(text: str | None, *, seq_length: int) -> SeqLengths:
     stages: list[tuple[int, int]] = []
     for word in text.split(","):
         tokens, _, length = word.partition(":")
-        stages.append((_whole_number(tokens, word), _whole_number(length, word)))
+        begin, size = parse_token_count(tokens), parse_token_count(length)
+        if begin is None or size is None:
+            raise ConfigError(_FLAG, found=repr(word), expected=_EXPECTED)
+        stages.append((begin, size))
     if stages[0][0] != 0 or any(after <= before for (before, _), (after, _) in itertools.pairwise(stages)):
         raise ConfigError(_FLAG, found=text, expected="numbers of tokens that rise from 0")
     wrong = [size for _, size in stages if size < 1 or seq_length % size]
     if wrong:
         raise ConfigError(_FLAG, found=f"length {wrong[0]}", expected=f"a divisor of --seq_length, {seq_length}")
     return SeqLengths(seq_length, tuple((-(-begin // seq_length), size) for begin, size in stages))
-
-
-def _whole_number(text: str, word: str) -> int:
-    try:
-        value = int(text) if text.strip().isdecimal() else float(text)
-        if value == int(value) and 0 <= value < 2**63:
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(_FLAG, found=repr(word), expected=_EXPECTED)

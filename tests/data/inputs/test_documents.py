@@ -9,21 +9,7 @@ import pytest
 from pretrain.data.inputs.chunk import ReadSettings
 from pretrain.data.inputs.documents import Skipped
 from pretrain.errors import ConfigError
-from tests.data.inputs.reading import chunks_of, json_lines, read_texts, write, write_parquet
-
-BAD_LINES = {
-    "not json": (b"{'text': 1}", "a.jsonl:2: it is not valid JSON: Expecting property name"),
-    "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected one JSON object per line"),
-    "two objects": (b'{"text": "a"}{"text": "b"}', "a.jsonl:2: it is not valid JSON: Extra data"),
-    "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. Did you mean \"txet\"?"),
-    "other key": (b'{"content": "a"}', "Name the key of the text with --jsonl_key; this object has content"),
-    "null": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null. Correct or remove this line"),
-    "number": (b'{"text": 5}', "a.jsonl:2: the value of 'text' is a JSON int, not a string"),
-    "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
-    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11"),
-    "NUL byte": (b'{"text": "\0"}', "a.jsonl:2: it is not valid JSON: Invalid control character"),
-    "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),
-}
+from tests.data.inputs.reading import BAD_LINES, chunks_of, json_lines, read_texts, write, write_parquet
 
 
 @pytest.mark.parametrize("name", BAD_LINES)

@@ -17,6 +17,7 @@ from pretrain.data.prepare.statistics import entropy_nats
 from pretrain.data.tokenizers.special_tokens import EOD_PIECE
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
+from tests.data.inputs.reading import BAD_LINES
 from tests.data.prepare.helpers import ENDINGS, SOURCES, TEXTS, documents, jsonl, output, run_tool
 
 
@@ -120,18 +121,6 @@ def test_files_are_encoded_with_a_huggingface_tokenizer(tmp_path: Path) -> None:
     done = prepare([jsonl(tmp_path / "a.jsonl", texts)], tokenizer=str(tmp_path), out=str(tmp_path / "out"))
     assert (done.vocab_size, done.eod_token) == (500, 0)
     assert documents(tmp_path / "out", load_tokenizer(tmp_path)) == texts
-
-
-BAD_LINES = {
-    "not json": (b"{'text': 1}", "a.jsonl:2: it is not valid JSON: Expecting property name"),
-    "no object": (b"[1]", "a.jsonl:2: found a JSON list; expected one JSON object per line"),
-    "no key": (b'{"txet": "a"}', "the JSON object has no key 'text'. Did you mean \"txet\"?"),
-    "other key": (b'{"content": "a"}', "Name the key of the text with --jsonl_key; this object has content"),
-    "no string": (b'{"text": null}', "a.jsonl:2: the value of 'text' is null"),
-    "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:2: there is a lone surrogate U+D800 at character 0"),
-    "not utf-8": (b'{"text": "\xff"}', "a.jsonl:2: it is not valid JSON: 0xFF is not valid UTF-8 at byte 11"),
-    "too deep": (b'{"text": ' + b"[" * 200_000, "a.jsonl:2: it is not valid JSON"),
-}
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
