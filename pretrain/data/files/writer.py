@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pretrain.data.files.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
 from pretrain.data.files.index_format import CODES, LENGTH_DTYPE, OFFSET_DTYPE
 from pretrain.data.files.meta import meta_path
+from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.data.files.write_index import write_index
 from pretrain.errors import ConfigError
 
@@ -149,7 +150,7 @@ def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: st
     temporary_meta = Path(f"{prefix}.meta.tmp-{os.getpid()}")
     try:
         if meta is not None:
-            _write_synced(temporary_meta, json.dumps(meta, indent=1).encode() + b"\n")
+            write_synced(temporary_meta, json.dumps(meta, indent=1).encode() + b"\n")
         final["idx"].unlink(missing_ok=True)
         meta_path(prefix).unlink(missing_ok=True)
         Path(f"{prefix}.summary.json").unlink(missing_ok=True)  # of the preparation of the old files
@@ -162,11 +163,7 @@ def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: st
         os.replace(index, final["idx"])
     finally:
         temporary_meta.unlink(missing_ok=True)
-    folder = os.open(final["idx"].parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(final["idx"].parent)
 
 
 def _remove_abandoned(prefix: Path) -> None:
@@ -179,10 +176,3 @@ def _remove_abandoned(prefix: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for ending in (*_TEMPORARY, "meta"):
                 Path(f"{prefix}.{ending}.tmp-{process}").unlink(missing_ok=True)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""Choose where to split a text."""
+"""Choose the positions at which a text is divided."""
 
 
 def text_cut(data: bytes) -> int:
-    """Return where to split a text: after its last line, else before its last space, else before its last character."""
+    """Return the position to divide a text at: after the last line, else before the last space or character."""
     cut = data.rfind(b"\n") + 1 or data.rfind(b" ")
     if cut > 0:
         return cut
@@ -13,7 +13,7 @@ def text_cut(data: bytes) -> int:
 
 
 def separator_cut(data: bytes, separator: bytes, size: int) -> int:
-    """Return where to split a text with separators: after the last one in `size` bytes, else never inside one.
+    """Return the position to divide a text with separators at: after the last one in `size` bytes, else outside of all.
 
     `data` has up to len(separator) - 1 more bytes, which may belong to a separator that begins before.
     """

@@ -27,7 +27,7 @@ class Batch:
     continues: bool
     """whether the first chunk begins inside a document"""
     end: Place
-    """where the next batch begins"""
+    """place at which the next batch begins"""
 
     @property
     def file_bytes(self) -> int:
@@ -56,7 +56,7 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
 
 def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
             size: int) -> Iterator[tuple[Chunk, Place]]:
-    """Yield each chunk and where the next one begins. After the last chunk of an input, this is the next input."""
+    """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
     for index in range(start.input, len(inputs)):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None

@@ -13,8 +13,9 @@ from typing import Any
 import numpy.typing as npt
 
 from pretrain.data.files.hashes import DataHashes
+from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.data.files.write_index import write_index
-from pretrain.data.prepare.partial_output import PartialOutput, sync_folder, write_synced
+from pretrain.data.prepare.partial_output import PartialOutput
 
 OUTPUTS = {"tokens": ".bin", "sha256.json": ".sha256.json", "meta.json": ".meta.json", "summary.json": ".summary.json",
            "index": ".idx"}

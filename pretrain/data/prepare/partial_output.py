@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.errors import ConfigError
 
 FILES = ("tokens", "lengths", "digests", "blocks")
@@ -120,22 +121,6 @@ def read_state(out: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return state if isinstance(state, dict) and state.get("version") == _VERSION else None
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _lock_folder(folder: Path) -> int:

@@ -42,8 +42,7 @@ class TokenizeSettings:
 
 @dataclass
 class TokenizedBatch:
-    """Tokens and counts of a batch. If the batch begins inside a document, its first document is the rest of that one.
-    """
+    """Tokens and counts of a batch. The first document may continue one of the batch before."""
 
     tokens: npt.NDArray[Any]
     ends: npt.NDArray[np.int64]
@@ -51,18 +50,19 @@ class TokenizedBatch:
     text_bytes: npt.NDArray[np.int64]
     """bytes of the text of each document, and of the incomplete one at the end"""
     digests: Digests
-    """hash of the tokens of each document; of a rest, the value has no meaning"""
+    """hash of the tokens of each document; that of a continued first document is not used"""
     empty: int = 0
     longest_tokens: int = 0
     """tokens of the longest document that begins and ends in this batch"""
     longest_place: str = ""
     skipped: list[tuple[str, str]] = field(default_factory=list)
-    """place and reason"""
+    """place and reason of each document that cannot be read"""
     head_failure: tuple[str, str] | None = None
-    """place and reason, if a part of the first document, which is a rest, cannot be read"""
+    """place and reason, if the first document continues one of the batch before, and a part of it cannot be read"""
     tail_failure: tuple[str, str] | None = None
+    """the same of a document that begins in this batch and does not end in it"""
     tail_place: str = ""
-    """place of a document that begins in this batch and does not end in it"""
+    """place of that document"""
     error: str = ""
     """message of a ConfigError; empty without an error"""
 
@@ -73,7 +73,7 @@ def make_tokenize(settings: TokenizeSettings) -> Callable[[Batch], TokenizedBatc
 
 
 def _tokenize(settings: TokenizeSettings, tokenizer: Tokenizer, batch: Batch) -> TokenizedBatch:
-    builder = _Builder(settings, is_rest=batch.continues)
+    builder = _Builder(settings, continues=batch.continues)
     try:
         for text, tokens, where, ends in _encode(_texts(batch, settings.read), tokenizer):
             if isinstance(text, Skipped):
@@ -146,18 +146,18 @@ def text_bytes(text: str) -> int:
 class _Builder:
     """Collects the tokens of a batch."""
 
-    def __init__(self, settings: TokenizeSettings, *, is_rest: bool) -> None:
+    def __init__(self, settings: TokenizeSettings, *, continues: bool) -> None:
         self._settings = settings
         self._parts: list[Sequence[int] | npt.NDArray[Any]] = []
         self._size = 0
         self._ends: list[int] = []
         self._text_bytes: list[int] = []
         self._batch = _empty_batch()
-        self._begin(is_rest=is_rest)
+        self._begin(continues=continues)
 
-    def _begin(self, *, is_rest: bool = False) -> None:
-        """Begin a document."""
-        self._is_rest, self._is_open = is_rest, is_rest
+    def _begin(self, *, continues: bool = False) -> None:
+        """Begin a document, or with `continues`, the part of a document that is in this batch."""
+        self._continues, self._is_open = continues, continues
         self._start, self._first_part = self._size, len(self._parts)
         self._bytes, self._where = 0, ""
         self._failure: tuple[str, str] | None = None
@@ -188,7 +188,7 @@ class _Builder:
         if self._is_open and self._settings.eod_token is not None:
             self._append([self._settings.eod_token])
         length = self._size - self._start
-        if self._is_rest:
+        if self._continues:
             self._batch.head_failure = self._failure
         elif self._failure is not None:
             self._batch.skipped.append(self._failure)
@@ -196,7 +196,7 @@ class _Builder:
             self._batch.empty += 1
         elif length > self._batch.longest_tokens:
             self._batch.longest_tokens, self._batch.longest_place = length, self._where
-        if self._is_rest or (self._failure is None and length > self._settings.special_tokens):
+        if self._continues or (self._failure is None and length > self._settings.special_tokens):
             self._ends.append(self._size)
             self._text_bytes.append(self._bytes)
         else:
@@ -209,7 +209,7 @@ class _Builder:
         batch = self._batch
         if self._is_open:
             self._text_bytes.append(self._bytes)
-            if self._is_rest:
+            if self._continues:
                 batch.head_failure = self._failure
             else:
                 batch.tail_failure, batch.tail_place = self._failure, self._where
