@@ -54,7 +54,8 @@ def open_run_data(spec: DataSpec, *, seq_length: int, seed: int, tokenizer: str 
         raise ConfigError("--eod_mask_loss", problem="the end-of-document token is unknown: there is no --tokenizer, "
                           "and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --eod_mask_loss out")
-    return RunData(datasets, loaded, eod_token, (*_seen_notes(spec), *_marker_notes(sources)))
+    notes = (*_seen_notes(spec), *_left_out_notes(spec, datasets), *_marker_notes(sources))
+    return RunData(datasets, loaded, eod_token, notes)
 
 
 def _sources_of(datasets: dict[str, SampleDataset]) -> list[tuple[str, IndexedDataset]]:
@@ -97,6 +98,17 @@ def _seen_notes(spec: DataSpec) -> list[str]:
     return [f"{prefix} is training data and {split} data: its losses are those of data that the model has seen"
             for split, named in (("validation", spec.valid), ("test", spec.test)) for _, prefix in named
             if os.path.abspath(prefix) in trained]
+
+
+def _left_out_notes(spec: DataSpec, datasets: dict[str, SampleDataset]) -> list[str]:
+    """Note sources of a blend that have too few tokens for a validation sample."""
+    if "valid" not in datasets or spec.valid:
+        return []
+    used = {str(source.prefix) for source in datasets["valid"].sources}
+    left_out = [prefix for prefix in spec.train if prefix not in used]
+    more = f" and {len(left_out) - 8} more sources" if len(left_out) > 8 else ""
+    return [f"the validation data has no samples of {', '.join(left_out[:8])}{more}: their part by --split is shorter "
+            "than a sample"] if left_out else []
 
 
 def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:

@@ -59,8 +59,9 @@ def open_datasets(spec: DataSpec, *, seq_length: int, seed: int,
     allow_open_files(2 * len(spec.prefixes))
     files = {prefix: IndexedDataset(prefix) for prefix in spec.prefixes}
     parts = _split_sources([files[prefix] for prefix in spec.train], spec)
-    # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set.
-    fewest_tokens = {"train": 0, "valid": 1, "test": seq_length + 1}
+    # By default 1 of 1000 documents is for the test set. In a small corpus this is too little for a test set. A small
+    # source of a blend may also have too little for the validation set.
+    fewest_tokens = {"train": 0, "valid": 1 if len(spec.train) == 1 else seq_length + 1, "test": seq_length + 1}
     datasets: dict[str, SampleDataset] = {}
     for split, own in (("train", ()), ("valid", spec.valid), ("test", spec.test)):
         for name, prefix in own:
