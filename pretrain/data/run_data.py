@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.data.datasets.data_spec import DataSpec
 from pretrain.data.datasets.open_datasets import open_datasets
 from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
+from pretrain.data.files.meta import current_meta
 from pretrain.data.samples.dataset import SampleDataset
 from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
@@ -80,7 +80,7 @@ def _check_sources(sources: list[tuple[str, IndexedDataset]], vocab_size: int,
             if token != named[1]:
                 raise ConfigError(where, problem=f"its end-of-document token is {token}, and that of {named[0]} is "
                                   f"{named[1]}", remedy="prepare all data with the same tokenizer")
-        digest = _meta_of(source).get("tokenizer_sha256")
+        digest = current_meta(source.prefix, num_tokens=source.num_tokens).get("tokenizer_sha256")
         if digest is not None:
             prepared = prepared or (where, digest)
             if digest != prepared[1]:
@@ -115,7 +115,7 @@ def _marker_notes(sources: list[tuple[str, IndexedDataset]]) -> tuple[str, ...]:
     """Note sources whose documents begin or end with other tokens than those of the first source."""
     notes, first = list[str](), dict[str, tuple[str, Any]]()
     for where, source in sources:
-        meta = _meta_of(source)
+        meta = current_meta(source.prefix, num_tokens=source.num_tokens)
         for key, place in (("bos_token", "begin"), ("eod_token", "end")):
             if key not in meta:  # files of earlier versions or of other programs
                 continue
@@ -135,7 +135,7 @@ def check_prepared_data(indexed: IndexedDataset, where: str, *, vocab_size: int,
     without a .meta.json.
     """
     prefix = str(indexed.prefix)
-    meta = _meta_of(indexed)
+    meta = current_meta(indexed.prefix, num_tokens=indexed.num_tokens)
     largest = meta.get("max_token")
     if not isinstance(largest, int):
         largest = _largest_token(indexed, scanned)
@@ -152,12 +152,6 @@ def _vocabulary_error(where: str, found: str, needed: int, vocab_size: int,
     remedy = f"--model_overrides vocab_size={needed}, or another --model" if can_change_model else \
         "use data that was prepared with this model's tokenizer"
     return ConfigError(where, found=found, expected=f"at most the model's vocab_size, {vocab_size}", remedy=remedy)
-
-
-def _meta_of(indexed: IndexedDataset) -> dict[str, Any]:
-    """Read PREFIX.meta.json. Return {} if there is none, or if it describes earlier data with this name."""
-    meta = read_meta(indexed.prefix) or {}
-    return meta if meta.get("num_tokens", indexed.num_tokens) == indexed.num_tokens else {}
 
 
 def _largest_token(indexed: IndexedDataset, scanned: int) -> int:

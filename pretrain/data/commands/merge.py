@@ -9,7 +9,7 @@ from pretrain.data.commands.copy_documents import Advance, TokenCounts, copy_ran
 from pretrain.data.commands.output import check_output
 from pretrain.data.files.index_format import CODES
 from pretrain.data.files.indexed import IndexedDataset
-from pretrain.data.files.meta import read_meta
+from pretrain.data.files.meta import current_meta
 from pretrain.data.files.writer import IndexedWriter
 from pretrain.errors import ConfigError
 
@@ -48,9 +48,8 @@ def complete_meta(meta: dict[str, Any], writer: IndexedWriter, counts: TokenCoun
 
 def meta_of(data: IndexedDataset) -> dict[str, Any]:
     """Return the facts about the tokenizer in PREFIX.meta.json; {} if there is none, or if it is of other data."""
-    meta = read_meta(data.prefix) or {}
-    is_current = meta.get("num_tokens", data.num_tokens) == data.num_tokens
-    return {key: meta[key] for key in _OF_TOKENIZER if key in meta} if is_current else {}
+    meta = current_meta(data.prefix, num_tokens=data.num_tokens)
+    return {key: meta[key] for key in _OF_TOKENIZER if key in meta}
 
 
 def merged_meta(sources: Sequence[IndexedDataset]) -> tuple[dict[str, Any], list[str]]:

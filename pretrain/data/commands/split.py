@@ -42,7 +42,7 @@ def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None
     if len(words) != len(outputs) or len(outputs) > _MOST_OUTPUTS:
         raise ConfigError(where, problem=f"it has {len(words)} values for {len(outputs)} outputs of --out",
                           remedy="give one value for each output")
-    sizes = _numbers(words, data) if documents is not None else _shares(words, data)
+    sizes = _numbers(words, data) if documents is not None else _in_proportion(words, data)
     if 0 in sizes:
         raise ConfigError(where, problem=f"{outputs[sizes.index(0)]} would have none of the {data.num_documents} "
                           "documents", remedy="change the values, or leave this output out")
@@ -56,7 +56,7 @@ def split(prefix: str, outputs: Sequence[str], *, proportions: str | None = None
         raise ConfigError("--out", problem=f"the files cannot be written: {error}") from None
 
 
-def _shares(words: Sequence[str], data: IndexedDataset) -> list[int]:
+def _in_proportion(words: Sequence[str], data: IndexedDataset) -> list[int]:
     """Return the number of documents of each output in these proportions."""
     try:
         values = [float(word) for word in words]

@@ -15,6 +15,12 @@ def meta_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.meta.json")
 
 
+def current_meta(prefix: str | Path, *, num_tokens: int) -> dict[str, Any]:
+    """Read PREFIX.meta.json. Return {} if there is none, or if it describes earlier data with this name."""
+    meta = read_meta(prefix) or {}
+    return meta if meta.get("num_tokens", num_tokens) == num_tokens else {}
+
+
 def read_meta(prefix: str | Path) -> dict[str, Any] | None:
     """Read PREFIX.meta.json (vocab_size, tokenizer_sha256, ...). Return None if there is no such file.
 

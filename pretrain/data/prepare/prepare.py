@@ -92,7 +92,7 @@ def prepare(inputs: Sequence[str], *, tokenizer: str, out: str, settings: Prepar
 
 
 def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
-    """Return the state of an earlier preparation of the same data; None to begin anew.
+    """Return the state of an earlier preparation of the same data; None if there is none to resume.
 
     Raises ConfigError if existing files would be lost.
     """
@@ -130,7 +130,7 @@ class _Job:
             "--jsonl_key": read.jsonl_key, "--document_separator": read.document_separator,
             "--append_eod": settings.append_eod, "--prepend_bos": settings.prepend_bos,
             "--deduplicate": settings.deduplicate, "skip_errors": read.skip_errors}
-        """what must be the same for a resume"""
+        """settings and inputs that must be the same for a resume"""
 
     def run(self, state: dict[str, Any] | None, *, workers: int | None,
             seconds_between_states: float | None) -> PartialOutput:
@@ -140,14 +140,14 @@ class _Job:
             try:
                 self._write(output, state, workers)
             except BaseException as error:
-                self._leave(output, error)
+                self._close(output, error)
                 raise
         except OSError as error:
             raise ConfigError(f"--out {self._out}", problem=f"the files cannot be written: {error.strerror or error}",
                               remedy="remove the reason, and give the same command again") from None
         return output
 
-    def _leave(self, output: PartialOutput, error: BaseException) -> None:
+    def _close(self, output: PartialOutput, error: BaseException) -> None:
         """Close the partial output; delete it if there is nothing to resume."""
         if not output.has_progress:
             output.delete()
