@@ -51,9 +51,10 @@ def step_lines(found: StepTensors, problems: Sequence[str], *, samples: int, tok
     labels = sum(batch[1][0].numel() for batch in batches)
     counted = sum(int((batch[1][1] > 0).sum()) for batch in batches)
     sequences, length = batches[0][1][0].shape
+    number = len(batches) // found.ranks
     lines = [f"step {found.position.step}: samples {first} to {first + len(batches) * found.micro_batch_size - 1}; "
-             f"{found.ranks} data-parallel rank{'s' * (found.ranks > 1)}, each {len(batches) // found.ranks} "
-             f"micro-batches of {sequences} sequences of {length} tokens",
+             f"{found.ranks} data-parallel rank{'s' * (found.ranks > 1)}, each {number} "
+             f"micro-batch{'es' * (number > 1)} of {sequences} sequences of {length} tokens",
              f"{counted:,} of {labels:,} labels count; each of them is "
              f"{'NOT ' * bool(problems)}the next token of its sequence", *problems]
     parts = sequences // found.micro_batch_size  # sequences of a sample
