@@ -8,7 +8,7 @@ from typing import Any
 from pretrain.errors import ConfigError
 
 
-def decode_utf8(data: bytes, path: str, first_line: int = 1) -> str:
+def decode_utf8(data: bytes, path: str, first_line: int) -> str:
     """Decode UTF-8. Raises ConfigError that names file and line; `first_line` is the number of the first line."""
     try:
         return data.decode("utf-8")

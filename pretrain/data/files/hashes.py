@@ -139,14 +139,13 @@ def hash_block(descriptor: int, number: int, after_chunk: Callable[[], None] | N
     return digest.hexdigest()
 
 
-def hash_file(descriptor: int, after_chunk: Callable[[], None] | None = None) -> str:
+def hash_file(descriptor: int, after_chunk: Callable[[], None]) -> str:
     """Read an open file and return its SHA-256. `after_chunk` is called after each MiB. Raises OSError."""
     digest, buffer, start = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES)), 0
     while count := os.preadv(descriptor, [buffer], start):
         digest.update(buffer[:count])
         start += count
-        if after_chunk is not None:
-            after_chunk()
+        after_chunk()
     return digest.hexdigest()
 
 

@@ -46,7 +46,7 @@ def find_hashes(indexed: IndexedDataset, fallback: Path) -> FoundHashes:
     return FoundHashes(current[0] if current else None, earlier, current[1] if current else None, tuple(notes))
 
 
-def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float = CHECK_S) -> None:
+def check_blocks(indexed: IndexedDataset, found: FoundHashes, *, seconds: float) -> None:
     """Compare randomly chosen blocks of the .bin with their hashes: at least one, and more within the given time.
 
     Raises ConfigError that names the first block that differs.

@@ -34,19 +34,17 @@ class Batch:
         return sum(chunk.file_bytes for chunk in self.chunks)
 
 
-def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, *, continues: bool,
-                 batch_bytes: int | None = None) -> Iterator[Batch]:
-    """Yield batches of about `batch_bytes`, in order. Small inputs are combined. Raises ConfigError.
+def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, *, continues: bool) -> Iterator[Batch]:
+    """Yield batches of about CHUNK_BYTES, in order. Small inputs are combined. Raises ConfigError.
 
     continues: whether `start` is inside a document.
     """
-    batch_bytes = batch_bytes or CHUNK_BYTES
     chunks: list[Chunk] = []
     size = 0
-    for chunk, end in _chunks(inputs, settings, start, batch_bytes):
+    for chunk, end in _chunks(inputs, settings, start):
         chunks.append(chunk)
         size += chunk.num_bytes
-        if size >= batch_bytes // 2 or len(chunks) >= batch_bytes // 64:  # empty inputs have no bytes
+        if size >= CHUNK_BYTES // 2 or len(chunks) >= CHUNK_BYTES // 64:  # empty inputs have no bytes
             yield Batch(chunks, continues, end)
             continues = not chunk.ends_document
             chunks, size = [], 0
@@ -54,13 +52,12 @@ def read_batches(inputs: Sequence[Input], settings: ReadSettings, start: Place, 
         yield Batch(chunks, continues, end)
 
 
-def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place,
-            size: int) -> Iterator[tuple[Chunk, Place]]:
+def _chunks(inputs: Sequence[Input], settings: ReadSettings, start: Place) -> Iterator[tuple[Chunk, Place]]:
     """Yield each chunk, and the place of the next one: after the last chunk of an input, that is the next input."""
     for index in range(start.input, len(inputs)):
         position = start.position if index == start.input else BEGINNING
         previous: Chunk | None = None
-        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=size):
+        for chunk in read_chunks(inputs[index], settings, start=position, chunk_bytes=CHUNK_BYTES):
             if previous is not None:
                 yield previous, Place(index, previous.end)
             previous = chunk

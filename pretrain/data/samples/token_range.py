@@ -13,8 +13,8 @@ class TokenRange:
     Raises ConfigError if the range is shorter than one sample.
     """
 
-    def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int = 0,
-                 last_token: int | None = None, name: str = "train") -> None:
+    def __init__(self, indexed: IndexedDataset, *, seq_length: int, seed: int, first_token: int,
+                 last_token: int | None, name: str) -> None:
         self.indexed, self.seq_length, self.seed, self.name = indexed, seq_length, seed, name
         self.first_token = first_token
         self.last_token = indexed.num_tokens if last_token is None else last_token

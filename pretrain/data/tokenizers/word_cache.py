@@ -57,7 +57,7 @@ class WordCache:
     """
 
     def __init__(self, can_cut: npt.NDArray[np.bool_], encode_words: EncodeWords, *, dtype: npt.DTypeLike,
-                 space_symbol: Sequence[int] = ()) -> None:
+                 space_symbol: Sequence[int]) -> None:
         self._can_cut, self._encode_words, self.dtype = can_cut, encode_words, np.dtype(dtype)
         self._space_symbol = np.array(space_symbol, self.dtype)
         self._whole_windows = 0
