@@ -16,15 +16,15 @@ _EXPECTED = "FROM_TOKENS:LENGTH,..., such as 0:256,1000000000:1024: from this nu
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """The sequence length at each position of a run. Without stages it is always that of the samples."""
+    """The sequence length at each position of a run. Without stages, it is always `sample_length`."""
 
-    samples: int  # tokens in a sample
+    sample_length: int  # tokens in a sample
     stages: tuple[tuple[int, int], ...] = ()  # (first sample, length), in ascending order; the first begins at 0
 
     def at(self, consumed_samples: int) -> int:
         """Return the length of the sequences of the step that begins at this sample."""
         reached = [length for first, length in self.stages if first <= consumed_samples]
-        return reached[-1] if reached else self.samples
+        return reached[-1] if reached else self.sample_length
 
 
 def parse_seq_lengths(text: str | None, *, seq_length: int) -> SeqLengths:

@@ -1,4 +1,4 @@
-"""Tell the format of an input from its first bytes."""
+"""Detect the format of an input from its first bytes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Formats are told by content, folders and globs are read in order, and inputs that cannot be read are rejected."""
+"""Detection of formats by content, the order of folders and globs, and inputs that cannot be read and are rejected."""
 
 import io
 import os
