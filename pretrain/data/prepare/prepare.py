@@ -102,7 +102,7 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
                                           if name != "skip_errors" and state["record"].get(name) != value]
     if different or skipped:
         if not overwrite:
-            if state is not None and "inputs" in different:
+            if state is not None and "inputs" in different and "inputs" in state["record"]:
                 different[different.index("inputs")] = changed_input(state["record"]["inputs"], record["inputs"])
             names = ", ".join([*different, *(["--on_error"] if skipped else [])])
             raise ConfigError(str(partial_path(out)), problem=f"an earlier preparation was stopped here, and the "

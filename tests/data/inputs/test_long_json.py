@@ -21,7 +21,8 @@ from tests.data.inputs.reading import read_texts, write
 MANY = settings(max_examples=300, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 STRINGS = st.text(st.sampled_from('ab "\\\n\t/é中😀\x7f\x01'), max_size=40)
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | STRINGS,
+# without subnormal numbers: libraries that are compiled with -ffast-math let the processor round them to 0
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | STRINGS,
                       lambda inner: st.lists(inner, max_size=4) | st.dictionaries(STRINGS, inner, max_size=3),
                       max_leaves=12)
 

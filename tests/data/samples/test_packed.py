@@ -22,6 +22,7 @@ from pretrain.errors import ConfigError
 from tests.data.counting import write_counting
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), min_size=1, max_size=60)
+FRACTION = st.floats(0, 1, allow_subnormal=False)  # after -ffast-math the processor has none
 EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -49,7 +50,7 @@ def test_packing_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None
 
 @EXAMPLES
 @given(lengths=LENGTHS, seq_length=st.integers(1, 30), seed=st.integers(-5, 2**65), cuts=st.tuples(
-    st.floats(0, 1), st.floats(0, 1)), block=st.integers(1, 20), run=st.integers(1, 3), data=st.data())
+    FRACTION, FRACTION), block=st.integers(1, 20), run=st.integers(1, 3), data=st.data())
 def test_no_token_is_lost_or_repeated(lengths: list[int], seq_length: int, seed: int, cuts: tuple[float, float],
                                       block: int, run: int, data: st.DataObject) -> None:
     """Each token is followed by its successor in its document in exactly one sample of each epoch."""

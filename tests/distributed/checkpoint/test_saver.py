@@ -3,6 +3,7 @@ foreign pickles. One launch runs all cases.
 """
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,7 +251,8 @@ def test_a_start_skips_checkpoints_with_nan(results: dict[str, Any], folder: Pat
     assert results["after nan"]["status"] == [0, 0]
     again = folder / "after_nan"
     nan, latest = events(again, "verify")
-    assert "global_step6: the weights or optimizer states have NaN" in nan["reason"]
+    # step 4 may remain: see above
+    assert re.search(r"global_step6( and 1 older checkpoint)?: the weights or optimizer states have NaN", nan["reason"])
     assert latest["reason"].endswith("checkpoints/latest: the file is empty; it now names global_step2")
     assert f"warning: {latest['reason']}" in log(again)
     assert events(again, "resume")[-1]["step"] == 2
