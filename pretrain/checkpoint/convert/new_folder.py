@@ -15,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from pretrain.checkpoint.format.files import FileRecord, free_bytes, fsync, sha256_of, write_atomically
+from pretrain.checkpoint.format.files import FileRecord, free_bytes, sha256_of, write_atomically
 from pretrain.checkpoint.format.manifest import MANIFEST
 from pretrain.errors import ConfigError
 from pretrain.paths import check_folder
+from pretrain.sync import fsync
 
 # file in the output folder: the name of the conversion, the SHA-256 of the checkpoint's manifest, size and SHA-256 of
 # all other files

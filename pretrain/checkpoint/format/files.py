@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from pretrain.sync import fsync, write_synced
+
 _SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
 _CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache
 
@@ -129,21 +131,9 @@ def sha256_of(path: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file atomically: readers see either the old text or the new text, even after a power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(temporary, text.encode())
     temporary.replace(path)
     fsync(path.parent)
-
-
-def fsync(path: Path) -> None:
-    """Sync a file, or the directory entries of a folder, to disk. Another process may have written them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def free_bytes(folder: Path) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.files import FileRecord, free_bytes, fsync, write_atomically
+from pretrain.checkpoint.format.files import FileRecord, free_bytes, write_atomically
 from pretrain.checkpoint.format.manifest import (
     LATEST_FILE,
     MANIFEST,
@@ -23,6 +23,7 @@ from pretrain.checkpoint.format.manifest import (
     manifest_or_error,
 )
 from pretrain.errors import SaveError
+from pretrain.sync import fsync
 
 TEMPORARY = ".tmp-"  # prefix of the names of temporary folders and files
 _POLL_S = 0.05

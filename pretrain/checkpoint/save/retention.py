@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
-from pretrain.checkpoint.format.files import fsync
 from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, latest_name
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save.commit import TEMPORARY
 from pretrain.checkpoint.save.rollbacks import remove_abandoned
 from pretrain.errors import SaveError
+from pretrain.sync import fsync
 
 _MIN_KEPT = 2  # checkpoints that are always kept, because one may be damaged later
 

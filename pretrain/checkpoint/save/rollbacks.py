@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pretrain.checkpoint.format.files import fsync, write_atomically
+from pretrain.checkpoint.format.files import write_atomically
 from pretrain.checkpoint.format.manifest import Manifest, complete_checkpoints, manifest_or_error, step_of
 from pretrain.checkpoint.save.commit import TEMPORARY, write_latest
 from pretrain.errors import ConfigError
+from pretrain.sync import fsync
 
 ROLLBACKS = "rollbacks.jsonl"  # in the run folder: one line for each rollback of the whole run
 ABANDONED = "abandoned-"  # prefix of folders in the checkpoints folder; then the number of the rollback

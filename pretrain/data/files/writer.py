@@ -15,9 +15,9 @@ import numpy.typing as npt
 from pretrain.data.files.hashes import BlockHasher, DataHashes, hashes_path, write_hashes
 from pretrain.data.files.index_format import CODES, LENGTH_DTYPE, OFFSET_DTYPE
 from pretrain.data.files.meta import meta_path
-from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.data.files.write_index import write_index
 from pretrain.errors import ConfigError
+from pretrain.sync import fsync, write_synced
 
 _TEMPORARY = ("bin", "idx", "lengths", "documents")
 
@@ -163,7 +163,7 @@ def commit_pair(prefix: str | Path, *, tokens: Path, index: Path, idx_sha256: st
         os.replace(index, final["idx"])
     finally:
         temporary_meta.unlink(missing_ok=True)
-    sync_folder(final["idx"].parent)
+    fsync(final["idx"].parent)
 
 
 def _remove_abandoned(prefix: Path) -> None:

@@ -8,7 +8,7 @@ from pretrain.errors import ConfigError
 
 CHUNK_BYTES = 1 << 19
 LONG_BYTES = 4 << 20
-"""a JSON line or a Parquet value with more bytes is read in parts, so that memory stays bounded"""
+"""a JSON line or a Parquet value with more bytes is read in parts, to limit the memory"""
 FORMATS = ("auto", "text", "jsonl", "parquet")
 BOM = b"\xef\xbb\xbf"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "\\": "\\"}

@@ -13,9 +13,9 @@ from typing import Any
 import numpy.typing as npt
 
 from pretrain.data.files.hashes import DataHashes
-from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.data.files.write_index import write_index
 from pretrain.data.prepare.partial_output import PartialOutput
+from pretrain.sync import fsync, write_synced
 
 OUTPUTS = {"tokens": ".bin", "sha256.json": ".sha256.json", "meta.json": ".meta.json", "summary.json": ".summary.json",
            "index": ".idx"}
@@ -50,5 +50,5 @@ def rename_files(output: PartialOutput, out: str) -> None:
     for name, ending in OUTPUTS.items():
         if (output.path / name).exists():
             os.replace(output.path / name, f"{out}{ending}")
-    sync_folder(output.path.parent)
+    fsync(output.path.parent)
     output.delete()

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.files.sync import sync_folder, write_synced
 from pretrain.errors import ConfigError
+from pretrain.sync import fsync, write_synced
 
 FILES = ("tokens", "lengths", "digests", "blocks")
 _STATE, _LOCK = "state.json", "lock"
@@ -87,7 +87,7 @@ class PartialOutput:
         sizes = {name: file.size for name, file in self.files.items()}
         write_synced(self.path / "state.tmp", json.dumps({"version": _VERSION, "sizes": sizes, **state}).encode())
         os.replace(self.path / "state.tmp", self.path / _STATE)
-        sync_folder(self.path)
+        fsync(self.path)
         self._saved, self.has_progress = time.monotonic(), True
         self._cost, self._saved_sizes = self._saved - started, sizes
 

@@ -107,7 +107,7 @@ def _resumable_state(out: str, record: dict[str, Any], *, overwrite: bool) -> di
             names = ", ".join([*different, *(["--on_error"] if skipped else [])])
             raise ConfigError(str(partial_path(out)), problem=f"an earlier preparation was stopped here, and the "
                               f"following was different: {names}",
-                              remedy="give the same command to continue it, or --overwrite to begin anew")
+                              remedy="give the same command to continue it, or --overwrite to start from the beginning")
         state = None
     if (state is None or not state["finished"]) and not overwrite and (existing := existing_outputs(out)):
         raise ConfigError(f"--out {out}", problem=f"{existing[0]} exists", remedy="give --overwrite to replace it, or "

@@ -18,7 +18,7 @@ from pretrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pretrain.errors import ConfigError
 
 LONGEST_TEXT = 1 << 20
-"""characters that the tokenizer gets at once; a longer text is divided, so that memory stays bounded"""
+"""characters that the tokenizer gets at once; a longer text is divided, to limit the memory"""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """--what data: the figures, and the measurements with little data. The tests check what is compared, but no speeds."""
 
+import time
 from pathlib import Path
+
+import pytest
 
 from pretrain.bench.sections.data.figures import DataBench, DataFigure, least_cpu_seconds
 from pretrain.bench.sections.data.loading import loading
@@ -14,11 +17,14 @@ def test_ratio_is_above_1_if_this_project_is_better() -> None:
     assert DataFigure("time", 2.0, 3.0, "s", "loop", higher_is_better=False).ratio == 1.5
 
 
-def test_functions_are_called_in_turn() -> None:
+def test_functions_are_called_in_turn_and_the_least_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is replaced: it gives the times before and after each call."""
+    clock = iter([0.0, 3.0, 3.0, 9.0, 9.0, 10.0, 10.0, 15.0, 15.0, 17.0, 17.0, 24.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(clock))
     calls: list[str] = []
-    seconds = least_cpu_seconds([lambda: calls.append("ours"), lambda: sum(range(10**6))], 3)
-    assert calls == ["ours"] * 3
-    assert 0 <= seconds[0] < seconds[1]
+    seconds = least_cpu_seconds([lambda: calls.append("ours"), lambda: calls.append("baseline")], 3)
+    assert calls == ["ours", "baseline"] * 3
+    assert seconds == [1.0, 5.0]
 
 
 def test_tokenizing(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_signals_and_killed_processes(tmp_path: Path, tokenizer: Tokenizer) -> N
     os.utime(tmp_path / "b.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert (rejected.returncode, errors.count("\n")) == (2, 1)
     assert f"was different: {tmp_path}/b.txt, --append_eod. Give the same command to continue it, or " \
-        "--overwrite to begin anew." in errors
+        "--overwrite to start from the beginning." in errors
     # of compressed files, more bytes than there are may count as done
     state = tmp_path / "out.partial" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "done_bytes": 2**30}))

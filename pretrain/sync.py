@@ -12,10 +12,10 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the renames in a folder are on the disk. Raises OSError."""
-    folder = os.open(path, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Sync a file, or the directory entries of a folder, to disk. Another process may have written them."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
