@@ -85,7 +85,8 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
         avoid_compiler_imports()
     from pretrain.memory.report.memory_watch import MemoryWatch
     from pretrain.memory.report.out_of_memory_advice import advice, print_advice
-    from pretrain.trainer import StepCallbacks, train  # imports torch and deepspeed
+    from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
+    from pretrain.trainer import train
 
     watch = MemoryWatch.start(plan, world)
     try:

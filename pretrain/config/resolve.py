@@ -60,7 +60,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
                       device: Device) -> ResolvedConfig:
     """Validate each key by itself, fill every "auto" and every batch size, and parse the layout. Raises ConfigError.
 
-    `pretrain.config.rules.check_rules` validates combinations of keys afterwards.
+    `pretrain.config.rules.check.check_rules` validates combinations of keys afterwards.
     """
     check_json_keys(file)
     completed = with_optimizer(file, args)

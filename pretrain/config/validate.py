@@ -12,7 +12,7 @@ from pretrain.config.layout import Layout
 from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules import check_rules
+from pretrain.config.rules.check import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.data.datasets.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths

@@ -11,7 +11,7 @@ from pretrain.config.ds_json.read import DsFile
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.notes import json_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules import check_rules
+from pretrain.config.rules.check import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config

@@ -11,7 +11,7 @@ import pytest
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
-from pretrain.config.rules import check_rules
+from pretrain.config.rules.check import check_rules
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import load_model_config

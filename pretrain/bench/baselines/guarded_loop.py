@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pretrain import trainer
+from pretrain import step_loop, trainer
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.data.loader import MicroBatch
@@ -71,11 +71,11 @@ def guarded_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         losses.append(train_batch(engine, micro_batches))
         return losses[0]
 
-    trainer.train_batch = train_batch_on_request
+    step_loop.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
     with rank_guards(Path(plan.args.save), world, TimeOuts.from_flags(plan.args), LauncherWatch(world)) as guards:
         watchdog: Any = _Switchable(guards.watchdog, switch, {"enter": None})
-        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step),
+        trainer.train(plan, world, step_loop.StepCallbacks(watch.before_step, watch.after_step),
                       replace(guards, watchdog=watchdog))
     requests.end()
 

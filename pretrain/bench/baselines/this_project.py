@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.profiler import ProfilerActivity
 
-from pretrain import trainer
+from pretrain import step_loop, trainer
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.checkpoint.save.saver import Saver
@@ -101,10 +101,10 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         losses.append(train_batch(engine, micro_batches))
         return losses[0]
 
-    trainer.train_batch = train_batch_on_request
+    step_loop.train_batch = train_batch_on_request
     watch = MemoryWatch.start(plan, world)
     with rank_guards(Path(plan.args.save), world, NO_LIMITS, LauncherWatch(world)) as guards:
-        trainer.train(plan, world, trainer.StepCallbacks(watch.before_step, watch.after_step), guards)
+        trainer.train(plan, world, step_loop.StepCallbacks(watch.before_step, watch.after_step), guards)
     requests.end()
 
 

@@ -5,7 +5,7 @@ import statistics
 from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.processes.interleave import InterleavedResults, run_interleaved
 from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
-from pretrain.config.flags.groups import ResilienceArguments
+from pretrain.config.flags.running_flags import ResilienceArguments
 
 RANKS, LOOP = 2, "step loop"
 # of one repetition; a linear change of the machine's speed within it affects both sums alike

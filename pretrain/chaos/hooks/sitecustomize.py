@@ -53,13 +53,13 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _patch_trainer(folder: str, trainer: Any) -> None:
+def _patch_step_loop(folder: str, step_loop: Any) -> None:
     """Make the loss of bad steps NaN, and start the thread that cuts links."""
     from pretrain.engine import steps  # imports torch: not at the start of every process
 
     with open(os.path.join(folder, "bad_steps.json"), encoding="utf-8") as file:
         bad_steps = dict(json.load(file))
-    train_batch = trainer.train_batch
+    train_batch = step_loop.train_batch
 
     def train_batch_with_bad_steps(engine: Any, micro_batches: list[Any]) -> Any:
         bad_rank = bad_steps.get(engine.global_steps + 1)
@@ -68,7 +68,7 @@ def _patch_trainer(folder: str, trainer: Any) -> None:
             micro_batches = [(tokens, (labels, weights * float("nan"))), *micro_batches[1:]]
         return train_batch(engine, micro_batches)
 
-    trainer.train_batch = train_batch_with_bad_steps
+    step_loop.train_batch = train_batch_with_bad_steps
     threading.Thread(target=_cut_links_on_request, args=(folder,), name="chaos", daemon=True).start()
 
 
@@ -126,5 +126,5 @@ if __name__ == "sitecustomize":
     _run_hidden_module()
     if VARIABLE in os.environ:
         sys.meta_path.insert(0, _PatchAfterImport({
-            "pretrain.trainer": partial(_patch_trainer, os.environ[VARIABLE]),
+            "pretrain.step_loop": partial(_patch_step_loop, os.environ[VARIABLE]),
             "pretrain.checkpoint.format.files": partial(_patch_files, os.environ[VARIABLE])}))

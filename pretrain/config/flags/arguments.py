@@ -11,25 +11,24 @@ import yaml
 
 from pretrain.cli import LARGEST_INT, Parser, argument_error, bad_path, text, unknown_flag
 from pretrain.config.flags.flag_help import help_text, is_list
-from pretrain.config.flags.groups import (
-    GROUPS,
-    AutoArguments,
+from pretrain.config.flags.groups import GROUPS
+from pretrain.config.flags.model_flags import DataArguments, InitArguments, ModelArguments
+from pretrain.config.flags.running_flags import (
     CheckpointArguments,
-    DataArguments,
-    InitArguments,
+    InstrumentArguments,
     LoggingArguments,
-    ModelArguments,
     ResilienceArguments,
-    ScheduleArguments,
-    SpeedArguments,
+    SteeringArguments,
 )
+from pretrain.config.flags.training_flags import AutoArguments, RecipeArguments, ScheduleArguments, SpeedArguments
 from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
 from pretrain.errors import ConfigError, shorten
 
 
 @dataclass(frozen=True)
-class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, CheckpointArguments, LoggingArguments,
-                   InitArguments, ScheduleArguments, DataArguments, ModelArguments):
+class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, SteeringArguments, CheckpointArguments,
+                   InstrumentArguments, LoggingArguments, InitArguments, RecipeArguments, ScheduleArguments,
+                   DataArguments, ModelArguments):
     """All flags of a run.
 
     The base classes are in reverse order, because a dataclass takes the fields of its last base first.

@@ -10,7 +10,9 @@ from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import resolve_ds_config
-from pretrain.config.rules import RULES, libaio, writable_folders
+from pretrain.config.rules.check import RULES
+from pretrain.config.rules.layout_rules import libaio
+from pretrain.config.rules.run_rules import writable_folders
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.deepspeed_formulas import DeepSpeedEstimate, deepspeed_estimate

@@ -8,13 +8,13 @@ import sys
 import torch
 from deepspeed import DeepSpeedEngine
 
-from pretrain import trainer
+from pretrain import step_loop
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process import end_process
 from pretrain.train import main
 from tests.distributed.workers.worker import flip_bit
 
-train_batch = trainer.train_batch
+train_batch = step_loop.train_batch
 
 
 def train_batch_after_flip(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -24,5 +24,5 @@ def train_batch_after_flip(engine: DeepSpeedEngine, micro_batches: list[MicroBat
 
 
 if __name__ == "__main__":
-    trainer.train_batch = train_batch_after_flip
+    step_loop.train_batch = train_batch_after_flip
     end_process(main(sys.argv[1:]))

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from pretrain import trainer
+from pretrain import step_loop
 from pretrain.distributed.process import end_process
 from pretrain.train import main
 
 
 def record(folder: Path) -> None:
     """Save the arguments of each call of train_batch."""
-    train_batch = trainer.train_batch
+    train_batch = step_loop.train_batch
 
     def recorded(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
         step = engine.global_steps + 1
         torch.save(micro_batches, folder / f"{step}_{os.environ['RANK']}.pt")
         return train_batch(engine, micro_batches)
 
-    trainer.train_batch = recorded
+    step_loop.train_batch = recorded
 
 
 if __name__ == "__main__":

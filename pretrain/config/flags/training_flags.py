@@ -1,0 +1,67 @@
+"""Flags of the training recipe: length, schedule, values for "auto" in the DeepSpeed JSON, speed."""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pretrain.config.flags.flag import flag
+
+
+@dataclass(frozen=True)
+class ScheduleArguments:
+    title: ClassVar[str] = "length and schedule"
+
+    train_steps: int | None = flag(None, "optimizer steps of the whole run", unset="this or --train_tokens: required")
+    train_tokens: int | None = flag(None, "tokens of the whole run", unset="this or --train_steps: required")
+    lr_schedule: str = flag("cosine", "learning-rate schedule: cosine, linear, constant or wsd (warm-up, stable, "
+                                      "decay)", metavar="NAME")
+    lr_warmup_steps: int | None = flag(None, "steps from 0 to the peak rate", unset="1% of the run")
+    lr_decay_steps: int | None = flag(None, "step at which the lowest rate is reached", unset="the run's last")
+    lr_wsd_steps: int | None = flag(None, "steps of the final decay of wsd", unset="20% of the run")
+    min_lr_ratio: float = flag(0.1, "lowest learning rate, as a fraction of the peak rate")
+    seed: int = flag(1234, "seed of initial weights, data order and dropout")
+
+
+@dataclass(frozen=True)
+class AutoArguments:
+    """The defaults in these help texts are those of `auto.py`."""
+
+    title: ClassVar[str] = 'values for "auto"'
+    description: ClassVar[str] = ('Each fills a key that the DeepSpeed JSON leaves out or at "auto", and is rejected '
+                                  'where the JSON has another value. The default is that of "auto".')
+
+    micro_batch_size: int | None = flag(None, "train_micro_batch_size_per_gpu, samples", unset="1")
+    gradient_accumulation_steps: int | None = flag(None, "gradient_accumulation_steps", unset="1")
+    global_batch_size: int | None = flag(None, "train_batch_size: samples a step, all ranks together",
+                                         unset="follows from the two above")
+    learning_rate: float | None = flag(None, 'optimizer.params.lr, the peak rate; required if the JSON has no '
+                                             '"optimizer"', unset="0.0003")
+    weight_decay: float | None = flag(None, "optimizer.params.weight_decay, applied to matrices only", unset="0.1")
+    adam_beta1: float | None = flag(None, "optimizer.params.betas[0]", unset="0.9")
+    adam_beta2: float | None = flag(None, "optimizer.params.betas[1]", unset="0.95")
+    adam_epsilon: float | None = flag(None, "optimizer.params.eps", unset="1e-08")
+    gradient_clipping: float | None = flag(None, "gradient_clipping, the largest global norm", unset="1.0")
+    precision: str | None = flag(None, "bf16.enabled and fp16.enabled: bf16, fp16 or fp32", unset="bf16",
+                                 metavar="NAME")
+    nvme_path: str | None = flag(None, "offload_*.nvme_path: a folder on a fast local disk", metavar="FOLDER",
+                                 unset="the variable DS_PRETRAIN_NVME_PATH")
+
+
+@dataclass(frozen=True)
+class SpeedArguments:
+    title: ClassVar[str] = "speed and debugging"
+
+    compile_blocks: bool = flag(False, "torch.compile each block; for cuda, where it fuses what lies between the "
+                                       "matrix products")
+    tf32: bool = flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
+    plain_operators: bool = flag(False, "disable the custom kernels for attention and MLP: slower, and more memory "
+                                        "than is predicted")
+    emulate_fp16: bool = flag(False, "run fp16 on a device that has none: very slow, for tests and debugging")
+    peak_tflops: float | None = flag(None, "peak TFLOP/s of one device in this precision, for MFU",
+                                     unset="known from the GPU's name")
+    local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})  # set by DeepSpeed's launcher
+
+
+@dataclass(frozen=True)
+class RecipeArguments:
+    title: ClassVar[str] = "optimizer, loss and gradients"

@@ -1,0 +1,22 @@
+"""The list of all rules, and their check."""
+
+from collections.abc import Callable
+
+from pretrain.config.resolve import ResolvedConfig
+from pretrain.config.rules import layout_rules, optimizer_rules, run_rules
+
+RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
+    layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
+    layout_rules.zero_plus_plus, layout_rules.even_allgather_bucket, layout_rules.accumulation_dtype,
+    layout_rules.low_precision_master_weights, layout_rules.gradient_scaling, optimizer_rules.optimizer_of_device,
+    optimizer_rules.muon, optimizer_rules.optimizer_params, layout_rules.dynamic_loss_scale, layout_rules.libaio,
+    layout_rules.nvme_buffer_size, optimizer_rules.scheduler_params, optimizer_rules.one_scheduler,
+    optimizer_rules.torch_optimizer_params, run_rules.measuring, run_rules.writable_folders,
+    layout_rules.tf32_needs_fp32_on_cuda, run_rules.document_attention, run_rules.exit_step_within_run,
+)
+
+
+def check_rules(run: ResolvedConfig) -> None:
+    """Raise ConfigError for the first broken rule."""
+    for rule in RULES:
+        rule(run)

@@ -1,0 +1,148 @@
+"""The loop over optimizer steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pretrain.checkpoint.save.saver import Saver
+from pretrain.config.validate import Plan
+from pretrain.data.datasets.data_spec import names_of_split
+from pretrain.data.loader import Loader, evaluation_batches
+from pretrain.engine.build import DeepSpeedEngine
+from pretrain.engine.steps import eval_batch, learning_rate, train_batch
+from pretrain.monitor.announce import announce_end
+from pretrain.monitor.meter import Meter
+from pretrain.resilience.data_watch import DataWatch
+from pretrain.resilience.guard import BadSteps, Guard
+from pretrain.resilience.replica_check import ReplicaCheck
+from pretrain.resilience.requests import Request, Requests
+from pretrain.resilience.rollback import roll_back
+from pretrain.resilience.run_lock import RunLock
+from pretrain.resilience.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class StepCallbacks:
+    """Functions that the step loop calls before and after each step.
+
+    Their first argument is the number of the step since this process started, from 1.
+    """
+
+    before_step: Callable[[int, DeepSpeedEngine], None]
+    after_step: Callable[[int, Callable[[str], None]], None]  # the second argument prints a line on rank 0
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """The loop over optimizer steps: train, log, check, evaluate, save, and stop on request."""
+
+    plan: Plan
+    engine: DeepSpeedEngine
+    loaders: dict[str, Loader]  # by the names of the plan's datasets
+    meter: Meter
+    saver: Saver
+    requests: Requests
+    data_watch: DataWatch
+    guard: Guard  # against bad steps
+    replicas: ReplicaCheck
+    watchdog: Watchdog
+    lock: RunLock
+    callbacks: StepCallbacks
+
+    def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
+        """Train steps `first_step` + 1 to the last one. A request to stop ends the loop earlier.
+
+        Returns the last step that was trained, and why the run was stopped, or "".
+        """
+        step, steps_here, request = first_step, 0, Request()
+        self.meter.restart(step)
+        while step < self.plan.last_step and not request.stop:
+            step, steps_here = step + 1, steps_here + 1
+            self.watchdog.enter("data", step)
+            micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
+            self.watchdog.enter("step", step)
+            lr = learning_rate(self.engine)
+            self.callbacks.before_step(steps_here, self.engine)
+            loss = train_batch(self.engine, micro_batches)
+            consumed_samples += self.plan.layout.global_batch_size
+            self.meter.log(step, loss, lr, consumed_samples)
+            self.callbacks.after_step(steps_here, self.meter.screen.line)
+            bad_steps = self.guard.observe(step, loss, consumed_samples)
+            if bad_steps is not None:
+                step, consumed_samples = self._roll_back(bad_steps)
+                continue
+            self.replicas.check(step)
+            eval_loss = self._evaluate_if_due(step, consumed_samples)
+            self.saver.poll()
+            self.data_watch.poll(step)
+            request = self.requests.poll(step)
+            if self._is_due(step, self.plan.args.save_interval) or request.save or request.stop:
+                self._save(step, consumed_samples, eval_loss, wait=step == self.plan.last_step or request != Request())
+        if step == self.plan.train_steps:
+            self._evaluate("test", step, consumed_samples)
+        return step, request.stop
+
+    def close(self, step: int, stopped_by: str) -> None:
+        """Finish background work, and announce the end. The arguments are the results of `run`."""
+        self.watchdog.enter("end", step)
+        for loader in self.loaders.values():
+            loader.close()
+        self.saver.close(wait_for_copies=not stopped_by)
+        self.requests.close()
+        self.data_watch.close()
+        announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
+
+    def _is_due(self, step: int, interval: int) -> bool:
+        return step == self.plan.last_step or (interval > 0 and step % interval == 0)
+
+    def _roll_back(self, bad: BadSteps) -> tuple[int, int]:
+        """Return to an earlier checkpoint. Returns its step, and the data position after the skipped samples."""
+        self.watchdog.enter("rollback", bad.last_step)
+        self.lock.confirm(now=True)
+        step, consumed_samples = roll_back(self.engine, self.plan, self.saver, self.meter.folder, self.meter.screen,
+                                           bad)
+        self.guard.return_to(step)
+        self.replicas.check(step, force=True)
+        self.meter.restart(step)
+        return step, consumed_samples
+
+    def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, wait: bool) -> None:
+        self.watchdog.enter("save", step)
+        self.replicas.check(step, force=True)
+        self.lock.confirm(now=True)
+        # a checkpoint between bad steps has the weights from before them: it must not replace those to roll back to
+        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
+                        prune=not self.guard.in_bad_steps)
+        self.meter.restart(step)
+
+    def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
+        if not self._is_due(step, self.plan.args.eval_interval):
+            return None
+        return self._evaluate("valid", step, consumed_samples)
+
+    def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
+        """Report the mean loss of the first --eval_steps global batches of each set of the split.
+
+        Returns the loss; of named sets, the mean of their losses; None if the split has no data.
+        """
+        losses: dict[str, float] = {}
+        for name in names_of_split(self.loaders, split):
+            self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {name} data")
+            loss = evaluate(self.engine, self.loaders[name], self.plan.args.eval_steps,
+                            before_batch=lambda: self.watchdog.enter("eval", step))
+            losses[name] = self.meter.log_eval(step, name, float(loss), consumed_samples)
+        if losses and split not in losses:
+            return self.meter.log_eval(step, split, sum(losses.values()) / len(losses), consumed_samples,
+                                       num_sets=len(losses))
+        return losses.get(split)
+
+
+def evaluate(engine: DeepSpeedEngine, loader: Loader, eval_steps: int,
+             before_batch: Callable[[], None]) -> torch.Tensor:
+    """Return the mean loss of the first `eval_steps` global batches of the loader: a scalar on the device."""
+    losses = []
+    for batch in evaluation_batches(loader, eval_steps):
+        before_batch()
+        losses.append(eval_batch(engine, batch))
+    return torch.stack(losses).mean()
