@@ -108,8 +108,8 @@ class Meter:
         """
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         mean = {"mean_of_sets": num_sets} if num_sets else {}
-        self.folder.metrics({"step": step, "consumed_samples": consumed_samples, "split": name, "eval_loss": loss,
-                             "eval_ppl": perplexity, **mean})
+        self.folder.metrics({"step": step, "time": time.time(), "consumed_samples": consumed_samples, "split": name,
+                             "eval_loss": loss, "eval_ppl": perplexity, **mean})
         if self.engine.monitor.enabled and self.rank == 0:
             self.engine.monitor.write_events([(f"Evaluation/{name}_loss", loss, consumed_samples)])
         self.losses[f"{name} loss"] = loss
@@ -135,7 +135,7 @@ class Meter:
         tflops = tokens * flops_per_token(self.plan.model, length) / step_seconds / self.plan.layout.world_size / 1e12
         now_bytes, peak_bytes = memory_bytes()
         return {
-            "step": step, "consumed_samples": consumed_samples,
+            "step": step, "time": time.time(), "consumed_samples": consumed_samples,
             "consumed_tokens": consumed_samples * self.plan.args.seq_length, "seq_length": length, "loss": loss,
             "lr": lr,
             "grad_norm": grad_norm(self.engine), "loss_scale": loss_scale(self.engine),
