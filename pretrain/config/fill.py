@@ -25,7 +25,10 @@ from pretrain.config.ds_json.optimizers import optimizer_params
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_REDUCE_BUCKET_SIZE, Key
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.lr_schedule import default_warmup_steps
+from pretrain.config.schedules.make import default_warmup_steps
+from pretrain.config.schedules.scaling import rate_factor
+from pretrain.data.datasets.batch_sizes import FLAG as BATCH_SCHEDULE
+from pretrain.data.datasets.batch_sizes import BatchSizes, fixed_batch, parse_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
 
@@ -91,26 +94,43 @@ def fill_precision(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
             set_value(config, f"{name}.enabled", name == precision)
 
 
-def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_parallel_size: int) -> None:
-    """Set the three batch sizes; missing ones follow from the others. Raises ConfigError if they are inconsistent."""
+def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_parallel_size: int) -> BatchSizes:
+    """Set the three batch sizes; missing ones follow from the others. Raises ConfigError if they are inconsistent.
+
+    Returns the batch size at each data position. With --batch_schedule, the JSON gets the last and largest one.
+    """
+    scheduled = None if args.batch_schedule is None else parse_batch_sizes(args.batch_schedule,
+                                                                           seq_length=args.seq_length)
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     flags = ("--micro_batch_size", "--gradient_accumulation_steps", "--global_batch_size")
     wanted = (args.micro_batch_size, args.gradient_accumulation_steps, args.global_batch_size)
     for flag, number in zip(flags, wanted, strict=True):
         if number is not None and number < 1:
             raise ConfigError(flag, found=number, expected="at least 1")
+    if scheduled is not None:
+        if args.global_batch_size not in (None, scheduled.final):
+            raise ConfigError(BATCH_SCHEDULE, found=f"{scheduled.final} as the last global batch",
+                              expected=f"that of --global_batch_size, {args.global_batch_size}")
+        flags, wanted = (*flags[:2], BATCH_SCHEDULE), (*wanted[:2], scheduled.final)
     micro, steps, total = (choose(file, *row, None) for row in zip(keys, flags, wanted, strict=True))
     if total is None and micro is None and "auto" not in (file.get(keys[0]), file.get(keys[2])):
         raise ConfigError(file.where(keys[0]), problem=f"there is no batch size: neither {keys[0]} nor {keys[2]}",
                           remedy="give --micro_batch_size")
     micro, steps, total = complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
-        sizes = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
-        raise ConfigError(file.where(keys[2]), found=sizes,
+        product = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
+        raise ConfigError(file.where(keys[2]), found=product,
                           expected="train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
                           "data-parallel size (ranks / pipeline.stages)",
                           remedy='change one of them, or leave one at "auto"')
     config.update(zip(keys, (int(micro), int(steps), int(total)), strict=True))
+    sizes, unit = scheduled or fixed_batch(int(total)), int(micro) * data_parallel_size
+    for _, size in sizes.stages:
+        if size % unit:
+            raise ConfigError(BATCH_SCHEDULE, found=f"a global batch of {size}",
+                              expected=f"a multiple of {unit} = {micro} micro-batch x {data_parallel_size} "
+                              "data-parallel ranks", remedy="or give a smaller --micro_batch_size")
+    return sizes
 
 
 def with_optimizer(file: DsFile, args: RunArguments) -> DsFile:
@@ -156,6 +176,15 @@ def fill_optimizer(file: DsFile, config: dict[str, Any], args: RunArguments) -> 
         if any(number < 0 for number in (value if isinstance(value, list) else [value])):
             raise ConfigError(f"optimizer.params.{name}", found=value, expected="a number from 0")
     return float(rate)
+
+
+def scale_rates(config: dict[str, Any], rate: float, args: RunArguments) -> float:
+    """Apply --lr_scaling to the optimizer's learning rates. Returns the scaled peak rate."""
+    factor = rate_factor(args.lr_scaling, batch=config["train_batch_size"], reference_batch=args.lr_reference_batch)
+    params = config["optimizer"]["params"]
+    if factor != 1:
+        params.update({name: params[name] * factor for name in ("lr", "muon_lr", "adam_lr") if name in params})
+    return rate * factor
 
 
 def _betas(file: DsFile, args: RunArguments) -> list[float] | None:

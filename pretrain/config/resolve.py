@@ -16,11 +16,14 @@ from pretrain.config.fill import (
     fill_precision,
     fill_reports,
     fill_scheduler,
+    scale_rates,
     with_optimizer,
 )
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
-from pretrain.config.lr_schedule import Schedule, make_schedule, run_steps
+from pretrain.config.schedules.length import RunLength, run_length
+from pretrain.config.schedules.make import make_schedule
+from pretrain.config.schedules.schedule import Schedule
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
@@ -36,9 +39,14 @@ class ResolvedConfig:
     model: ModelConfig
     device: Device
     layout: Layout
-    train_steps: int
+    length: RunLength
     schedule: Schedule | None  # None: the JSON has its own scheduler
     ignored_keys: tuple[IgnoredKey, ...]  # keys of the file that have no effect, with the reason
+
+    @property
+    def train_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.length.train_steps
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """Return the value of a dotted key of `config`."""
@@ -71,34 +79,32 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     pipeline_stages = _pipeline_stages(file, zero_stage, world_size, model)
     _resolve_pipeline(file, config)
     fill_precision(file, config, args)
-    fill_batch(file, config, args, world_size // pipeline_stages)
-    train_steps = run_steps(args.train_steps, args.train_tokens,
-                            tokens_per_step=config["train_batch_size"] * args.seq_length)
-    rate = fill_optimizer(completed, config, args)
+    batch_sizes = fill_batch(file, config, args, world_size // pipeline_stages)
+    length = run_length(args.train_steps, args.train_tokens, batch_sizes=batch_sizes, seq_length=args.seq_length,
+                        first_sample=args.first_sample)
+    rate = scale_rates(config, fill_optimizer(completed, config, args), args)
     if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
             get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
         config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
     fill_model_sizes(config, model, zero_stage)
-    fill_scheduler(file, config, args, train_steps, rate)
+    fill_scheduler(file, config, args, length.train_steps, rate)
     fill_nvme_path(file, config, args)
     fill_reports(config, args, zero_stage)
     layout = replace(parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind),
                      document_attention=args.document_attention)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
-                          train_steps=train_steps, schedule=_schedule(file, config, args, train_steps),
+                          length=length, schedule=_schedule(file, config, args, length),
                           ignored_keys=tuple(ignored))
 
 
-def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, train_steps: int) -> Schedule | None:
+def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, length: RunLength) -> Schedule | None:
     """Return the schedule of the --lr_* flags, or None if the JSON has its own scheduler."""
     if "scheduler" in config:
         return None
     peak = float(config["optimizer"]["params"]["lr"])
     if peak <= 0:
         raise ConfigError(file.where("optimizer.params.lr"), found=f"{peak:g}", expected="a rate above 0")
-    return make_schedule(args.lr_schedule, peak=peak, min_ratio=args.min_lr_ratio, train_steps=train_steps,
-                         warmup_steps=args.lr_warmup_steps, decay_steps=args.lr_decay_steps,
-                         wsd_steps=args.lr_wsd_steps)
+    return make_schedule(args, peak=peak, length=length)
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:

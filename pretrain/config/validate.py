@@ -9,11 +9,12 @@ from pretrain.config.flags.arguments import RunArguments, data_spec
 from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
-from pretrain.config.lr_schedule import Schedule
 from pretrain.config.notes import json_notes, run_notes
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules.check import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
+from pretrain.config.schedules.length import RunLength
+from pretrain.config.schedules.schedule import Schedule
 from pretrain.data.datasets.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.run_data import RunData, open_run_data
@@ -35,7 +36,7 @@ class Plan:
     ds_config: dict[str, Any]  # complete, as handed to deepspeed.initialize
     model: ModelConfig  # with the dropouts of the flags
     layout: Layout
-    train_steps: int
+    length: RunLength  # steps, and the global batch size of each
     datasets: dict[str, SampleDataset]  # "train"; "valid" and "test", or "valid/NAME" and "test/NAME"
     tokenizer: Tokenizer | None
     eod_token: int | None  # end-of-document token
@@ -50,6 +51,11 @@ class Plan:
         return data_spec(self.args)
 
     @property
+    def train_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.length.train_steps
+
+    @property
     def last_step(self) -> int:
         """Step after which this process stops: that of --exit_step, or the last step of the run."""
         return min(self.train_steps, self.args.exit_step or self.train_steps)
@@ -57,7 +63,7 @@ class Plan:
     @property
     def epochs(self) -> float:
         """Number of times that the run reads its training data."""
-        return self.train_steps * self.layout.global_batch_size / self.datasets["train"].samples_per_epoch
+        return self.length.samples / self.datasets["train"].samples_per_epoch
 
 
 def check_run(args: RunArguments, *, world_size: int, device: Device, saved_model: SavedModel | None = None) -> Plan:
@@ -73,7 +79,8 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                          num_samples=planned_samples(
                              train_steps=resolved.train_steps, eval_interval=args.eval_interval,
                              eval_steps=args.eval_steps, global_batch_size=resolved.layout.global_batch_size,
-                             first_sample=args.first_sample, order_samples=args.order_samples))
+                             first_sample=args.first_sample, order_samples=args.order_samples,
+                             train_samples=resolved.length.samples))
     _check_order(resolved, data)
     _check_validation_data(resolved, data)
     _check_document_end(args, data)
@@ -110,7 +117,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
 
 def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) -> Plan:
     return Plan(args=resolved.args, ds_config=resolved.config, model=resolved.model, layout=resolved.layout,
-                train_steps=resolved.train_steps, datasets=data.datasets, tokenizer=data.tokenizer,
+                length=resolved.length, datasets=data.datasets, tokenizer=data.tokenizer,
                 eod_token=data.eod_token,
                 seq_lengths=parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length),
                 schedule=resolved.schedule, notes=notes)
@@ -138,7 +145,7 @@ def _check_document_end(args: RunArguments, data: RunData) -> None:
 def _check_order(resolved: ResolvedConfig, data: RunData) -> None:
     """Raise ConfigError if the run reads more samples than the order of Megatron-LM or GPT-NeoX has."""
     dataset, args = data.datasets["train"], resolved.args
-    last = args.first_sample + resolved.train_steps * resolved.layout.global_batch_size
+    last = args.first_sample + resolved.length.samples
     if isinstance(dataset, MegatronSamples) and last > dataset.order_length:
         raise ConfigError("--order_samples", found=f"{args.order_samples}: an order of {dataset.order_length} samples",
                           expected=f"an order of the {last} samples that this run reads", remedy="give fewer "

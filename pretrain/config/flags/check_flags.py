@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pretrain.cli import LONGEST_SECONDS
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.config.lr_schedule import KINDS
+from pretrain.config.flags.check_schedule import check_schedule_flags
+from pretrain.config.schedules.scaling import LR_SCALINGS
+from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.errors import ConfigError
 from pretrain.model.init_methods import INIT_METHODS
 from pretrain.paths import check_folder
@@ -18,9 +20,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
-                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples")
+                 "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples",
+                 "lr_reference_batch")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
-                  "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "weight_decay", "adam_epsilon",
+                  "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "lr_warmup_tokens", "lr_decay_tokens",
+                  "lr_wsd_tokens", "min_lr", "weight_decay", "adam_epsilon",
                   "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
                   "replica_check_interval", "first_sample")
 _ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
@@ -31,7 +35,8 @@ _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_
             "spike_window": 2**20, "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
             "deepspeed_log_level": LOG_LEVELS,
-            "lr_schedule": KINDS, "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
+            "lr_schedule": KINDS, "lr_decay_shape": DECAY_SHAPES, "lr_scaling": LR_SCALINGS,
+            "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
 
 
 def check_flags(args: RunArguments) -> None:
@@ -39,9 +44,9 @@ def check_flags(args: RunArguments) -> None:
     _check_ranges(args)
     for name, choices in _CHOICES.items():
         value = getattr(args, name)
-        if value not in choices:
+        if value is not None and value not in choices:
             raise ConfigError(f"--{name}", found=value, expected=", ".join(choices), word=value, known=choices)
-    _check_schedule_flags(args)
+    check_schedule_flags(args)
     _check_checkpoint_flags(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
@@ -66,18 +71,6 @@ def _check_ranges(args: RunArguments) -> None:
         value = getattr(args, name)
         if value is not None and value > high:
             raise ConfigError(f"--{name}", found=value, expected=f"at most {high:.10g}")
-
-
-def _check_schedule_flags(args: RunArguments) -> None:
-    """Reject --lr_* flags out of range or without an effect on the chosen schedule."""
-    if not 0 <= args.min_lr_ratio <= 1:
-        raise ConfigError("--min_lr_ratio", found=args.min_lr_ratio, expected="a fraction from 0 to 1")
-    if args.lr_wsd_steps is not None and args.lr_schedule != "wsd":
-        raise ConfigError("--lr_wsd_steps", found=f"{args.lr_wsd_steps} with --lr_schedule {args.lr_schedule}",
-                          expected="no value", remedy="only --lr_schedule wsd has a final decay")
-    if args.lr_decay_steps is not None and args.lr_schedule == "constant":
-        raise ConfigError("--lr_decay_steps", found=f"{args.lr_decay_steps} with --lr_schedule constant",
-                          expected="no value", remedy="a constant rate does not decay")
 
 
 def _check_checkpoint_flags(args: RunArguments) -> None:

@@ -13,12 +13,33 @@ class ScheduleArguments:
 
     train_steps: int | None = flag(None, "optimizer steps of the whole run", unset="this or --train_tokens: required")
     train_tokens: int | None = flag(None, "tokens of the whole run", unset="this or --train_steps: required")
-    lr_schedule: str = flag("cosine", "learning-rate schedule: cosine, linear, constant or wsd (warm-up, stable, "
-                                      "decay)", metavar="NAME")
-    lr_warmup_steps: int | None = flag(None, "steps from 0 to the peak rate", unset="1% of the run")
+    batch_schedule: str | None = flag(None, "begin with smaller global batches: 0:64,1e9:128,4e9:256 means 64 samples "
+                                            "a step from the start, 128 after 1e9 tokens, ...; the last one is the "
+                                            "global batch size of the run", metavar="TOKENS:BATCH,...",
+                                      unset="always train_batch_size")
+    lr_schedule: str = flag("cosine", "learning-rate schedule: cosine, linear, constant, wsd (warm-up, stable, "
+                                      "decay), inverse_sqrt, step or one_cycle", metavar="NAME")
+    lr_warmup_steps: int | None = flag(None, "steps from 0 to the peak rate", unset="1% of the run; one_cycle: 30%")
+    lr_warmup_tokens: int | None = flag(None, "the same in tokens", unset="--lr_warmup_steps")
     lr_decay_steps: int | None = flag(None, "step at which the lowest rate is reached", unset="the run's last")
+    lr_decay_tokens: int | None = flag(None, "the same in tokens", unset="--lr_decay_steps")
     lr_wsd_steps: int | None = flag(None, "steps of the final decay of wsd", unset="20% of the run")
-    min_lr_ratio: float = flag(0.1, "lowest learning rate, as a fraction of the peak rate")
+    lr_wsd_tokens: int | None = flag(None, "the same in tokens", unset="--lr_wsd_steps")
+    lr_decay_shape: str | None = flag(None, "shape of the final decay of wsd: linear, sqrt, 1-sqrt or cosine",
+                                      metavar="NAME", unset="linear")
+    lr_milestones: str | None = flag(None, "numbers of steps after which step multiplies the rate: 8000,9000",
+                                     metavar="STEP,...", unset="with step: required")
+    lr_milestone_tokens: str | None = flag(None, "the same in tokens: 8e9,9e9", metavar="TOKENS,...",
+                                           unset="--lr_milestones")
+    lr_milestone_factor: float | None = flag(None, "factor by which step multiplies the rate", unset="0.1")
+    min_lr_ratio: float | None = flag(None, "lowest learning rate, as a fraction of the peak rate",
+                                      unset="0.1; inverse_sqrt and step: 0; one_cycle: 4e-06")
+    min_lr: float | None = flag(None, "the same as a rate", unset="--min_lr_ratio")
+    lr_reference_batch: int | None = flag(None, "global batch size for which the peak rate was tuned; --lr_scaling "
+                                                "scales it to the batch of this run", unset="no scaling")
+    lr_scaling: str | None = flag(None, "with --lr_reference_batch: multiply the peak rate by the ratio of the two "
+                                        "batches (linear), or by its square root (sqrt)", metavar="linear|sqrt",
+                                  unset="no scaling")
     seed: int = flag(1234, "seed of initial weights, data order and dropout")
 
 

@@ -1,5 +1,7 @@
 """Rules for optimizers and schedulers."""
 
+import dataclasses
+
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig
@@ -104,7 +106,7 @@ def one_scheduler(run: ResolvedConfig) -> None:
     if kind is None:
         return
     defaults = RunArguments()
-    for name in ("lr_schedule", "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "min_lr_ratio"):
+    for name in (field.name for field in dataclasses.fields(defaults) if field.name.startswith(("lr_", "min_lr"))):
         value = getattr(run.args, name)
         fills_auto = name == "lr_warmup_steps" and run.file.get("scheduler.params.warmup_num_steps") == "auto"
         if value != getattr(defaults, name) and not fills_auto:

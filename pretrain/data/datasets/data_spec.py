@@ -111,14 +111,17 @@ def parse_data_spec(train_data: Words, *, valid_data: Words = None, test_data: W
 
 
 def planned_samples(*, train_steps: int, eval_interval: int, eval_steps: int, global_batch_size: int,
-                    first_sample: int = 0, order_samples: int | None = None) -> dict[str, int]:
+                    first_sample: int = 0, order_samples: int | None = None,
+                    train_samples: int | None = None) -> dict[str, int]:
     """Return the number of samples that a run reads of each split, counted as Megatron-LM and GPT-NeoX do.
 
     `order_samples`: those of training, if the order was made for another number.
+    `train_samples`: those that the run reads, if its batch size changes.
     An evaluation at the end counts too (megatron/training/training.py, get_train_valid_test_num_samples).
     """
     evaluations = train_steps // eval_interval + 1 if eval_interval else 1
-    return {"train": order_samples or first_sample + train_steps * global_batch_size,
+    samples = train_steps * global_batch_size if train_samples is None else train_samples
+    return {"train": order_samples or first_sample + samples,
             "valid": evaluations * eval_steps * global_batch_size,
             "test": eval_steps * global_batch_size}
 

@@ -1,0 +1,4 @@
+"""Learning-rate schedules, the length of a run, and scaling of the peak rate: pure functions of plain values.
+
+Imports only errors and data/datasets/batch_sizes.py from outside this folder.
+"""

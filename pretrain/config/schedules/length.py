@@ -1,0 +1,44 @@
+"""Length of a run in steps, samples and tokens, with a batch size that may change."""
+
+from dataclasses import dataclass
+
+from pretrain.data.datasets.batch_sizes import BatchSizes
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Number of steps of a run, and the conversion of tokens to steps. Tokens are counted from the run's step 0."""
+
+    train_steps: int
+    batch_sizes: BatchSizes
+    seq_length: int  # tokens in a sample
+    first_sample: int = 0  # data position of step 0
+
+    @property
+    def samples(self) -> int:
+        """Samples that the run reads."""
+        return self.samples_after(self.train_steps)
+
+    def samples_after(self, steps: int) -> int:
+        """Return the number of samples that the run reads in its first `steps` steps."""
+        return self.batch_sizes.samples_after(steps, first_sample=self.first_sample) - self.first_sample
+
+    def tokens_after(self, steps: int) -> int:
+        """Return the number of tokens that the run reads in its first `steps` steps."""
+        return self.samples_after(steps) * self.seq_length
+
+    def steps_of(self, tokens: int) -> int:
+        """Return the smallest number of first steps that read at least this number of tokens."""
+        samples = -(-tokens // self.seq_length)
+        return self.batch_sizes.steps_until(self.first_sample + samples, first_sample=self.first_sample)
+
+
+def run_length(train_steps: int | None, train_tokens: int | None, *, batch_sizes: BatchSizes, seq_length: int,
+               first_sample: int = 0) -> RunLength:
+    """Return the length of a run of --train_steps or --train_tokens. Tokens are rounded up to complete steps."""
+    length = RunLength(train_steps or 0, batch_sizes, seq_length, first_sample)
+    if train_steps is not None:
+        return length
+    if train_tokens is None:
+        raise ValueError("one of train_steps and train_tokens is required")
+    return RunLength(length.steps_of(train_tokens), batch_sizes, seq_length, first_sample)

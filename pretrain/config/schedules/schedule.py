@@ -1,0 +1,84 @@
+"""Learning rate of each step as a closed formula. ds_configs/schedules.md has the formulas as a table."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.errors import ConfigError
+
+KINDS = ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "step", "one_cycle")
+DECAY_SHAPES = ("linear", "sqrt", "1-sqrt", "cosine")  # of wsd
+ONE_CYCLE_INITIAL_RATIO = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate schedule of a run; a call returns the rate of one step. Lengths are in applied optimizer updates.
+
+    Steps are numbered from 1. During the warm-up the rate is peak * number / warmup_steps, so the first step has
+    peak / warmup_steps, and step number warmup_steps has the peak.
+    """
+
+    kind: str  # one of KINDS
+    peak: float
+    min_ratio: float  # lowest rate as a fraction of the peak
+    warmup_steps: int
+    decay_steps: int  # number of the first step with the lowest rate; unused by constant, inverse_sqrt and step
+    wsd_steps: int  # length of wsd's final decay; 0 for the other schedules
+    decay_shape: str = "linear"  # of wsd; one of DECAY_SHAPES
+    initial_ratio: float = 0.0  # of one_cycle: rate of the first step as a fraction of the peak
+    milestones: tuple[int, ...] = ()  # of step: after each of these numbers of steps, the rate is multiplied
+    milestone_factor: float = 1.0  # of step: the multiplier
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of the next step, after `step` optimizer updates. Skipped updates do not count."""
+        number = step + 1
+        if number < self.warmup_steps:
+            return self._warm_up(number)
+        if self.kind == "constant":
+            return self.peak
+        if self.kind == "inverse_sqrt":
+            return self.peak * max(math.sqrt(max(self.warmup_steps, 1) / number), self.min_ratio)
+        if self.kind == "step":
+            passed = sum(milestone <= step for milestone in self.milestones)
+            return self.peak * max(self.milestone_factor**passed, self.min_ratio)
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * self._remaining(number))
+
+    def _warm_up(self, number: int) -> float:
+        if self.kind != "one_cycle":
+            return self.peak * number / self.warmup_steps
+        progress = (number - 1) / (self.warmup_steps - 1)
+        return self.peak * (1 + (self.initial_ratio - 1) * _falling("cosine", progress))
+
+    def _remaining(self, number: int) -> float:
+        """Return the fraction, from 1 to 0, of the distance between lowest rate and peak."""
+        decay_start = self.decay_steps - self.wsd_steps if self.kind == "wsd" else self.warmup_steps
+        progress = min(max((number - decay_start) / max(self.decay_steps - decay_start, 1), 0.0), 1.0)
+        shapes = {"cosine": "cosine", "one_cycle": "cosine", "linear": "linear", "wsd": self.decay_shape}
+        return _falling(shapes[self.kind], progress)
+
+
+def _falling(shape: str, progress: float) -> float:
+    """Return a value that falls from 1 to 0 while `progress` rises from 0 to 1."""
+    if shape == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if shape == "sqrt":
+        return math.sqrt(1 - progress)
+    if shape == "1-sqrt":
+        return 1 - math.sqrt(progress)
+    return 1 - progress
+
+
+def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
+    """Return the schedule that `dataclasses.asdict` wrote. Fields of later versions that are missing have defaults.
+
+    Raises ConfigError for unknown fields, which a newer version may have written.
+    """
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(Schedule)})
+    if unknown or values.get("kind") not in KINDS:
+        found = f"the field {unknown[0]}" if unknown else f"kind {values.get('kind')}"
+        raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version knows",
+                          remedy="resume with the version that wrote it")
+    return Schedule(**{**values, "milestones": tuple(values.get("milestones", ()))})
