@@ -45,10 +45,11 @@ _ZEROS = {  # flags for which 0 is valid
                               "residual_dropout"),
     "launch/supervise.py": ("max_restarts", "backoff_s", "backoff_max_s", "grace_s"),
     "tools/inspect_data.py step": ("tokens",),
-    "pretrain/train.py": ("lr_warmup_steps", "lr_warmup_tokens", "min_lr_ratio", "min_lr", "eval_interval", "save_interval", "keep_checkpoints",
-                          "keep_every", "keep_best", "weight_decay", "adam_epsilon", "embedding_dropout",
-                          "attention_dropout", "residual_dropout", "rollback_skip_steps", "max_rollbacks",
-                          "step_timeout", "first_step_timeout", "replica_check_interval", "first_sample"),
+    "pretrain/train.py": ("lr_warmup_steps", "lr_warmup_tokens", "min_lr_ratio", "min_lr", "eval_interval",
+                          "save_interval", "keep_checkpoints", "keep_every", "keep_best", "weight_decay",
+                          "adam_epsilon", "embedding_dropout", "attention_dropout", "residual_dropout",
+                          "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
+                          "replica_check_interval", "first_sample"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
