@@ -11,6 +11,8 @@ from pretrain.errors import ConfigError, shorten
 
 STOP_FILE = "STOP"  # in the run folder: the run saves and stops, and is not started again while the file exists
 SAVE_FILE = "SAVE"  # in the run folder: the run saves a checkpoint, then removes the file
+PROFILE_FILE = "PROFILE"  # in the run folder: the run removes the file and profiles its next steps
+PROFILES_FOLDER = "profiles"  # in the run folder: traces, tables of operators, outputs of DeepSpeed's profilers
 
 
 def check_no_stop_file(run: Path) -> None:

@@ -13,6 +13,7 @@ from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.monitor.announce import announce_end
 from pretrain.monitor.meter import Meter
+from pretrain.monitor.profiler import Profiler
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.replica_check import ReplicaCheck
@@ -41,6 +42,7 @@ class StepLoop:
     engine: DeepSpeedEngine
     loaders: dict[str, Loader]  # by the names of the plan's datasets
     meter: Meter
+    profiler: Profiler
     saver: Saver
     requests: Requests
     data_watch: DataWatch
@@ -59,6 +61,7 @@ class StepLoop:
         self.meter.restart(step)
         while step < self.plan.last_step and not request.stop:
             step, steps_here = step + 1, steps_here + 1
+            self.profiler.before_step(step)
             self.watchdog.enter("data", step)
             micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
             self.watchdog.enter("step", step)
@@ -77,8 +80,10 @@ class StepLoop:
             self.saver.poll()
             self.data_watch.poll(step)
             request = self.requests.poll(step)
-            if self._is_due(step, self.plan.args.save_interval) or request.save or request.stop:
-                self._save(step, consumed_samples, eval_loss, wait=step == self.plan.last_step or request != Request())
+            self.profiler.request(request.profile_steps)
+            if self._is_due(step, self.plan.args.save_interval) or request.needs_checkpoint:
+                self._save(step, consumed_samples, eval_loss,
+                           wait=step == self.plan.last_step or request.needs_checkpoint)
         if step == self.plan.train_steps:
             self._evaluate("test", step, consumed_samples)
         return step, request.stop
@@ -91,6 +96,7 @@ class StepLoop:
         self.saver.close(wait_for_copies=not stopped_by)
         self.requests.close()
         self.data_watch.close()
+        self.profiler.close()
         announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
 
     def _is_due(self, step: int, interval: int) -> bool:

@@ -26,6 +26,7 @@ from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_start
 from pretrain.monitor.meter import Meter
+from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
@@ -106,6 +107,8 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
                        warn=screen.line)
     meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step)
+    profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart,
+                        before_write=functools.partial(guards.watchdog.enter, "save"))
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line)
@@ -117,9 +120,9 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
-    return StepLoop(plan, engine, loaders, meter=meter, saver=saver, requests=requests, data_watch=data_watch,
-                    guard=guard, replicas=ReplicaCheck(plan, engine, folder), watchdog=guards.watchdog,
-                    lock=guards.lock, callbacks=callbacks)
+    return StepLoop(plan, engine, loaders, meter=meter, profiler=profiler, saver=saver, requests=requests,
+                    data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
+                    watchdog=guards.watchdog, lock=guards.lock, callbacks=callbacks)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:

@@ -31,6 +31,7 @@ from pretrain.data.datasets.batch_sizes import FLAG as BATCH_SCHEDULE
 from pretrain.data.datasets.batch_sizes import BatchSizes, fixed_batch, parse_batch_sizes
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.paths import PROFILES_FOLDER
 
 NVME_PATH_VARIABLE = "DS_PRETRAIN_NVME_PATH"
 
@@ -260,8 +261,8 @@ def fill_scheduler(file: DsFile, config: dict[str, Any], args: RunArguments, tra
 def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) -> None:
     """Set the output folders of file monitors, and steps_per_print if timers are on.
 
-    File monitors write to the run folder unless the JSON names another one. With timers, DeepSpeed 0.19.8's
-    PipelineEngine computes `global_steps % steps_per_print`, which fails for the default None.
+    File monitors and the flops profiler write to the run folder unless the JSON names another one. With timers,
+    DeepSpeed 0.19.8's PipelineEngine computes `global_steps % steps_per_print`, which fails for the default None.
     """
     timers = config.get("wall_clock_breakdown") or get_value(config, "flops_profiler.enabled")
     if timers and zero_stage < 2 and config.get("steps_per_print") is None:
@@ -269,3 +270,5 @@ def fill_reports(config: dict[str, Any], args: RunArguments, zero_stage: int) ->
     for name, folder in (("tensorboard", "tensorboard"), ("csv_monitor", "csv")):
         if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
             config[name]["output_path"] = str(Path(args.save, folder))
+    if get_value(config, "flops_profiler.enabled") and not get_value(config, "flops_profiler.output_file"):
+        config["flops_profiler"]["output_file"] = str(Path(args.save, PROFILES_FOLDER, "flops.txt"))

@@ -1,15 +1,16 @@
-"""The files STOP and SAVE in a run folder, with which a user stops a run or saves a checkpoint now."""
+"""The files STOP, SAVE and PROFILE in a run folder: a user stops the run, saves now, or profiles some steps."""
 
 import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain.paths import SAVE_FILE, STOP_FILE
+from pretrain.config.profiles import DEFAULT_PROFILE_STEPS, MOST_STEPS
+from pretrain.paths import PROFILE_FILE, SAVE_FILE, STOP_FILE
 
 
 class ControlFiles:
-    """Looks for STOP and SAVE in the run folder, on rank 0. A SAVE file is removed after the commit of its checkpoint.
+    """Looks for these files in the run folder, on rank 0. A SAVE file is removed after the commit of its checkpoint.
 
     Args:
         run: run folder.
@@ -17,7 +18,7 @@ class ControlFiles:
     """
 
     def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
-        self.stop_path, self.save_path = run / STOP_FILE, run / SAVE_FILE
+        self.stop_path, self.save_path, self.profile_path = run / STOP_FILE, run / SAVE_FILE, run / PROFILE_FILE
         self._committed_step = committed_step
         self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
         self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
@@ -40,6 +41,18 @@ class ControlFiles:
     def save_begins(self, step: int) -> None:
         """Record that the requested checkpoint is saved after `step`."""
         self._saved_at = step
+
+    def take_profile_steps(self) -> int:
+        """Remove PROFILE if there is this file. Return the number of steps to profile, which may be in it; otherwise 0.
+        """
+        if not os.path.exists(self.profile_path):
+            return 0
+        text = ""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = self.profile_path.read_text(encoding="utf-8")[:20].strip()
+        with contextlib.suppress(OSError):
+            self.profile_path.unlink()
+        return min(max(int(text), 1), MOST_STEPS) if text.isdecimal() else DEFAULT_PROFILE_STEPS
 
     def close(self) -> None:
         """Remove SAVE: the last step of this process has been saved."""

@@ -1,4 +1,7 @@
-"""Requests to save or stop: signals, files, the time limit, a dead launcher. All ranks act after the same step."""
+"""Requests to save, to stop or to profile: signals, files, the time limit, a dead launcher.
+
+All ranks act after the same step.
+"""
 
 import os
 import signal
@@ -30,6 +33,12 @@ class Request:
 
     stop: str = ""  # why the run saves and stops, such as "SIGTERM"; "": it continues
     save: bool = False  # save a checkpoint, and continue
+    profile_steps: int = 0  # profile this number of steps
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Return whether the ranks save after this step."""
+        return self.save or self.stop != ""
 
 
 class Requests:
@@ -40,7 +49,7 @@ class Requests:
 
     Args:
         device: device of the all-reduce.
-        folder: run folder. Rank 0 looks there for the files STOP and SAVE.
+        folder: run folder. Rank 0 looks there for the files STOP, SAVE and PROFILE.
         launcher: notices that the launcher of this rank has died.
         exit_after_minutes: time limit since the start of rank 0's process; None: no limit.
         committed_step: returns the step of the newest checkpoint that this process has committed; called on rank 0.
@@ -59,10 +68,10 @@ class Requests:
         self._interval, self._steps = 1, 0  # steps between two exchanges; steps since the last one
         self._exchanged_at = time.monotonic()
         on_cpu = device.type == "cpu"
-        # reason to stop, 1 to save, 1 if a rank rejects the run, number of steps until the next exchange
-        self._own = torch.zeros(4, dtype=torch.int32, pin_memory=not on_cpu)
-        self._reduced = torch.zeros(4, dtype=torch.int32, device=device)
-        self._result = self._reduced if on_cpu else torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        # reason to stop, 1 to save, steps to profile, 1 if a rank rejects the run, steps until the next exchange
+        self._own = torch.zeros(5, dtype=torch.int32, pin_memory=not on_cpu)
+        self._reduced = torch.zeros(5, dtype=torch.int32, device=device)
+        self._result = self._reduced if on_cpu else torch.zeros(5, dtype=torch.int32, pin_memory=True)
         self._copied = None if on_cpu else get_accelerator().Event()
         self._signals = SignalListener(report)
         launcher.enable_save()
@@ -84,7 +93,7 @@ class Requests:
         self._steps += 1
         if self._steps < self._interval:
             return Request()
-        stop, save, rejected, interval = self._read_result()
+        stop, save, profile_steps, rejected, interval = self._read_result()
         if rejected:
             raise ConfigError.from_line(self._rejection or "another rank has stopped the run: its output says why")
         self._interval = max(interval, 1)
@@ -94,18 +103,20 @@ class Requests:
             self._announce(step, str(self._files.save_path), "saving")
         if stop:
             self._announce_stop(step, stop)
-        return Request(self._reason(stop), save=bool(save))
+        return Request(self._reason(stop), save=bool(save), profile_steps=profile_steps)
 
     def _start_exchange(self) -> None:
         now = time.monotonic()
         step_s = max(now - self._exchanged_at, 1e-6) / max(self._steps, 1)
         self._exchanged_at, self._steps = now, 0
         stop, save, interval = self._signals.first or (_LAUNCHER_DIED if self._launcher.lost else 0), False, 0
+        profile_steps = self._signals.take_profile_steps()
         if self._files is not None:
             stop = _STOP_FILE if self._files.stop_requested() else _TIME_IS_OVER if now >= self._time_limit else stop
             save = self._files.save_requested()
+            profile_steps = profile_steps or self._files.take_profile_steps()
             interval = min(max(int(_EXCHANGE_S / step_s), 1), _MAX_INTERVAL)
-        self._own.copy_(torch.tensor([stop, save, self._rejection != "", interval]))
+        self._own.copy_(torch.tensor([stop, save, profile_steps, self._rejection != "", interval]))
         self._reduced.copy_(self._own, non_blocking=True)
         self._work = dist.all_reduce(self._reduced, op=dist.ReduceOp.MAX, async_op=True)
         if self._copied is not None:

@@ -74,3 +74,9 @@ class SteeringArguments:
 @dataclass(frozen=True)
 class InstrumentArguments:
     title: ClassVar[str] = "checks, measurements and profiles"
+
+    profile_steps: str | None = flag(None, "steps to profile, the first and the last one, such as 10:12: each rank "
+                                           "writes a trace and a table of operators to RUN/profiles; to profile a "
+                                           "running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
+    profile_ranks: str = flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
+    memory_snapshot: bool = flag(False, "the profiled steps also write each allocation of GPU memory with its stack")

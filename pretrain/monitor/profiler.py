@@ -1,0 +1,138 @@
+"""Profiler: traces and tables of operators for single steps, and the output of DeepSpeed's communication logger.
+
+The steps are those of --profile_steps, and those that a user requests while the run trains (`resilience/requests.py`).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger
+
+from pretrain.config.profiles import parse_ranks, parse_steps
+from pretrain.config.validate import Plan
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.paths import PROFILES_FOLDER
+
+_TABLE_ROWS = 40
+_SNAPSHOT_ENTRIES = 1_000_000  # allocations that torch remembers; older ones are dropped
+
+
+class Profiler:
+    """Profiles steps with torch.profiler. Each rank of --profile_ranks writes files of its own.
+
+    RUN/profiles/stepFIRST-LAST/ gets rankN.trace.json.gz (for https://ui.perfetto.dev or chrome://tracing), rankN.txt
+    (the operators with the most time of their own) and, with --memory_snapshot, rankN.memory.pickle (for
+    https://docs.pytorch.org/memory_viz). A profile that cannot be written causes a warning; the run continues.
+
+    Args:
+        before_write, after_write: called with the last step, before and after files are written, which may take longer
+            than a step.
+        report: prints a line on rank 0.
+        warn: prints a line on this rank.
+    """
+
+    def __init__(self, plan: Plan, folder: RunFolder, *, rank: int, before_write: Callable[[int], None],
+                 after_write: Callable[[int], None], report: Callable[[str], None],
+                 warn: Callable[[str], None] = print) -> None:
+        self._plan, self._folder, self._rank = plan, folder, rank
+        self._before_write, self._after_write, self._report, self._warn = before_write, after_write, report, warn
+        self._planned = parse_steps(plan.args.profile_steps) if plan.args.profile_steps else None
+        self._is_active = rank in parse_ranks(plan.args.profile_ranks, plan.layout.world_size)
+        self._requested = 0  # steps to profile from the next one on
+        self._profile: torch.profiler.profile | None = None  # None on the ranks that write none
+        self._range: torch.profiler.record_function | None = None  # of the current step
+        self._first, self._last, self._steps_left = 0, 0, 0  # of the profile that is being recorded
+
+    def request(self, num_steps: int) -> None:
+        """Profile the next steps; ignored while a profile is being recorded."""
+        self._requested = num_steps
+
+    def before_step(self, step: int) -> None:
+        """Begin a profile if this step is the first one of it. Finish the profile that ended with the step before."""
+        if self._steps_left == 0:
+            self._finish()
+            if self._planned is not None and step == self._planned.first:
+                self._begin(step, self._planned.last - step + 1)
+            elif self._requested:
+                self._begin(step, self._requested)
+        self._requested = 0
+        if self._steps_left:
+            self._last, self._steps_left = step, self._steps_left - 1
+            self._mark(step)
+
+    def close(self) -> None:
+        """Finish the profile that is being recorded, and write the summary of DeepSpeed's communication logger."""
+        self._finish()
+        if self._rank == 0 and self._plan.ds_config.get("comms_logger", {}).get("enabled"):
+            self._write(self._folder.path / PROFILES_FOLDER, _write_communication)
+
+    def _begin(self, step: int, num_steps: int) -> None:
+        self._first, self._steps_left = step, num_steps
+        if not self._is_active:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if get_accelerator().device_name() == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        if self._plan.args.memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _mark(self, step: int | None) -> None:
+        """End the range of the previous step in the trace, and begin that of `step`."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._profile is not None and step is not None:
+            self._range = torch.profiler.record_function(f"step {step}")
+            self._range.__enter__()
+
+    def _finish(self) -> None:
+        """Stop the profile that is being recorded, if there is one, and write its files."""
+        if self._profile is None:
+            return
+        self._mark(None)
+        profile, self._profile = self._profile, None
+        get_accelerator().synchronize()  # the kernels of the last step belong to the trace
+        profile.stop()
+        self._before_write(self._last)
+        name = f"{PROFILES_FOLDER}/step{self._first}-{self._last}"
+        is_written = self._write(self._folder.path / name, lambda folder: self._write_profile(profile, folder))
+        if self._rank == 0 and is_written:
+            self._report(f"profile of the steps {self._first} to {self._last}: {self._folder.path / name}")
+            self._folder.event("profile", step=self._last, first_step=self._first, path=name)
+        self._after_write(self._last)
+
+    def _write_profile(self, profile: torch.profiler.profile, folder: Path) -> None:
+        profile.export_chrome_trace(str(folder / f"rank{self._rank}.trace.json.gz"))
+        sort_by = "self_cpu_time_total" if get_accelerator().device_name() == "cpu" else "self_device_time_total"
+        table = profile.key_averages().table(sort_by=sort_by, row_limit=_TABLE_ROWS)
+        (folder / f"rank{self._rank}.txt").write_text(table, encoding="utf-8")
+        if self._plan.args.memory_snapshot:
+            torch.cuda.memory._dump_snapshot(str(folder / f"rank{self._rank}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, folder: Path, write: Callable[[Path], None]) -> bool:
+        """Call `write` with the folder. An error becomes a warning. Return whether there was none."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that it cannot write
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            self._warn(f"warning: {folder}: the profile of rank {self._rank} is not written ({reason})")
+            return False
+        return True
+
+
+def _write_communication(folder: Path) -> None:
+    """Write comms.json and comms.txt: number, size and time of each collective of DeepSpeed on this rank."""
+    summary: dict[str, dict[int, dict[str, Any]]] = comms_logger.log_all(print_log=False, return_dict=True)["summary"]
+    (folder / "comms.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    lines = [f"{'operation':<30}{'size':>12}{'count':>9}{'total ms':>12}{'mean ms':>11}"]
+    lines += [f"{name:<30}{row['msg_size_str']:>12}{row['count']:>9}{row['total_latency_ms']:>12.2f}"
+              f"{row['avg_latency_ms']:>11.3f}" for name, sizes in summary.items() for row in sizes.values()]
+    (folder / "comms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
