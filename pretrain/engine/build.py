@@ -25,6 +25,7 @@ from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks
+from pretrain.model.loss import LossTerms
 from pretrain.patches.apply import apply_patches
 from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
 
@@ -46,12 +47,14 @@ def emulate_fp16() -> None:
 
 def _build_module(plan: Plan) -> torch.nn.Module:
     plain_operators, interval = plan.args.plain_operators, plan.layout.activation_checkpoint_interval
+    terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss)
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
                            partition_method=plan.layout.partition_method, activation_checkpoint_interval=interval,
-                           plain_operators=plain_operators)
+                           plain_operators=plain_operators, loss_terms=terms)
     with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.layout.zero_stage == 3):
-        return as_module(plan.model, activation_checkpoint_interval=interval, plain_operators=plain_operators)
+        return as_module(plan.model, activation_checkpoint_interval=interval, plain_operators=plain_operators,
+                         loss_terms=terms)
 
 
 def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

@@ -23,7 +23,7 @@ from pretrain.model.flops import block_flops_per_token, head_flops_per_token, he
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
-from pretrain.model.loss import Labels
+from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
 from pretrain.model.rope import Rope
 
 Layer = Callable[..., torch.Tensor]  # the last layer also accepts Labels
@@ -37,8 +37,9 @@ def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labe
     return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
-def _tied_spec(config: ModelConfig, forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
-    return TiedLayerSpec("embed", TokenEmbedding, config, tied_weight_attr="embedding", forward_fn=forward_fn)
+def _tied_spec(config: ModelConfig, loss: TrainingLoss | None,
+               forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
+    return TiedLayerSpec("embed", TokenEmbedding, config, loss, tied_weight_attr="embedding", forward_fn=forward_fn)
 
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
@@ -52,7 +53,8 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
     return [local if config.window(index) else everywhere for index in range(config.num_layers)]
 
 
-def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False) -> list[LayerSpec]:
+def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False,
+                loss: TrainingLoss | None = None) -> list[LayerSpec]:
     """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
 
     Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
@@ -61,9 +63,10 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         ends_in_loss: the head returns the hidden states. Called again with labels, it returns the loss. DeepSpeed's
             pipeline passes labels only to the loss function, which makes this second call.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
+        loss: the loss that the head computes; None: the cross-entropy.
     """
     tied = config.tie_word_embeddings
-    specs = [_tied_spec(config) if tied else LayerSpec(TokenEmbedding, config)]
+    specs = [_tied_spec(config, loss) if tied else LayerSpec(TokenEmbedding, config)]
     if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
         specs.append(LayerSpec(EmbeddingNorm, config))
     if config.position == "learned":
@@ -73,9 +76,9 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     specs.append(LayerSpec(FinalNorm, config))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:
-        specs.append(_tied_spec(config, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
+        specs.append(_tied_spec(config, loss, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
     else:
-        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config))
+        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, loss))
     return specs
 
 
@@ -156,7 +159,8 @@ def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> li
 
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
-                activation_checkpoint_interval: int = 0, plain_operators: bool = False) -> PipelineModule:
+                activation_checkpoint_interval: int = 0, plain_operators: bool = False,
+                loss_terms: LossTerms = CROSS_ENTROPY) -> PipelineModule:
     """Build the layers of this rank's pipeline stage, uninitialized. Needs the process group and LOCAL_RANK.
 
     Args:
@@ -165,19 +169,23 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
         activation_checkpoint_interval: recompute each group of this many layers in the backward pass; 0: none.
             Always non-reentrant, even if the JSON has `use_reentrant` true.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
+        loss_terms: terms of the training loss in addition to the cross-entropy.
     """
+    loss = TrainingLoss(loss_terms)
     with _prints_to_log():
         by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
-        module = PipelineLM(build_specs(config, ends_in_loss=True, plain_operators=plain_operators),
+        module = PipelineLM(build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss),
                             _work_of_layers(config, seq_length, num_stages) if by_flops else None,
                             num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
     module.set_checkpoint_interval(activation_checkpoint_interval)
-    module.loss_fn = module.loss_of_hidden
+    module.loss_fn, module.training_loss = module.loss_of_hidden, loss
     return module
 
 
 class CausalLM(nn.Module):
     """Plain module of all layers, with the parameter names of a PipelineModule: for ZeRO-2/3, evaluation and export."""
+
+    training_loss: TrainingLoss
 
     def __init__(self, specs: list[LayerSpec], activation_checkpoint_interval: int = 0) -> None:
         super().__init__()
@@ -242,10 +250,13 @@ def _run(layers: list[Layer], x: torch.Tensor, documents: Documents | None = Non
     return x
 
 
-def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0,
-              plain_operators: bool = False) -> CausalLM:
+def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0, plain_operators: bool = False,
+              loss_terms: LossTerms = CROSS_ENTROPY) -> CausalLM:
     """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
-    return CausalLM(build_specs(config, plain_operators=plain_operators), activation_checkpoint_interval)
+    loss = TrainingLoss(loss_terms)
+    module = CausalLM(build_specs(config, plain_operators=plain_operators, loss=loss), activation_checkpoint_interval)
+    module.training_loss = loss
+    return module
 
 
 def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:

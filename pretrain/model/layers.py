@@ -15,7 +15,7 @@ from pretrain.model.kernels.cpu_attention import causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.kernels.torch_attention import make_mask
-from pretrain.model.loss import Labels, linear_cross_entropy
+from pretrain.model.loss import Labels, TrainingLoss
 from pretrain.model.rope import Rope
 
 
@@ -34,14 +34,14 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class OutputLinear(Linear):
     """Output matrix [V, D] of a model without tied embeddings."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
-        self.softcap = config.logit_softcap
+        self.softcap, self.loss = config.logit_softcap, loss or TrainingLoss()
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         """Return the logits [B, T, V], or with labels the loss."""
         if labels is not None:
-            return linear_cross_entropy(x_BTD, self.weight, labels, bias=self.bias, softcap=self.softcap)
+            return self.loss(x_BTD, self.weight, labels, bias=self.bias, softcap=self.softcap)
         return soft_cap(F.linear(x_BTD, self.weight, self.bias), self.softcap)
 
 
@@ -51,17 +51,17 @@ class TokenEmbedding(nn.Module):
     All uses go through `forward`, because ZeRO-3 gathers a partitioned weight when its module is called.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.scale, self.softcap = config.embedding_scale, config.logit_softcap
+        self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
         # with learned positions, PositionEmbedding applies the dropout
         self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
 
     def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""
         if labels is not None:
-            return linear_cross_entropy(x, self.embedding, labels, softcap=self.softcap)
+            return self.loss(x, self.embedding, labels, softcap=self.softcap)
         if x.is_floating_point():
             return soft_cap(F.linear(x, self.embedding), self.softcap)
         embedded_BTD = F.embedding(x, self.embedding)
@@ -251,9 +251,9 @@ class FinalNorm(nn.Module):
 class Head(nn.Module):
     """Head of a model without tied embeddings: logits [B, T, V], or with labels the loss."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
         super().__init__()
-        self.lm_head = OutputLinear(config)
+        self.lm_head = OutputLinear(config, loss)
 
     def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
         output: torch.Tensor = self.lm_head(x_BTD, labels)

@@ -2,20 +2,55 @@
 
 import torch
 
-from pretrain.model.kernels.fused_loss import fused_linear_cross_entropy
+from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
 
 Labels = tuple[torch.Tensor, torch.Tensor]
 """(labels_BT int64, weights_BT float32); a masked token has weight 0 and any valid label"""
 
+__all__ = ["CROSS_ENTROPY", "Labels", "LossTerms", "TrainingLoss", "linear_cross_entropy"]
+
 
 def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
-                         bias: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
+                         bias: torch.Tensor | None = None, softcap: float = 0.0,
+                         terms: LossTerms = CROSS_ENTROPY) -> torch.Tensor:
     """Return the sum of weight * cross-entropy over the tokens, for the logits x W^T + bias: an fp32 scalar.
 
     The sum is not divided: the weights contain the normalization (data/loader.py, Loader).
 
     Args:
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+        terms: the gradient is that of the cross-entropy and these terms; the returned value has the cross-entropy only.
     """
-    labels_BT, weights_BT = labels
-    return fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap)
+    return TrainingLoss(terms)(x_BTD, weight_VD, labels, bias, softcap)
+
+
+class TrainingLoss:
+    """The loss with its additional terms. It also averages the squared logsumexps until the next `take_squares`.
+
+    The additional terms affect the gradients only. Evaluation and logged training losses are cross-entropies, which can
+    be compared between runs with different terms.
+    """
+
+    def __init__(self, terms: LossTerms = CROSS_ENTROPY) -> None:
+        self.terms = terms
+        self._squares: torch.Tensor | None = None  # weighted sum over the tokens of `_micro_batches` micro-batches
+        self._micro_batches = 0
+
+    def __call__(self, x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
+                 bias: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
+        """Compute `linear_cross_entropy`."""
+        labels_BT, weights_BT = labels
+        loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms)
+        if self.terms.z_loss and loss.requires_grad:
+            self._squares = squares if self._squares is None else self._squares + squares
+            self._micro_batches += 1
+        return loss
+
+    def take_squares(self) -> torch.Tensor | None:
+        """Return the mean squared logsumexp of the training micro-batches since the last call; None without any.
+
+        The mean is one over tokens if it is then averaged over the data-parallel ranks, as the mean of the losses is.
+        """
+        mean = None if self._squares is None else self._squares / self._micro_batches
+        self._squares, self._micro_batches = None, 0
+        return mean

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.process import resident_bytes
+from pretrain.engine.loss_terms import loss_term_values
 from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import flops_per_token
 from pretrain.monitor.peak_flops import peak_tflops
@@ -144,4 +145,5 @@ class Meter:
             "tflops_per_device": tflops, "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
             "memory_bytes": now_bytes, "peak_memory_bytes": peak_bytes,
             "eta_seconds": (self.plan.train_steps - step) * step_seconds,
+            **loss_term_values(self.engine),
         }

@@ -49,7 +49,7 @@ _ZEROS = {  # flags for which 0 is valid
                           "save_interval", "keep_checkpoints", "keep_every", "keep_best", "weight_decay",
                           "adam_epsilon", "embedding_dropout", "attention_dropout", "residual_dropout",
                           "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
-                          "replica_check_interval", "first_sample"),
+                          "replica_check_interval", "first_sample", "label_smoothing", "z_loss"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),

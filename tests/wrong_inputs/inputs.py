@@ -194,6 +194,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"train_micro_batch_size_per_gpu": 2}, {"batch_schedule": "0:3,64:4", "world_size": 1},
      "a global batch of 3; expected a multiple of 2"),
     ({}, {"batch_schedule": "0:1,64:2", "global_batch_size": 4}, "found 2 as the last global batch; expected that of"),
+    # loss and gradients
+    ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
+    ({}, {"z_loss": -1e-4}, "--z_loss"),
     # initial weights, muP and dropout
     ({}, {"init_method": "smal_init"}, 'Did you mean "small_init"'),
     ({}, {"init_method": "wang_init", "output_init_method": "small_init", "init_std": 0.1}, "--init_std"),

@@ -29,6 +29,8 @@ from pretrain.model.config import model_config_from
 from pretrain.model.init_methods import Initialization
 from pretrain.monitor.read_run_folder import newest_start
 
+_LOSS_FLAGS = ("label_smoothing", "z_loss")
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -171,7 +173,7 @@ def _changed_flag_notes(plan: Plan) -> list[str]:
     notes = []
     with contextlib.suppress(ConfigError):
         saved, current = newest_start(Path(plan.args.save))["flags"], plan.args
-        for name, effect in (("seq_length_schedule", ""),
+        for name, effect in (("seq_length_schedule", ""), *((name, "") for name in _LOSS_FLAGS),
                              ("first_sample", "; it has no effect: the run continues after its checkpoint's samples")):
             values = [saved.get(name) or None, getattr(current, name) or None]
             if values[0] != values[1]:

@@ -86,3 +86,7 @@ class SpeedArguments:
 @dataclass(frozen=True)
 class RecipeArguments:
     title: ClassVar[str] = "optimizer, loss and gradients"
+
+    label_smoothing: float = flag(0.0, "probability that the target spreads evenly over the vocabulary, in the "
+                                       "gradient; the reported loss remains the cross-entropy")
+    z_loss: float = flag(0.0, "coefficient of the mean squared logsumexp of the logits, in the gradient, such as 1e-4")

@@ -11,12 +11,21 @@ Measured on an AVX512_BF16 core with 4,096 tokens, hidden size 512 and a vocabul
 1.07 s of the three matrix products. Separate operators took 0.26 s in addition, or 0.8 s if freed memory is returned to
 the system (see distributed/allocator.py).
 
+In training, the gradient can be that of more than the cross-entropy: with label smoothing e (Szegedy et al., arXiv
+1512.00567, section 7; as torch's F.cross_entropy) and z-loss z (PaLM, arXiv 2204.02311, section 5), it is that of
+
+    loss_i = logsumexp(logits_i) - (1 - e) logits_i[label_i] - e mean(logits_i) + z logsumexp(logits_i)^2,
+    G_i    = (1 + 2 z logsumexp(logits_i)) softmax(logits_i) - (1 - e) onehot(label_i) - e / V.
+
+This takes at most two more passes over the softmax, and no memory. The returned loss remains the cross-entropy.
+
 DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py) cannot be used: it adds to `.grad` in the
 forward pass, before fp16's loss scale is known, and it does not support tied weights.
 
 Shapes: B batch, T positions, N = B * T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +37,25 @@ _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay
 _UNIT = 1024.0  # sum of the weights within dW: keeps dW in fp16's range before the loss scale is known
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """Coefficients of the terms that the training loss has in addition to the cross-entropy."""
+
+    label_smoothing: float = 0.0  # probability that the target spreads evenly over the vocabulary
+    z_loss: float = 0.0  # coefficient of the squared logsumexp of the logits
+
+
+CROSS_ENTROPY = LossTerms()  # no additional terms
+
+
 def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.Tensor,
                                weights_BT: torch.Tensor, bias_V: torch.Tensor | None = None,
-                               softcap: float = 0.0) -> torch.Tensor:
-    """Return the sum of weight * cross-entropy over the tokens as an fp32 scalar; the softmax is computed in fp32.
+                               softcap: float = 0.0,
+                               terms: LossTerms = CROSS_ENTROPY) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of weight * cross-entropy and of weight * logsumexp(logits)^2 over the tokens: fp32 scalars.
+
+    The softmax is computed in fp32. The gradient of the first sum is that of the loss with all `terms`. The second one
+    has no gradient; it is 0 without z-loss, and where no gradient is computed.
 
     Saved for the backward pass: dx [B*T, D] and dW [V, D] in the dtypes of x and W, a vector [B*T], and with a bias its
     gradient [V] in fp32.
@@ -42,9 +66,10 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
     parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
     with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (x_BTD, *parameters))
     carrier = x_BTD.grad_fn if isinstance(x_BTD.grad_fn, _Carry._backward_cls) else None
-    loss: torch.Tensor = _LinearCrossEntropy.apply(x_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(),
-                                                   weights_BT.flatten(), softcap, with_grad, carrier)
-    return loss
+    sums: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(
+        x_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), weights_BT.flatten(), softcap, terms, with_grad,
+        carrier)
+    return sums
 
 
 def carry(x_BTD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,19 +102,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
-                labels_N: torch.Tensor, weights_N: torch.Tensor, softcap: float, with_grad: bool,
-                carrier: Any) -> torch.Tensor:
+                labels_N: torch.Tensor, weights_N: torch.Tensor, softcap: float, terms: LossTerms, with_grad: bool,
+                carrier: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights_N = weights_N.to(torch.promote_types(x_ND.dtype, torch.float32))
         total = weights_N.sum()
         units_N = weights_N * (_UNIT / total.clamp(min=1e-30))  # 0 instead of NaN if all tokens are masked
-        losses_N = torch.empty_like(weights_N)
+        losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
         if with_grad:
             dx_ND, dw_VD = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
         for start in range(0, len(x_ND), _TOKENS):
             chunk = slice(start, start + _TOKENS)
             logits_CV = F.linear(x_ND[chunk], weight_VD, bias_V)
-            losses_N[chunk] = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap)
+            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms)
+            if with_grad and terms.z_loss:
+                squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
                 dw_VD.addmm_(logits_CV.t(), (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype))
@@ -100,29 +127,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(dx_ND, dw_VD, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
             ctx.carrier = carrier  # type: ignore[attr-defined]
-        return torch.dot(losses_N, weights_N)
+        ctx.mark_non_differentiable(squares)
+        return torch.dot(losses_N, weights_N), squares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
+        grad = grads[0]
         dx_ND, dw_VD, db_V, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
         dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
         dw_VD = (dw_VD * (total * grad / _UNIT)).to(dw_VD.dtype)
         if db_V is not None:
             db_V = (db_V * (total * grad / _UNIT)).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
-            return dx_ND, dw_VD, db_V, None, None, None, None, None
+            return dx_ND, dw_VD, db_V, None, None, None, None, None, None
         ctx.carrier.gradients = (dw_VD, db_V)  # type: ignore[attr-defined]
-        return dx_ND, None, None, None, None, None, None, None
+        return dx_ND, None, None, None, None, None, None, None, None
 
 
-def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float) -> torch.Tensor:
-    """Return the losses [C]; with `with_grad`, overwrite the logits before the cap with the gradient of the losses."""
+def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float,
+                    terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropies and the logsumexps, [C] each.
+
+    With `with_grad`, overwrite the logits before the cap with the gradient of the loss that has all `terms`.
+    """
     step = len(logits_CV)
     if logits_CV.device.type == "cpu":
         step = max(1, _CPU_ELEMENTS * torch.get_num_threads() // logits_CV.shape[1])
-    losses = []
+    losses, log_zs = [], []
     precise = torch.promote_types(logits_CV.dtype, torch.float32)
     for logits, labels in zip(logits_CV.split(step), labels_C[:, None].split(step), strict=True):
         capped = logits.to(precise, copy=True).div_(softcap).tanh_().mul_(softcap) if softcap else logits
@@ -130,10 +162,21 @@ def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: 
         largest = capped.amax(1, keepdim=True)
         p = torch.softmax(capped, dim=1, dtype=precise)
         # the largest probability is 1 / sum(exp(logits - largest)), at least 1 / V: its log is precise
-        losses.append((largest.to(p.dtype) - p.amax(1, keepdim=True).log() - at_label.to(p.dtype))[:, 0])
+        log_z = largest.to(p.dtype) - p.amax(1, keepdim=True).log()
+        losses.append((log_z - at_label.to(p.dtype))[:, 0])
+        log_zs.append(log_z[:, 0])
         if with_grad:
-            p.scatter_add_(1, labels, torch.full_like(at_label, -1, dtype=p.dtype))
+            _to_gradient_(p, labels, log_z, terms)
             if softcap:
                 p.mul_(capped.div_(softcap).square_().neg_().add_(1))
             logits.copy_(p)
-    return torch.cat(losses)
+    return torch.cat(losses), torch.cat(log_zs)
+
+
+def _to_gradient_(p: torch.Tensor, labels: torch.Tensor, log_z: torch.Tensor, terms: LossTerms) -> None:
+    """Overwrite the softmax with the gradient of the loss with respect to the capped logits."""
+    if terms.z_loss:
+        p.mul_(1 + 2 * terms.z_loss * log_z)
+    if terms.label_smoothing:
+        p.sub_(terms.label_smoothing / p.shape[1])
+    p.scatter_add_(1, labels, torch.full_like(log_z, terms.label_smoothing - 1))

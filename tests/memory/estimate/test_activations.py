@@ -28,7 +28,7 @@ from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
-from pretrain.model.loss import linear_cross_entropy
+from pretrain.model.loss import LossTerms, linear_cross_entropy
 from pretrain.model.rope import Rope
 from tests.support.model_shapes import SHAPES
 
@@ -160,8 +160,9 @@ def test_masks_are_counted_once() -> None:
 @pytest.mark.parametrize(("tokens", "vocab_size", "extras"), [
     (256, 5000, {}), (1500, 500, {}), (3000, 3000, {}), (256, 5000, {"logit_softcap": 3.0, "head_bias": True}),
     (3000, 3000, {"logit_softcap": 3.0, "head_bias": True})])
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-4)], ids=["plain", "with_terms"])
 def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab_size: int, extras: dict[str, Any],
-                                          one_thread: None) -> None:
+                                          terms: LossTerms, one_thread: None) -> None:
     shape = replace(shape_of(_config("gpt2", dropout=False)), vocab_size=vocab_size, hidden_size=384, **extras)
     x_BTD = torch.randn(2, tokens // 2, shape.hidden_size, dtype=dtype, requires_grad=True)
     weight_VD = torch.randn(vocab_size, shape.hidden_size, dtype=dtype, requires_grad=True)
@@ -174,7 +175,7 @@ def test_saved_and_peak_bytes_of_the_loss(dtype: torch.dtype, tokens: int, vocab
         before = tracker.live_bytes
         for tensor in labels:
             tracker.add(tensor)
-        loss = linear_cross_entropy(x_BTD, weight_VD, labels, bias=bias_V, softcap=shape.logit_softcap)
+        loss = linear_cross_entropy(x_BTD, weight_VD, labels, bias=bias_V, softcap=shape.logit_softcap, terms=terms)
         assert tracker.peak_bytes - before == pytest.approx(loss_peak(shape, micro_batch), rel=0.01)
         assert tracker.live_bytes - before == pytest.approx(loss_saved(shape, micro_batch), rel=0.01)
         tracker.reset_peak()
