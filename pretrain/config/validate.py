@@ -15,6 +15,7 @@ from pretrain.config.rules.check import check_rules
 from pretrain.config.saved_model import Origin, SavedModel, model_of_run
 from pretrain.config.schedules.length import RunLength
 from pretrain.config.schedules.schedule import Schedule
+from pretrain.config.weight_decay import undecayed_names
 from pretrain.data.datasets.data_spec import DataSpec, names_of_split, planned_samples
 from pretrain.data.datasets.seq_lengths import SeqLengths, parse_seq_lengths
 from pretrain.data.run_data import RunData, open_run_data
@@ -112,6 +113,7 @@ def resolve_run(args: RunArguments, *, world_size: int, device: Device,
     resolved = resolve_ds_config(file, args, model=model, world_size=world_size, device=device)
     check_rules(resolved)
     check_mup(resolved)
+    undecayed_names(args.no_weight_decay, model)
     return resolved
 
 

@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.config.initialization import initialization_of
 from pretrain.config.validate import Plan
+from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
-from pretrain.engine.parameter_groups import mup_parameter_groups, parameter_groups
+from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
@@ -93,27 +94,36 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
 
 def _parameter_groups(module: torch.nn.Module, plan: Plan) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups, those of muP with --mup_base_width. Raises ConfigError."""
-    base_width = plan.args.mup_base_width
+    parameters, base_width = list(module.named_parameters()), plan.args.mup_base_width
+    undecayed = undecayed_names(plan.args.no_weight_decay, plan.model)
     if base_width is None:
-        groups = parameter_groups(module.named_parameters())
-        _check_groups(groups)
-        return groups
-    groups = mup_parameter_groups(module.named_parameters(), multiplier=width_multiplier(plan.model, base_width),
-                                  learning_rate=plan.ds_config["optimizer"]["params"]["lr"])
-    _check_groups(groups[1:])  # the first group, of embeddings, may differ: see patches/pipeline.py, reduce_norm_once
+        groups = parameter_groups(parameters, undecayed)
+    else:
+        groups = mup_parameter_groups(parameters, multiplier=width_multiplier(plan.model, base_width),
+                                      learning_rate=plan.ds_config["optimizer"]["params"]["lr"], undecayed=undecayed)
+    _check_groups([parameter for _, parameter in parameters], groups, plan)
     return groups
 
 
-def _check_groups(groups: list[dict[str, Any]]) -> None:
-    """Raise ConfigError on every rank if the ranks differ in which parameter groups are empty.
+def _check_groups(parameters: list[torch.nn.Parameter], groups: list[dict[str, Any]], plan: Plan) -> None:
+    """Raise ConfigError on every rank if a pipeline stage lacks a kind of parameters that others have; collective.
 
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, scaled_global_norm) drops empty groups and reduces the gradient
-    norm of each remaining group. Pipeline stages with different groups would wait for each other forever.
+    The number of non-empty groups may differ (patches/pipeline.py, reduce_norm_once), but not with DeepSpeed 0.19.8's
+    FP16_UnfusedOptimizer (runtime/fp16/unfused_optimizer.py, step): it reduces the norm of each group, and the
+    pipeline stages would wait for each other forever.
     """
-    non_empty = gather([bool(group["params"]) for group in groups])
-    if any(groups_of_rank != non_empty[0] for groups_of_rank in non_empty):
+    kinds = gather(sorted({is_matrix(parameter) for parameter in parameters}))
+    if any(kinds_of_rank != kinds[0] for kinds_of_rank in kinds):
         raise ConfigError("pipeline.partition_method", problem="it leaves a pipeline stage without a block",
                           remedy='use "partition_method": "uniform", or fewer "stages"')
+    layout = plan.layout
+    unfused = layout.zero_stage == 0 and layout.precision == "fp16" and \
+        (layout.torch_optimizer or layout.optimizer not in ("adam", "adamw"))
+    counts = gather(sum(bool(group["params"]) for group in groups))
+    if unfused and len({*counts}) > 1:
+        raise ConfigError("--no_weight_decay" if plan.args.mup_base_width is None else "--mup_base_width",
+                          problem="the pipeline stages have different parameter groups, which DeepSpeed does not "
+                          "support in fp16 at ZeRO stage 0", remedy="use ZeRO stage 1, or bf16")
 
 
 def remove_swap_files(plan: Plan) -> None:

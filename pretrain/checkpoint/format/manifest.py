@@ -57,6 +57,7 @@ class Manifest:
     eval_loss: float | None = None  # validation loss at this step; None: no evaluation at this step, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
     initialization: dict[str, Any] = field(default_factory=dict)  # fields of Initialization
+    no_weight_decay: list[str] = field(default_factory=list)  # the patterns of --no_weight_decay, sorted
     dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
     scheduler: str = ""  # type of the JSON's scheduler, or SCHEDULED_BY_FLAGS
     document_attention: bool = False
@@ -88,8 +89,8 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         values = asdict(self)
-        empty = {"initialization": {}, "dropouts": {}, "weights_only": False, "origin": None, "finite": None,
-                 "data": None, "document_attention": False}
+        empty = {"no_weight_decay": [], "initialization": {}, "dropouts": {}, "weights_only": False, "origin": None,
+                 "finite": None, "data": None, "document_attention": False}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -136,6 +137,7 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
         loss_scale=loss_scale, initialization=asdict(initialization_of(plan.args)),
+        no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),
         dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
         document_attention=layout.document_attention, save_id=save_id,
         origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record())

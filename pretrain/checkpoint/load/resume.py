@@ -119,6 +119,8 @@ def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
     optimizer = plan.ds_config["optimizer"]
     _reject_change(folder, "optimizer", {
         f"optimizer {key}": (manifest.optimizer.get(key), optimizer.get(key)) for key in ("type", "params")})
+    _reject_change(folder, "weight decay", {
+        "--no_weight_decay": (manifest.no_weight_decay, sorted({*(plan.args.no_weight_decay or ())}))})
     # both determine the order of the samples: after a change, samples would be repeated or skipped
     _reject_change(folder, "seed and length", {"--seed": (manifest.seed, plan.args.seed),
                                                "--seq_length": (manifest.seq_length, plan.layout.seq_length)})

@@ -83,8 +83,11 @@ def optimizer_params(kind: str) -> Tree | None:
 
 # Optimizers with a CPU implementation, which offload_optimizer needs.
 CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad")
-# Optimizers that DeepSpeed tests with ZeRO; the others need "zero_allow_untested_optimizer".
+# Optimizers that DeepSpeed tests with ZeRO.
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
+# Optimizers of torch that update each weight from its own gradient and states alone. ZeRO gives an optimizer flat parts
+# of the parameters, which changes nothing for these; tests/engine/test_optimizers.py compares them in all layouts.
+ELEMENTWISE_TORCH_OPTIMIZERS = ("sgd", "rmsprop", "adamax", "nadam", "radam", "adadelta", "asgd", "rprop")
 
 _RESUME_STEP = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
 _STEPS = Key("int", low=1, auto=True)

@@ -90,3 +90,6 @@ class RecipeArguments:
     label_smoothing: float = flag(0.0, "probability that the target spreads evenly over the vocabulary, in the "
                                        "gradient; the reported loss remains the cross-entropy")
     z_loss: float = flag(0.0, "coefficient of the mean squared logsumexp of the logits, in the gradient, such as 1e-4")
+    no_weight_decay: list[str] | None = flag(  # noqa: RUF009
+        None, "parameters without weight decay: names, with * for any text, or the word embeddings", metavar="NAME",
+        unset="vectors: norms and biases")

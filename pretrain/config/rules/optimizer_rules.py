@@ -24,8 +24,9 @@ def optimizer_of_device(run: ResolvedConfig) -> None:
                         remedy="otherwise DeepSpeed rebuilds the optimizer without its parameter groups; or use AdamW")
     untested = layout.zero_stage > 0 and layout.optimizer not in ZERO_OPTIMIZERS
     if untested and not run.get("zero_allow_untested_optimizer"):
-        raise run.error("optimizer.type", expected=f'"zero_allow_untested_optimizer": true for {kind} with ZeRO',
-                        remedy="or use Adam, AdamW, Lion, Muon or Adagrad")
+        raise run.error("optimizer.type", problem=f"{kind} with ZeRO computes norms of parts of the matrices, so that "
+                        "its updates depend on the layout",
+                        remedy='use AdamW, or accept it: "zero_allow_untested_optimizer": true')
     if layout.optimizer in ("lion", "lamb") and run.device.kind == "cpu" and layout.offload_optimizer == "none":
         offload = f' or offload it: {_OFFLOAD_DEVICE} "cpu"' if layout.optimizer == "lion" else ""
         raise run.error("optimizer.type", expected="an optimizer that runs on this CPU device",

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from deepspeed.utils import groups
 
+from pretrain.checkpoint.format.fragments import base_optimizer, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.distributed.collectives import gather
 from pretrain.engine.build import build_engine
+from pretrain.engine.loaders import open_loader
+from pretrain.engine.steps import train_batch
 from pretrain.errors import ConfigError
 from tests.distributed.workers.nonfinite import found_by_each_rank
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, steps
@@ -88,6 +91,16 @@ def load_and_fail(case: Case) -> dict[str, Any]:
     return {"errors": messages}
 
 
+def build_and_fail(case: Case) -> dict[str, Any]:
+    """Build an engine that must be rejected, and return the error of each rank."""
+    message = "no error"
+    try:
+        engine_of(plan_of(case))
+    except ConfigError as error:
+        message = str(error)
+    return {"errors": gather(message)}
+
+
 def load_universal(case: Case) -> dict[str, Any]:
     """Load a universal checkpoint with DeepSpeed's own load_checkpoint, save at once, and train."""
     plan = plan_of(case)
@@ -102,6 +115,44 @@ def load_universal(case: Case) -> dict[str, Any]:
     result = {"folder": str(folder.absolute()), "after": after, "counters": [engine.global_steps, engine.skipped_steps]}
     end(engine)
     return result
+
+
+def decay(case: Case) -> dict[str, Any]:
+    """Train a step with zero gradients, which changes only weights that decay.
+
+    Returns name -> [weight decay of its group, ratio of its norm after and before the step], and the loss of real steps
+    before it. A parameter whose norm was 0 has the ratio 1.
+    """
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    rows = steps(engine, plan, 0, plan.train_steps - 1)
+    decays = {fragment.name: base_optimizer(engine).param_groups[group_of(engine, flat)]["weight_decay"]
+              for flat in flat_tensors(engine) for fragment in flat.fragments}
+    loader, before = open_loader(engine, plan, "train"), _squares(engine)
+    for state in base_optimizer(engine).state.values():  # without momentum
+        for value in state.values():
+            if torch.is_tensor(value) and value.dim() > 0:
+                value.zero_()
+    batches = loader.step(0)
+    for _, (_, weights_BT) in batches:
+        weights_BT.zero_()
+    train_batch(engine, batches)
+    after = _squares(engine)
+    loader.close()
+    end(engine)
+    return {**rows, "decays": {name: [value, (after[name] / before[name]) ** 0.5 if before[name] else 1.0]
+                               for found in gather(decays) for name, value in found.items()}}
+
+
+def _squares(engine: Any) -> dict[str, float]:
+    """Return the sum of the squared fp32 weights of each parameter, over all ranks that hold a part of it."""
+    own: dict[str, float] = {}
+    for flat in flat_tensors(engine):
+        for part in flat.fragments:
+            values = flat.parameter.detach().view(-1).narrow(0, part.offset, part.length).double()
+            own[part.name] = own.get(part.name, 0.0) + float(values @ values)
+    found = gather(own)
+    return {name: sum(squares.get(name, 0.0) for squares in found) for squares in found for name in squares}
 
 
 def norm_reductions(case: Case) -> list[int]:
