@@ -1,0 +1,75 @@
+"""Micro-batches derived from those of the loader: other tokens, fewer tokens, or other positions that count.
+
+Shapes: B micro-batch size, T sequence length.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pretrain.data.loader import MicroBatch
+
+_LENGTH = 32  # tokens of a row of a small batch
+# Rows of a small batch over all ranks: with fewer, the positions alone could determine the labels.
+_ROWS = 8
+
+
+def tokens_of(batch: MicroBatch) -> Tensor:
+    """Return the tokens [B, T] of a micro-batch."""
+    inputs = batch[0]
+    return inputs if torch.is_tensor(inputs) else inputs[0]
+
+
+def with_tokens(batch: MicroBatch, tokens_BT: Tensor) -> MicroBatch:
+    """Return the micro-batch with other tokens, but the same labels, weights and positions."""
+    inputs, labels = batch
+    return (tokens_BT if torch.is_tensor(inputs) else (tokens_BT, inputs[1])), labels
+
+
+def with_labels(batch: MicroBatch, labels_BT: Tensor, weights_BT: Tensor) -> MicroBatch:
+    """Return the micro-batch with other labels and weights."""
+    return batch[0], (labels_BT, weights_BT)
+
+
+def map_tokens(batches: list[MicroBatch], change: Callable[[Tensor], Tensor]) -> list[MicroBatch]:
+    """Apply `change` to the tokens of each micro-batch."""
+    return [with_tokens(batch, change(tokens_of(batch))) for batch in batches]
+
+
+def zeroed(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Replace all tokens by token 0. The labels do not change."""
+    return map_tokens(batches, torch.zeros_like)
+
+
+def shuffled(batches: list[MicroBatch], generator: torch.Generator) -> list[MicroBatch]:
+    """Put the tokens of each micro-batch into a random order. The labels do not change."""
+    return map_tokens(batches, lambda tokens_BT: tokens_BT.flatten()[
+        torch.randperm(tokens_BT.numel(), generator=generator)].view_as(tokens_BT))
+
+
+def only_at(batch: MicroBatch, first: int, last: int) -> MicroBatch:
+    """Return the micro-batch with a loss that is the mean over the positions `first` to `last` - 1 alone."""
+    labels_BT, weights_BT = batch[1]
+    weights_BT = torch.zeros_like(weights_BT)
+    weights_BT[:, first:last] = 1 / (len(weights_BT) * (last - first))
+    return with_labels(batch, labels_BT, weights_BT)
+
+
+def small_batch(batches: list[MicroBatch], data_parallel_size: int) -> list[MicroBatch]:
+    """Cut each micro-batch to a few rows of at most 32 tokens. All their tokens count equally."""
+    rows = math.ceil(_ROWS / (len(batches) * data_parallel_size))
+    return [_cut(batch, rows) for batch in batches]
+
+
+def _cut(batch: MicroBatch, rows: int) -> MicroBatch:
+    tokens_BT, (labels_BT, _) = tokens_of(batch), batch[1]
+    length = min(_LENGTH, tokens_BT.shape[1])
+    tokens, labels = (column[:, :column.shape[1] // length * length].reshape(-1, length)[:rows].contiguous()
+                      for column in (tokens_BT, labels_BT))
+    weights = torch.full(labels.shape, 1 / labels.numel())
+    if torch.is_tensor(batch[0]):
+        return tokens, (labels, weights)
+    positions = torch.arange(length).repeat(len(tokens), 1)  # each row is one document
+    return (tokens, positions), (labels, weights)

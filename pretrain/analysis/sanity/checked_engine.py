@@ -1,0 +1,167 @@
+"""An engine on which the checks run: losses, gradients without an update, and steps at a chosen learning rate."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine, zero
+from deepspeed.utils import safe_get_full_grad
+
+from pretrain.config.validate import Plan
+from pretrain.data.loader import MicroBatch
+from pretrain.distributed.collectives import gather
+from pretrain.engine.learning_rate import set_learning_rate
+from pretrain.engine.loaders import open_loader
+from pretrain.engine.replicas import checksum
+from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, train_batch
+from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
+
+_MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
+_OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
+
+
+def plan_of_checks(plan: Plan) -> Plan:
+    """Return the plan of the engines that are checked: without dropout, compilation of blocks, and DeepSpeed's output.
+
+    Without dropout two forward passes can be compared. Compiled blocks would be compiled for each shape of a check.
+    """
+    config = {key: value for key, value in plan.ds_config.items() if key not in _OWN_OUTPUT}
+    model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
+    return replace(plan, ds_config=config, model=model, args=replace(plan.args, compile_blocks=False))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that the optimizer would have used, unscaled and before clipping."""
+
+    loss: float  # mean of the global batch
+    norm: float  # global norm, as the engine reports it
+    norms: dict[str, float]  # of each parameter on any rank, by name; NaN: the parameter has no gradient
+    kept: dict[str, torch.Tensor]  # the gradients of the parameters of this rank that were asked for
+
+
+class CheckedEngine:
+    """An engine whose updates are all skipped, except those of `train`.
+
+    A skipped update leaves weights and optimizer states as they are (engine/update_guard.py).
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, plan: Plan) -> None:
+        self.engine, self.plan = engine, plan
+        self._is_training = False
+        self._before_update: Callable[[], None] = lambda: None
+        guard_updates(engine, lambda loss, norm: not self._is_training)
+        take_step = engine._take_model_step  # after all reductions, before the gradients are clipped
+
+        def observed_step(*args: Any, **kwargs: Any) -> Any:
+            self._before_update()
+            return take_step(*args, **kwargs)
+
+        engine._take_model_step = observed_step
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters of this rank, with their names."""
+        return list(self.engine.module.named_parameters())
+
+    def batches(self, consumed_samples: int, **layout: int) -> list[MicroBatch]:
+        """Return the micro-batches of the step at `consumed_samples`, with other fields of the layout if given."""
+        plan = replace(self.plan, layout=replace(self.plan.layout, **layout))  # type: ignore[arg-type]
+        loader = open_loader(self.engine, plan, "train")
+        try:
+            return loader.step(consumed_samples)
+        finally:
+            loader.close()
+
+    def loss(self, batches: list[MicroBatch]) -> float:
+        """Return the mean loss over the micro-batches and data-parallel ranks, in evaluation mode."""
+        return float(eval_batch(self.engine, batches))
+
+    def training_loss(self, batches: list[MicroBatch]) -> float:
+        """Return the loss of a training step whose update is skipped."""
+        return float(train_batch(self.engine, batches))
+
+    def gradients(self, batches: list[MicroBatch], keep: frozenset[str] = frozenset()) -> Gradients:
+        """Compute the gradients of a training step, and skip its update; collective.
+
+        Args:
+            keep: names of the parameters whose gradients are returned.
+        """
+        norms: dict[str, float] = {}
+        kept: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            scale = loss_scale(self.engine)
+            for name, parameter in self.parameters():
+                gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
+                norms[name] = math.nan if gradient is None else float(gradient.detach().float().norm()) / scale
+                if name in keep and gradient is not None:
+                    kept[name] = gradient.detach().float() / scale
+
+        self._before_update = read
+        try:
+            loss = self._step_without_overflow(batches)
+        finally:
+            self._before_update = lambda: None
+        merged = {name: value for of_rank in gather(norms) for name, value in of_rank.items()}
+        return Gradients(loss, grad_norm(self.engine), merged, kept)
+
+    def _step_without_overflow(self, batches: list[MicroBatch]) -> float:
+        for _ in range(_MOST_OVERFLOWS):
+            loss = self.training_loss(batches)
+            skipped = skipped_update(self.engine)
+            if skipped is None or skipped.reason != FP16_OVERFLOW:
+                break
+        return loss
+
+    def train(self, batches: list[MicroBatch], lr: float) -> float:
+        """Run a training step with this learning rate. Returns the loss before the update."""
+        self._is_training = True
+        try:
+            for _ in range(_MOST_OVERFLOWS):
+                set_learning_rate(self.engine, lr)
+                loss = float(train_batch(self.engine, batches))
+                if skipped_update(self.engine) is None:
+                    break
+            return loss
+        finally:
+            self._is_training = False
+
+    def weights_checksum(self) -> list[int]:
+        """Return a checksum of the weights of each rank."""
+        sums = [int(checksum(getattr(parameter, "ds_tensor", parameter).detach().cpu().contiguous().view(-1)))
+                for _, parameter in self.parameters()]
+        return gather(hash(tuple(sums)))
+
+    @contextlib.contextmanager
+    def moved(self, directions: dict[str, torch.Tensor], length: float) -> Iterator[float]:
+        """Add `length` times each direction to the weights of the forward pass, and undo this after the block.
+
+        Yields the dot product of the actual change with the directions, over all ranks. It is not `length` times their
+        squared norm, because 16-bit weights are rounded.
+        """
+        original, product = {}, 0.0
+        for name, parameter in self.parameters():
+            if name not in directions:
+                continue
+            with _whole(parameter), torch.no_grad():
+                original[name] = parameter.detach().clone()
+                direction = directions[name].to(parameter.device)
+                parameter.copy_((parameter.float() + length * direction).to(parameter.dtype))
+                if not getattr(parameter, "ds_pipe_replicated", False):
+                    product += float(((parameter.float() - original[name].float()) * direction).sum())
+        # all data-parallel ranks have the same weights and directions: the sum is over the pipeline stages
+        yield sum(gather(product)) / self.plan.layout.data_parallel_size
+        for name, parameter in self.parameters():
+            if name in original:
+                with _whole(parameter), torch.no_grad():
+                    parameter.copy_(original[name])
+
+
+def _whole(parameter: torch.nn.Parameter) -> Any:
+    """Return a context in which this rank holds the whole parameter. Changes become those of all ranks."""
+    if hasattr(parameter, "ds_id"):
+        return zero.GatheredParameters([parameter], modifier_rank=0)
+    return contextlib.nullcontext()

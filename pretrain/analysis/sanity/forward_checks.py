@@ -1,0 +1,176 @@
+"""Checks of the forward pass: initial loss, causal mask, activations, modes, and independence of the layout.
+
+V is the vocabulary size, and D the hidden size.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretrain.analysis.sanity.batches import only_at, tokens_of, with_labels, with_tokens
+from pretrain.analysis.sanity.checked_engine import CheckedEngine
+from pretrain.analysis.sanity.result import Result, not_made
+from pretrain.config.initialization import initialization_of
+from pretrain.config.validate import Plan
+from pretrain.data.loader import MicroBatch
+from pretrain.distributed.collectives import gather
+from pretrain.engine.steps import eval_batch, train_batch
+from pretrain.model.init_methods import initial_std
+from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, PositionEmbedding, TokenEmbedding
+
+_LOSS_MARGIN = 0.25  # nats
+_FUTURE = 1e-5  # relative change of a loss that counts as rounding
+_DIFFERENCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}  # relative, of losses in another division of the batch
+_SMALLEST_RMS, _LARGEST_RMS = 1e-5, 1e3  # of activations
+
+
+def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
+    """Compare the loss of the first global batch with ln(V), the loss of equal probabilities."""
+    loss, plan = checked.loss(batches), checked.plan
+    low, high = loss_bounds(plan)
+    origin = "of the loaded weights" if plan.origin else "at initialization"
+    return Result("initial loss", low <= loss <= high, f"{loss:.4f} nats {origin}",
+                  f"{low:.2f} to {high:.2f}; ln({plan.model.vocab_size}) = {math.log(plan.model.vocab_size):.2f}",
+                  "too high: the initial weights or the output layer are scaled wrongly (--init_std, --init_method), "
+                  "or the loaded weights do not fit the tokenizer; too low: the labels are visible in the input", loss)
+
+
+def loss_bounds(plan: Plan) -> tuple[float, float]:
+    """Return the lowest and highest plausible initial loss in nats.
+
+    The final norm has outputs of about unit variance, so that a logit has the variance v = D * std^2 for an output
+    matrix with the standard deviation std, and the expected loss is ln(V) + v / 2. With tied embeddings, the logit of
+    the input token is at most D * std larger: its embedding remains in the residual stream, and has the norm
+    sqrt(D) * std. Loaded weights must be better than equal probabilities.
+    """
+    log_v, model = math.log(plan.model.vocab_size), plan.model
+    if plan.origin is not None:
+        return 0.0, log_v
+    how, shape = initialization_of(plan.args), (model.vocab_size, model.hidden_size)
+    name = "tied_modules.embed.embedding" if model.tie_word_embeddings else "lm_head.weight"
+    std = initial_std(name, shape, model, how)
+    variance = model.hidden_size * std ** 2
+    own_token = model.hidden_size * std if model.tie_word_embeddings else 0.0
+    if model.logit_softcap:
+        variance, own_token = min(variance, model.logit_softcap ** 2), min(own_token, model.logit_softcap)
+    log_sum = max(log_v, own_token) + math.log1p(math.exp(-abs(log_v - own_token)))
+    return log_v - _LOSS_MARGIN, max(log_v, log_sum if own_token else 0.0) + variance + _LOSS_MARGIN
+
+
+def check_causal_mask(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
+    """Check that other tokens in the second half of a sequence do not change the losses before them.
+
+    The same tokens must change the losses after them: otherwise the check would prove nothing.
+    """
+    batch = batches[0]
+    tokens_BT = tokens_of(batch)
+    length = tokens_BT.shape[1]
+    middle = length // 2
+    if middle == 0:
+        return not_made("causal mask", "a sequence has one token")
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, middle:] = (changed_BT[:, middle:] + 1 + tokens_BT[:, :1]) % checked.plan.model.vocab_size
+    other = with_tokens(batch, changed_BT)
+    before, after = max(0, middle - max(1, length // 8)), min(length, middle + max(1, length // 8))
+    losses = [checked.loss([only_at(which, first, last)])
+              for first, last in ((before, middle), (middle, after)) for which in (batch, other)]
+    past, future = abs(losses[1] - losses[0]) / losses[0], abs(losses[3] - losses[2]) / losses[2]
+    return Result("causal mask", past <= _FUTURE < future,
+                  f"relative change of earlier losses {past:.1e}, of later losses {future:.1e}",
+                  f"at most {_FUTURE:.0e}, and more than {_FUTURE:.0e}",
+                  "a token sees later tokens (or none): check the mask and the attention operator; compare with "
+                  "--plain_operators", past)
+
+
+def check_loss_positions(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
+    """Check that the loss of a position uses the label of this position: another shift in the model would show."""
+    batch = batches[0]
+    labels_BT, weights_BT = only_at(batch, 0, 1)[1]
+    base = checked.loss([with_labels(batch, labels_BT, weights_BT)])
+    changes = []
+    for first, last in ((0, 1), (1, labels_BT.shape[1])):  # the own label, the other labels
+        other_BT = labels_BT.clone()
+        other_BT[:, first:last] = (other_BT[:, first:last] + 1) % checked.plan.model.vocab_size
+        changes.append(abs(checked.loss([with_labels(batch, other_BT, weights_BT)]) - base) / base)
+    own, others = changes
+    return Result("label positions", others <= _FUTURE < own,
+                  f"change by the own label {own:.1e}, by other labels {others:.1e}",
+                  f"more than {_FUTURE:.0e}, and at most {_FUTURE:.0e}",
+                  "the model shifts the labels that the loader has already shifted", others)
+
+
+def check_layout(checked: CheckedEngine, batches: list[MicroBatch], consumed_samples: int) -> Result:
+    """Compare the loss of a global batch with its loss in micro-batches of one sample, and on exchanged ranks."""
+    layout = checked.plan.layout
+    accumulation = layout.micro_batch_size * layout.gradient_accumulation_steps
+    divided = checked.batches(consumed_samples, micro_batch_size=1, gradient_accumulation_steps=accumulation)
+    losses, ways = [checked.loss(batches), checked.loss(divided)], "micro-batches of one sample"
+    if layout.data_parallel_size > 1:
+        losses.append(checked.loss(_batches_of_next_rank(checked, batches)))
+        ways += ", exchanged ranks"
+    difference, bound = max(abs(loss - losses[0]) / losses[0] for loss in losses), _DIFFERENCE[layout.precision]
+    return Result("layout", difference <= bound, f"relative difference {difference:.1e} ({ways})", f"at most {bound:g}",
+                  "the loss depends on the division of the batch: it must be normalized by the tokens of the global "
+                  "batch, not of the micro-batch", difference)
+
+
+def _batches_of_next_rank(checked: CheckedEngine, batches: list[MicroBatch]) -> list[MicroBatch]:
+    group = checked.engine.data_parallel_group
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, batches, group=group)
+    next_rank: list[MicroBatch] = of_ranks[(dist.get_rank(group) + 1) % len(of_ranks)]
+    return next_rank
+
+
+def check_activations(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
+    """Check that the outputs of all layers are finite, and neither vanish nor explode."""
+    found: dict[str, float] = {}
+
+    def record(name: str, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.dim() == 3:
+            found.setdefault(name, float(tensor.float().square().mean().sqrt()))  # NaN or infinite if any element is
+
+    handles = [module.register_forward_hook(lambda _, __, output, name=name: record(name, output))
+               for name, module in checked.engine.module.named_modules()
+               if isinstance(module, (Block, EmbeddingNorm, FinalNorm, PositionEmbedding, TokenEmbedding))]
+    try:
+        checked.loss(batches)
+    finally:
+        for handle in handles:
+            handle.remove()
+    merged = {name: rms for of_rank in gather(found) for name, rms in of_rank.items()}
+    if not merged:
+        return not_made("activations", "no layer was observed")
+    bad = [name for name, rms in merged.items() if not _SMALLEST_RMS <= rms <= _LARGEST_RMS]
+    low, high = (of(merged, key=lambda name: merged[name]) for of in (min, max))
+    measured = f"rms {merged[low]:.2g} ({low}) to {merged[high]:.2g} ({high})"
+    return Result("activations", not bad, measured + (f"; wrong: {', '.join(bad[:4])}" if bad else ""),
+                  f"finite, {_SMALLEST_RMS:g} to {_LARGEST_RMS:g} in {len(merged)} layers",
+                  "the initial weights are too large or too small, or a norm is missing: see --init_method",
+                  merged[high])
+
+
+def check_modes(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
+    """Check that an evaluation runs in evaluation mode, and that the training step after it runs in training mode."""
+    modes: list[set[bool]] = []
+
+    def record(module: nn.Module, _: Any) -> None:
+        modes.append({part.training for part in module.modules()})
+
+    handle = checked.engine.module.register_forward_pre_hook(record)
+    try:
+        eval_batch(checked.engine, batches)
+        num_eval = len(modes)
+        train_batch(checked.engine, batches)
+    finally:
+        handle.remove()
+    right = all(mode == {False} for mode in modes[:num_eval]) and all(mode == {True} for mode in modes[num_eval:])
+    seen = "evaluation mode" if any(False in mode for mode in modes[num_eval:]) else "training mode"
+    passed = all(gather(right and 0 < num_eval < len(modes)))
+    return Result("modes", passed, f"training after an evaluation runs in {seen}",
+                  "evaluation mode in the evaluation, training mode after it",
+                  "call train() before the training step: without it, dropout stays off after the first evaluation")

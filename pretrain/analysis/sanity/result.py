@@ -1,0 +1,44 @@
+"""The result of one check, and the table of all results."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check measured, next to its bound."""
+
+    check: str  # short name, such as "causal mask"
+    passed: bool | None  # None: the check was not made, and `measured` says why
+    measured: str
+    bound: str
+    remedy: str  # what to do if the check failed
+    value: float | None = None  # the measured number, if it is a single one
+
+
+def not_made(check: str, reason: str) -> Result:
+    """Return the result of a check that could not be made."""
+    return Result(check, None, reason, "", "")
+
+
+def failed_checks(results: list[Result]) -> list[str]:
+    """Return the names of the failed checks."""
+    return [result.check for result in results if result.passed is False]
+
+
+def table_lines(results: list[Result]) -> list[str]:
+    """Return the table of the results, and below it what to do about each failed check."""
+    words = {True: "pass", False: "FAIL", None: "-"}
+    rows = [("check", "result", "measured", "expected")]
+    rows += [(result.check, words[result.passed], result.measured, result.bound) for result in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), row[3]]).rstrip()
+             for row in rows]
+    lines += [f"{result.check}: {result.remedy}" for result in results if result.passed is False]
+    failed, made = len(failed_checks(results)), sum(result.passed is not None for result in results)
+    return [*lines, f"{failed} of {made} checks failed" if failed else f"all {made} checks passed"]
+
+
+def as_json(results: list[Result]) -> list[dict[str, Any]]:
+    """Return the results as a list of JSON objects."""
+    return [asdict(result) for result in results]

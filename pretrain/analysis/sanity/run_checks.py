@@ -1,0 +1,98 @@
+"""Run all checks on engines that are built like those of the run, and discarded afterwards."""
+
+import gc
+import math
+from collections.abc import Callable
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
+
+from pretrain.analysis.sanity import data_checks, forward_checks, gradient_checks, training_checks
+from pretrain.analysis.sanity.batches import small_batch
+from pretrain.analysis.sanity.checked_engine import CheckedEngine, plan_of_checks
+from pretrain.analysis.sanity.result import Result, not_made
+from pretrain.config.validate import Plan
+from pretrain.data.loader import MicroBatch
+from pretrain.engine.build import deepspeed_output
+from pretrain.engine.steps import data_parallel_size
+
+DEFAULT_STEPS = 100  # at most, to learn one batch
+Report = Callable[[str], None]
+"""called on every rank with a line about the progress"""
+
+
+def run_checks(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], *, steps: int = DEFAULT_STEPS,
+               report: Report = lambda line: None) -> list[Result]:
+    """Make all checks of a run; collective. Returns the same results on all ranks.
+
+    Each training begins with a new engine: `build` returns one with the weights that the run begins with. No engine of
+    the checks exists after this function, so that the run itself begins with a state that they have not touched.
+    """
+    plan = plan_of_checks(plan)
+    with deepspeed_output(plan.args.deepspeed_log_level):
+        report("building the engine")
+        first = CheckedEngine(build(plan), plan)
+        results, learned = _check_first(first, steps, report)
+        is_exact = first.engine.device.type == "cpu"
+        _discard(first)
+        return results if learned is None else results + _check_again(plan, build, learned, is_exact, report)
+
+
+def _check_first(checked: CheckedEngine, steps: int,
+                 report: Report) -> tuple[list[Result], training_checks.OneBatch | None]:
+    """Make the checks that need one engine, and train it on one batch; None if it could not be trained."""
+    consumed_samples = checked.plan.args.first_sample
+    report("reading the first batch")
+    batches = checked.batches(consumed_samples)
+    vocabulary = data_checks.check_vocabulary(checked.plan, batches)
+    results = [vocabulary, data_checks.check_labels(batches)]
+    if not vocabulary.passed:  # the embedding has no row for these tokens
+        return [*results, not_made("all other checks", "a token is not in the model's vocabulary")], None
+    report("forward passes")
+    results += [forward_checks.check_initial_loss(checked, batches),
+                forward_checks.check_causal_mask(checked, batches),
+                forward_checks.check_loss_positions(checked, batches),
+                forward_checks.check_layout(checked, batches, consumed_samples),
+                forward_checks.check_activations(checked, batches)]
+    report("gradients")
+    results += _check_gradients(checked, batches)
+    if not all(math.isfinite(result.value) for result in results if result.value is not None):
+        return [*results, not_made("training", "a loss or gradient is not finite")], None
+    training_checks.first_steps(checked, consumed_samples)
+    learned = training_checks.learn_one_batch(checked, batches, steps, report)
+    return [*results, training_checks.check_one_batch(learned)], learned
+
+
+def _check_gradients(checked: CheckedEngine, batches: list[MicroBatch]) -> list[Result]:
+    small = small_batch(batches, data_parallel_size(checked.engine))
+    gradients = checked.gradients(small)
+    return [forward_checks.check_modes(checked, small),
+            gradient_checks.check_gradients_reach(checked, gradients),
+            gradient_checks.check_gradient_scale_of_layers(gradients),
+            gradient_checks.check_gradient_norm(checked, gradients),
+            gradient_checks.check_gradient_scale(checked, small, gradients),
+            gradient_checks.check_weight_decay(checked)]
+
+
+def _check_again(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], learned: training_checks.OneBatch,
+                 is_exact: bool, report: Report) -> list[Result]:
+    """Train two more engines, each with useless inputs. Their first steps are those of the run, and must be equal."""
+    results, starts = [], []
+    for kind in ("shuffled", "zeroed"):
+        report("building the engine again")
+        checked = CheckedEngine(build(plan), plan)
+        starts.append(training_checks.first_steps(checked, plan.args.first_sample))
+        loss = training_checks.train_baseline(checked, learned, kind, plan.args.seed, report)
+        results.append(training_checks.check_baseline(kind, loss, learned))
+        _discard(checked)
+    return [*results, training_checks.check_determinism(*starts, is_exact=is_exact)]
+
+
+def _discard(checked: CheckedEngine) -> None:
+    """Free the engine, so that the next one has the device's memory, and does not use this pipeline's topology."""
+    checked.engine.destroy()
+    del checked.engine
+    groups.mpu = None
+    gc.collect()
+    get_accelerator().empty_cache()

@@ -1,0 +1,121 @@
+"""Checks that train: two equal steps, one batch that must be learned, and inputs from which it cannot be learned."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pretrain.analysis.sanity.batches import shuffled, small_batch, zeroed
+from pretrain.analysis.sanity.checked_engine import CheckedEngine
+from pretrain.analysis.sanity.result import Result, not_made
+from pretrain.data.loader import MicroBatch
+from pretrain.distributed.collectives import gather
+from pretrain.engine.learning_rate import peak_learning_rate
+from pretrain.engine.steps import data_parallel_size
+
+REAL_STEPS = 2  # with the run's batches, before the training on one small batch
+_FASTER, _SLOWER = 1.15, 0.5  # factors of the rate after a lower and a higher loss
+_LEARNED = 0.6  # of the entropy of the labels
+_WORSE = 1.1  # a baseline must have at least this multiple of the real loss
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The losses of the first steps of the run at its peak rate, and checksums of the weights after them."""
+
+    losses: list[float]
+    checksums: list[int]
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    """Training on one small batch."""
+
+    batches: list[MicroBatch]
+    losses: list[float]  # before each update
+    rates: list[float]
+    bound: float  # nats
+
+
+def first_steps(checked: CheckedEngine, consumed_samples: int) -> FirstSteps:
+    """Train the first steps of the run, at its peak rate."""
+    samples, lr = checked.plan.layout.global_batch_size, peak_learning_rate(checked.plan)
+    losses = [checked.train(checked.batches(consumed_samples + step * samples), lr) for step in range(REAL_STEPS)]
+    return FirstSteps(losses, checked.weights_checksum())
+
+
+def check_determinism(first: FirstSteps, second: FirstSteps, *, is_exact: bool) -> Result:
+    """Compare two trainings of the first steps from the same state."""
+    difference = max(abs(a - b) / abs(a) for a, b in zip(first.losses, second.losses, strict=True))
+    equal_weights = first.checksums == second.checksums
+    bound = "equal, bit by bit" if is_exact else "relative difference of losses at most 1e-3"
+    weights = "equal" if equal_weights else "different"
+    return Result("determinism", (difference == 0 and equal_weights) if is_exact else difference <= 1e-3,
+                  f"relative difference of losses {difference:.1e}; {weights} weights", bound,
+                  "two equal starts differ: a random generator is not seeded, or an operator is not deterministic",
+                  difference)
+
+
+def learn_one_batch(checked: CheckedEngine, batches: list[MicroBatch], steps: int,
+                    report: Callable[[str], None]) -> OneBatch:
+    """Train on one small batch until its loss is below the bound, at most `steps` steps.
+
+    The rate begins at the run's peak. It grows after each step with a lower loss, and is halved after each step with a
+    higher one ("bold driver", Battiti 1989), so that the check does not depend on a well-chosen rate.
+    """
+    small = small_batch(batches, data_parallel_size(checked.engine))
+    rate, bound = peak_learning_rate(checked.plan), _LEARNED * _entropy_of_labels(small)
+    losses, rates = list[float](), list[float]()
+    for step in range(steps):
+        rates.append(rate)
+        losses.append(checked.train(small, rate))
+        report(f"learning one batch, step {step + 1} of at most {steps}: loss {losses[-1]:.3f}")
+        if losses[-1] <= bound or not math.isfinite(losses[-1]):
+            break
+        if len(losses) > 1:
+            rate *= _FASTER if losses[-1] < losses[-2] else _SLOWER
+    return OneBatch(small, losses, rates, bound)
+
+
+def _entropy_of_labels(batches: list[MicroBatch]) -> float:
+    """Return the entropy of the labels in nats: the lowest loss of a model that does not use its input."""
+    own = Counter(token for _, (labels_BT, _) in batches for token in labels_BT.flatten().tolist())
+    counts: Counter[int] = sum(gather(own), Counter())
+    total = sum(counts.values())
+    return -sum(count / total * math.log(count / total) for count in counts.values())
+
+
+def check_one_batch(learned: OneBatch) -> Result:
+    """Check that the loss of the one batch fell below the bound."""
+    best = min(learned.losses)
+    return Result("one batch is learned", best <= learned.bound,
+                  f"{learned.losses[0]:.3f} to {best:.3f} in {len(learned.losses)} steps",
+                  f"at most {learned.bound:.3f} ({_LEARNED} of the entropy of its labels)",
+                  "the model cannot learn a few tokens by heart: correct the other failed checks first; if there are "
+                  "none, allow more --overfit_steps, or use a higher learning rate", best)
+
+
+def train_baseline(checked: CheckedEngine, learned: OneBatch, kind: str, seed: int,
+                   report: Callable[[str], None]) -> float:
+    """Repeat the training on the one batch with the same rates, but useless inputs. Returns the last loss.
+
+    `kind`: "zeroed" replaces all tokens by token 0, "shuffled" puts them into another order in each step.
+    """
+    generator, loss = torch.Generator().manual_seed(seed), math.nan
+    for step, rate in enumerate(learned.rates):
+        inputs = zeroed(learned.batches) if kind == "zeroed" else shuffled(learned.batches, generator)
+        loss = checked.train(inputs, rate)
+        report(f"{kind} inputs, step {step + 1} of {len(learned.rates)}: loss {loss:.3f}")
+    return loss
+
+
+def check_baseline(kind: str, loss: float, learned: OneBatch) -> Result:
+    """Check that useless inputs gave a higher loss than the real ones."""
+    name, best = f"{kind} inputs are worse", min(learned.losses)
+    if best > learned.bound:
+        return not_made(name, "the one batch was not learned")
+    return Result(name, loss >= _WORSE * best or not math.isfinite(loss), f"loss {loss:.3f}",
+                  f"at least {_WORSE} times the {best:.3f} of the real inputs",
+                  "the loss does not depend on the inputs: are the labels visible to the model in another way?", loss)
