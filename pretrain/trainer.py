@@ -4,11 +4,13 @@ import functools
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+from pretrain.analysis.sanity.start import check_before_start
 from pretrain.checkpoint.load.agree import agree_on_checkpoint, agree_on_data
 from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
@@ -50,6 +52,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
         return _report_complete(plan, resume)
     if resume is not None:
         plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
+    if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
+        _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)
     with Screen(active=world.rank == 0) as screen:
         loop = _begin_loop(plan, world, start, callbacks, guards, screen)
@@ -60,6 +64,16 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
         remove_swap_files(plan)
     dist.destroy_process_group()
     return STOPPED if step < plan.last_step else FINISHED
+
+
+def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
+    """Make the sanity checks on engines of their own. Raises ConfigError if one fails."""
+    def report(activity: str) -> None:
+        guards.watchdog.enter("sanity", 0)
+        status(f"sanity check: {activity}")
+
+    folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
+    check_before_start(plan, build, folder, report, active=world.rank == 0)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class TimeOuts:
         later = dict.fromkeys(PHASES, step)
         if step[0]:
             later |= dict.fromkeys(("load", "save", "rollback", "end"), file if file[0] >= step[0] else step)
-        start = dict.fromkeys(("connect", "checkpoint", "build", "data", "step", "eval"), first)
+        start = dict.fromkeys(("connect", "checkpoint", "build", "sanity", "data", "step", "eval"), first)
+        later["sanity"] = first  # its activities include the construction of engines, and first steps
         start["load"] = file if first[0] and file[0] > first[0] else first
         return cls(first={**later, **start}, later=later)
 

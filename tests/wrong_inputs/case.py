@@ -109,6 +109,7 @@ TRAIN = {"deepspeed_config": "{world}/ds.json", "model": "tiny", "train_data": "
 TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "pretrain/train.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
     "tools/check_config.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
+    "tools/sanity_check.py": [word for name, value in TRAIN.items() for word in (f"--{name}", value)],
     "tools/check_cluster.py": [],
     "tools/bench.py": [],
     "tools/compare_zero.py": ["--model", "gpt2", "--world_size", "8"],

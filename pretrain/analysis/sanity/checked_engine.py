@@ -20,17 +20,15 @@ from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
-_OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
 
 
 def plan_of_checks(plan: Plan) -> Plan:
-    """Return the plan of the engines that are checked: without dropout, compilation of blocks, and DeepSpeed's output.
+    """Return the plan of the engines that are checked: without dropout, and without compiled blocks.
 
     Without dropout two forward passes can be compared. Compiled blocks would be compiled for each shape of a check.
     """
-    config = {key: value for key, value in plan.ds_config.items() if key not in _OWN_OUTPUT}
     model = replace(plan.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
-    return replace(plan, ds_config=config, model=model, args=replace(plan.args, compile_blocks=False))
+    return replace(plan, model=model, args=replace(plan.args, compile_blocks=False))
 
 
 @dataclass(frozen=True)

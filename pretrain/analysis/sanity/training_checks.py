@@ -16,6 +16,7 @@ from pretrain.engine.learning_rate import peak_learning_rate
 from pretrain.engine.steps import data_parallel_size
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
+_REPORTED_STEPS = 10  # steps between two reports of the progress
 _FASTER, _SLOWER = 1.15, 0.5  # factors of the rate after a lower and a higher loss
 _LEARNED = 0.6  # of the entropy of the labels
 _WORSE = 1.1  # a baseline must have at least this multiple of the real loss
@@ -71,7 +72,8 @@ def learn_one_batch(checked: CheckedEngine, batches: list[MicroBatch], steps: in
     for step in range(steps):
         rates.append(rate)
         losses.append(checked.train(small, rate))
-        report(f"learning one batch, step {step + 1} of at most {steps}: loss {losses[-1]:.3f}")
+        if step % _REPORTED_STEPS == 0:
+            report(f"learning one batch, step {step + 1} of at most {steps}: loss {losses[-1]:.3f}")
         if losses[-1] <= bound or not math.isfinite(losses[-1]):
             break
         if len(losses) > 1:
@@ -107,7 +109,8 @@ def train_baseline(checked: CheckedEngine, learned: OneBatch, kind: str, seed: i
     for step, rate in enumerate(learned.rates):
         inputs = zeroed(learned.batches) if kind == "zeroed" else shuffled(learned.batches, generator)
         loss = checked.train(inputs, rate)
-        report(f"{kind} inputs, step {step + 1} of {len(learned.rates)}: loss {loss:.3f}")
+        if step % _REPORTED_STEPS == 0:
+            report(f"{kind} inputs, step {step + 1} of {len(learned.rates)}: loss {loss:.3f}")
     return loss
 
 

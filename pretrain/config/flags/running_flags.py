@@ -75,6 +75,9 @@ class SteeringArguments:
 class InstrumentArguments:
     title: ClassVar[str] = "checks, measurements and profiles"
 
+    sanity_check: bool = flag(False, "before step 1: make the checks of tools/sanity_check.py, and reject the run if "
+                                     "one fails; a run that resumes is not checked again")
+
     profile_steps: str | None = flag(None, "steps to profile, the first and the last one, such as 10:12: each rank "
                                            "writes a trace and a table of operators to RUN/profiles; to profile a "
                                            "running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")

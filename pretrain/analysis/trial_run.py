@@ -1,0 +1,78 @@
+"""Engines of a run for tools that train for a moment: they touch neither the run folder nor a running job."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+
+from pretrain.checkpoint.load.agree import agree_on_data
+from pretrain.checkpoint.load.init_from import find_initial_weights
+from pretrain.checkpoint.load.load_weights import load_weights, verify_weights
+from pretrain.checkpoint.load.start import Start
+from pretrain.config.validate import Plan
+from pretrain.distributed.process_group import init_process_group
+from pretrain.distributed.world import World
+from pretrain.engine.build import build_engine, deepspeed_output, remove_swap_files
+
+_OWN_OUTPUT = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "wall_clock_breakdown")
+
+
+def trial_plan(plan: Plan) -> Plan:
+    """Return the plan without DeepSpeed's monitors and profilers, and with swap files in a folder of their own."""
+    config = deepcopy({key: value for key, value in plan.ds_config.items() if key not in _OWN_OUTPUT})
+    for block in ("offload_optimizer", "offload_param"):
+        offload = config.get("zero_optimization", {}).get(block) or {}
+        if offload.get("nvme_path") is not None:
+            offload["nvme_path"] = f"{offload['nvme_path']}/trial"
+    return replace(plan, ds_config=config)
+
+
+def remove_trial_files(plan: Plan) -> None:
+    """Remove the swap files of `trial_plan(plan)` on this host, once all ranks have finished."""
+    if os.environ["LOCAL_RANK"] == "0":
+        remove_swap_files(trial_plan(plan))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A connected group of ranks that can build the engine of a run."""
+
+    plan: Plan
+    build: Callable[[Plan], DeepSpeedEngine]
+    """returns an engine with the weights that the run begins with at step 0"""
+
+
+@contextmanager
+def trial_run(start: Start, world: World) -> Iterator[Trial]:
+    """Connect the ranks; disconnect them after the block. Collective; raises ConfigError on every rank.
+
+    The weights are those of --init_from, or new ones. Checkpoints of the run folder are not used.
+    """
+    args, weights = start.plan.args, start.weights
+    plan = trial_plan(start.plan)
+    if weights is None and args.init_from is not None:  # the run folder has a checkpoint, but the source still exists
+        weights = find_initial_weights(args.init_from)
+        plan = replace(plan, origin=weights.origin)
+    if start.resume is not None and world.rank == 0:
+        print(f"note: {args.save} has checkpoints; this begins with the weights of step 0", file=sys.stderr)
+    with deepspeed_output(args.deepspeed_log_level):
+        init_process_group(world)
+        agree_on_data(plan)
+        if weights is not None:
+            verify_weights(weights)
+
+    def build(plan: Plan) -> DeepSpeedEngine:
+        engine = build_engine(plan, initialize=weights is None)
+        if weights is not None:
+            load_weights(engine, weights)
+        return engine
+
+    yield Trial(plan, build)
+    dist.barrier()
+    remove_trial_files(start.plan)
+    dist.destroy_process_group()
