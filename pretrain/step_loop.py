@@ -12,6 +12,7 @@ from pretrain.data.loader import Loader, evaluation_batches
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
 from pretrain.monitor.announce import announce_end
+from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
 from pretrain.resilience.data_watch import DataWatch
@@ -50,6 +51,7 @@ class StepLoop:
     replicas: ReplicaCheck
     watchdog: Watchdog
     lock: RunLock
+    batch_ramp: BatchRamp
     callbacks: StepCallbacks
 
     def run(self, first_step: int, consumed_samples: int) -> tuple[int, str]:
@@ -68,7 +70,7 @@ class StepLoop:
             lr = learning_rate(self.engine)
             self.callbacks.before_step(steps_here, self.engine)
             loss = train_batch(self.engine, micro_batches)
-            consumed_samples += self.plan.layout.global_batch_size
+            consumed_samples += self.batch_ramp.size_at(step, consumed_samples)
             self.meter.log(step, loss, lr, consumed_samples)
             self.callbacks.after_step(steps_here, self.meter.screen.line)
             bad_steps = self.guard.observe(step, loss, consumed_samples)

@@ -27,6 +27,7 @@ from pretrain.engine.loaders import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import announce_start
+from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.write_run_folder import RunFolder
@@ -136,7 +137,8 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
     return StepLoop(plan, engine, loaders, meter=meter, profiler=profiler, saver=saver, requests=requests,
                     data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
-                    watchdog=guards.watchdog, lock=guards.lock, callbacks=callbacks)
+                    watchdog=guards.watchdog, lock=guards.lock,
+                    batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)
 
 
 def _report_complete(plan: Plan, resume: Resume) -> int:

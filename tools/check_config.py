@@ -9,6 +9,7 @@ import sys
 from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, run_main, whole_number
 from pretrain.config.flags.arguments import parse_arguments
+from pretrain.config.schedules.describe import batches_text, rates_text, schedule_text
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
@@ -32,25 +33,29 @@ def plan_lines(plan: Plan) -> list[str]:
     interval = layout.activation_checkpoint_interval
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
-    rate = "the JSON's scheduler" if plan.schedule is None else \
-        f"{plan.schedule.kind}, peak {plan.schedule.peak:g}, {_count(plan.schedule.warmup_steps, 'warm-up step')}, " \
-        f"lowest {plan.schedule.peak * plan.schedule.min_ratio:g}"
     rows = {
         "layout": ", ".join([ranks, *offload]),
         "precision": precision,
         "recompute": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
         "batch": batch,
+        "ramp-up": batches_text(plan.length),
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
                  f"{plan.model.num_parameters():,} parameters, {plan.model.num_layers} layers, "
                  f"vocabulary {plan.model.vocab_size:,}",
-        "length": f"{plan.train_steps:,} steps x {layout.tokens_per_step:,} tokens = "
-                  f"{plan.train_steps * layout.tokens_per_step:,} tokens, {plan.epochs:.2f} epochs",
-        "rate": rate,
+        "length": _length_text(plan),
+        "rate": "the JSON's scheduler" if plan.schedule is None else schedule_text(plan.schedule),
+        "rates": "" if plan.schedule is None else rates_text(plan.schedule, plan.train_steps),
         "data": f"{train.num_tokens:,} training tokens; " + (", ".join(
             f"{name} {data.num_tokens:,}" for name, data in plan.datasets.items() if name != "train") or "no others"),
     }
-    return [f"{name:<11}{text}" for name, text in rows.items()] + _source_lines(plan) + \
+    return [f"{name:<11}{text}" for name, text in rows.items() if text] + _source_lines(plan) + \
         [f"note       {note}" for note in plan.notes]
+
+
+def _length_text(plan: Plan) -> str:
+    tokens = plan.length.tokens_after(plan.train_steps)
+    product = "" if len(plan.length.batch_sizes.stages) > 1 else f" x {plan.layout.tokens_per_step:,} tokens"
+    return f"{plan.train_steps:,} steps{product} = {tokens:,} tokens, {plan.epochs:.2f} epochs"
 
 
 def _source_lines(plan: Plan) -> list[str]:
@@ -58,7 +63,7 @@ def _source_lines(plan: Plan) -> list[str]:
     train = plan.datasets["train"]
     if not isinstance(train, BlendedSamples):
         return []
-    samples = plan.train_steps * plan.layout.global_batch_size
+    samples = plan.length.samples
     span = plan.args.first_sample, plan.args.first_sample + samples
     return [f"{'source':<11}{data.sources[0].prefix}: {count / samples:.1%} of the samples, {epochs:.2f} epochs of "
             f"{data.num_tokens:,} tokens"

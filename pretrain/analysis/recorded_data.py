@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
 from pretrain.data.datasets.data_spec import planned_samples, recorded_data_spec
 from pretrain.data.run_data import RunData, open_run_data
 
@@ -26,4 +27,7 @@ def _planned_samples(start: dict[str, Any]) -> dict[str, int] | None:
                "first_sample": flags.get("first_sample") or 0}
     if not all(isinstance(value, int) for value in numbers.values()):
         return None
-    return planned_samples(**numbers, order_samples=flags.get("order_samples"))
+    batch_sizes = recorded_batch_sizes(start)
+    first_sample, steps = numbers["first_sample"], numbers["train_steps"]
+    samples = batch_sizes.samples_after(steps, first_sample=first_sample) - first_sample
+    return planned_samples(**numbers, train_samples=samples, order_samples=flags.get("order_samples"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from pretrain.config.ds_json.clean import ignored_key_notes
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD
 from pretrain.config.resolve import ResolvedConfig
+from pretrain.config.schedules.scaling import rate_factor
 from pretrain.data.datasets.data_spec import names_of_split
 from pretrain.data.datasets.seq_lengths import parse_seq_lengths
 from pretrain.data.run_data import RunData
@@ -41,7 +42,7 @@ def run_notes(resolved: ResolvedConfig, data: RunData) -> tuple[str, ...]:
     """All notes about a run: JSON, weights, vocabulary, epochs, evaluation and speed."""
     return (*json_notes(resolved), *_unused_weights_notes(resolved), *_vocabulary_notes(resolved, data),
             *data.notes, *_epoch_notes(resolved, data), *_packing_notes(data), *_evaluation_notes(resolved, data),
-            *_length_notes(resolved), *_speed_notes(resolved), *_mup_notes(resolved))
+            *_length_notes(resolved), *_batch_notes(resolved), *_speed_notes(resolved), *_mup_notes(resolved))
 
 
 def _unused_weights_notes(resolved: ResolvedConfig) -> list[str]:
@@ -71,7 +72,7 @@ def _vocabulary_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 
 def _epoch_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
     """Note sources that the run reads more than once, and phases of --blend_schedule that it does not reach."""
-    samples, dataset = resolved.train_steps * resolved.layout.global_batch_size, data.datasets["train"]
+    samples, dataset = resolved.length.samples, data.datasets["train"]
     first, last = resolved.args.first_sample, resolved.args.first_sample + samples
     if not isinstance(dataset, BlendedSamples):
         epochs = samples / dataset.samples_per_epoch
@@ -117,9 +118,23 @@ def _evaluation_notes(resolved: ResolvedConfig, data: RunData) -> list[str]:
 def _length_notes(resolved: ResolvedConfig) -> list[str]:
     """Note stages of --seq_length_schedule that the run does not reach."""
     lengths = parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length)
-    samples = resolved.train_steps * resolved.layout.global_batch_size
+    samples = resolved.length.samples
     return [f"--seq_length_schedule: the run ends before its sequences have {length} tokens"
             for first, length in lengths.stages if first >= samples]
+
+
+def _batch_notes(resolved: ResolvedConfig) -> list[str]:
+    """Note stages of --batch_schedule that the run does not reach, and a scaled learning rate."""
+    args, length, batch = resolved.args, resolved.length, resolved.layout.global_batch_size
+    end = args.first_sample + length.samples
+    notes = [f"--batch_schedule: the run ends before its global batch has {size} samples"
+             for first, size in length.batch_sizes.stages if first >= end]
+    if args.lr_scaling is not None:
+        rate = resolved.get("optimizer.params.lr")
+        factor = rate_factor(args.lr_scaling, batch=batch, reference_batch=args.lr_reference_batch)
+        notes.append(f"--lr_scaling {args.lr_scaling}: the peak learning rate is {rate / factor:g} x {factor:g} = "
+                     f"{rate:g}, for a global batch of {batch} instead of {args.lr_reference_batch}")
+    return notes
 
 
 def _speed_notes(resolved: ResolvedConfig) -> list[str]:

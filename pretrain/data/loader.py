@@ -45,6 +45,9 @@ class Loader:
     these cases `step` sums the number of unmasked tokens over the data-parallel ranks, in the calling thread. The model
     gets an end-of-document token, or 0, in place of PADDING.
 
+    With `batch_size_at`, the step at `consumed` has `batch_size_at(consumed)` samples instead of global_batch_size, and
+    gas changes with it.
+
     With `seq_length_at`, each sample of the step at `consumed` is divided into sequences of `seq_length_at(consumed)`
     tokens, which must divide seq_length.
 
@@ -55,14 +58,16 @@ class Loader:
     def __init__(self, dataset: SampleDataset, *, micro_batch_size: int, gradient_accumulation_steps: int,
                  data_parallel_rank: int = 0, data_parallel_size: int = 1, eod_token: int | None = None,
                  sum_over_data_parallel: Callable[[float], float] = float,
+                 batch_size_at: Callable[[int], int] | None = None,
                  seq_length_at: Callable[[int], int] | None = None, document_end: int | None = None,
                  pin_memory: bool = False) -> None:
         assert 0 <= data_parallel_rank < data_parallel_size
         self.dataset = dataset
-        self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
+        self.micro_batch_size = micro_batch_size
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * data_parallel_size
         self._eod_token, self._sum_over_data_parallel, self._pin_memory = eod_token, sum_over_data_parallel, pin_memory
+        self._batch_size_at = batch_size_at or (lambda consumed_samples: self.global_batch_size)
         self._seq_length_at = seq_length_at
         self._document_end = document_end
         self._is_masked = eod_token is not None or dataset.has_padding
@@ -79,10 +84,11 @@ class Loader:
             future = self._reader.submit(self._read, consumed_samples)
         self._prefetched = None
         read = future.result()
-        next_consumed_samples = consumed_samples + self.global_batch_size
+        next_consumed_samples = consumed_samples + self._batch_size_at(consumed_samples)
         self._prefetched = next_consumed_samples, self._reader.submit(self._read, next_consumed_samples)
         if self._is_masked:
-            read.weights.mul_(self._scale(self._sum_over_data_parallel(read.unmasked_tokens)))
+            total_tokens = self._sum_over_data_parallel(read.unmasked_tokens)
+            read.weights.mul_(self._scale(total_tokens, len(read.micro_batches)))
         return read.micro_batches
 
     def close(self) -> None:
@@ -91,8 +97,9 @@ class Loader:
 
     def _read(self, consumed_samples: int) -> _Step:
         """Read all samples of a step at once. The micro-batches are contiguous slices of one buffer per tensor."""
+        steps = self._batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
         length = self.dataset.seq_length if self._seq_length_at is None else self._seq_length_at(consumed_samples)
-        samples = self.dataset.samples(self._own_samples(consumed_samples))
+        samples = self.dataset.samples(self._own_samples(consumed_samples, steps))
         tokens, labels = (torch.from_numpy(part.astype(np.int64)).view(-1, length)
                           for part in (samples[:, :-1], samples[:, 1:]))
         if self._is_masked:
@@ -100,14 +107,13 @@ class Loader:
             unmasked_tokens = float(weights.sum())
         else:
             unmasked_tokens = float(tokens.numel())
-            total_tokens = float(self.global_batch_size * self.dataset.seq_length)
-            weights = torch.full(tokens.shape, self._scale(total_tokens))
+            weights = torch.full(tokens.shape, self._scale(unmasked_tokens * self.data_parallel_size, steps))
         columns = [tokens, labels, weights]
         if self._document_end is not None:
             columns.append(torch.from_numpy(document_positions(tokens.numpy(), self._document_end)))
         if self._pin_memory:
             columns = [column.pin_memory() for column in columns]
-        parts = zip(*(column.chunk(self.gradient_accumulation_steps) for column in columns), strict=True)
+        parts = zip(*(column.chunk(steps) for column in columns), strict=True)
         micro_batches: list[MicroBatch] = [
             ((tokens_BT, *positions) if positions else tokens_BT, (labels_BT, weights_BT))
             for tokens_BT, labels_BT, weights_BT, *positions in parts]
@@ -122,18 +128,18 @@ class Loader:
             column.masked_fill_(column == PADDING, self._padding_token)
         return weights
 
-    def _own_samples(self, consumed_samples: int) -> npt.NDArray[np.int64]:
-        """Return the indices of the samples of this rank, micro-batch after micro-batch."""
-        own = np.arange(self.gradient_accumulation_steps) * self.data_parallel_size + self.data_parallel_rank
+    def _own_samples(self, consumed_samples: int, steps: int) -> npt.NDArray[np.int64]:
+        """Return the indices of this rank's samples in `steps` micro-batches, one micro-batch after the other."""
+        own = np.arange(steps) * self.data_parallel_size + self.data_parallel_rank
         return (consumed_samples + own[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)).reshape(-1)
 
-    def _scale(self, total_tokens: float) -> float:
-        """Return the weight of an unmasked token; `total_tokens` counts those of the global batch.
+    def _scale(self, total_tokens: float, steps: int) -> float:
+        """Return the weight of an unmasked token. `total_tokens` counts those of `steps` micro-batches on all ranks.
 
         The loss is normalized only here. The engine then takes the mean over micro-batches and data-parallel ranks.
         """
         # A global batch without unmasked tokens has loss 0 instead of NaN.
-        return self.gradient_accumulation_steps * self.data_parallel_size / max(total_tokens, 1.0)
+        return steps * self.data_parallel_size / max(total_tokens, 1.0)
 
 
 def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBatch]]:

@@ -19,6 +19,7 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
     Returns:
         Mean loss over the unmasked tokens of the global batch, before the update: a scalar on the device, on each rank.
     """
+    _set_accumulation_steps(engine, len(micro_batches))
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)
         return engine.train_batch(iter(micro_batches)).reshape(())
@@ -31,6 +32,19 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
 
     engine.train()
     return _mean_loss(engine, micro_batches, step)
+
+
+def _set_accumulation_steps(engine: DeepSpeedEngine, steps: int) -> None:
+    """Make the engine divide gradients by this number of micro-batches, and update after it."""
+    current = engine.gradient_accumulation_steps()
+    if steps == current:
+        return
+    engine.set_train_batch_size(engine.train_batch_size() // current * steps)
+    engine.tput_timer.batch_size = engine.train_batch_size()
+    # DeepSpeed 0.19.8 (runtime/engine.py, is_gradient_accumulation_boundary) updates where the number of micro-batches
+    # since the start is a multiple of the accumulation steps, and set_train_batch_size keeps that number. Without a
+    # reset, the first step of another size would end too early or too late.
+    engine.micro_steps = 0
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
     folder.event("start", step=first_step, world_size=world.size)
+    stages = plan.length.batch_sizes.stages
+    batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"
     screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout_text(plan.layout)}; global batch "
-                f"{plan.layout.global_batch_size} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+                f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     for note in plan.notes:
         screen.line(f"note: {note}")
     for warning in warnings:

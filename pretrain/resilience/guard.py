@@ -180,7 +180,7 @@ class Guard:
 
         A blend has these numbers for each source that gave samples.
         """
-        first, dataset = step.consumed_samples - self._plan.layout.global_batch_size, self._plan.datasets["train"]
+        first, dataset = self._first_sample(step), self._plan.datasets["train"]
         found: dict[str, object] = {"samples": [first, step.consumed_samples]}
         if not isinstance(dataset, BlendedSamples):
             epoch, position = divmod(first, dataset.samples_per_epoch)
@@ -195,7 +195,10 @@ class Guard:
         return {**found, "sources": sources}
 
     def _samples_text(self, step: _Step) -> str:
-        return f"samples {step.consumed_samples - self._plan.layout.global_batch_size} to {step.consumed_samples - 1}"
+        return f"samples {self._first_sample(step)} to {step.consumed_samples - 1}"
+
+    def _first_sample(self, step: _Step) -> int:
+        return step.consumed_samples - self._plan.length.batch_sizes.ending_at(step.consumed_samples)
 
 
 def _bad_steps(reason: str, steps: Sequence[_Step]) -> BadSteps:

@@ -50,7 +50,8 @@ def roll_back(engine: DeepSpeedEngine, plan: Plan, saver: Saver, folder: RunFold
                           "correct the cause, for example with a lower learning rate, or save more often "
                           "(--save_interval)" + (", or use --spike_policy warn" if bad.is_spike else ""))
     target, manifest = found
-    consumed_samples = bad.consumed_samples + plan.args.rollback_skip_steps * plan.layout.global_batch_size
+    consumed_samples = plan.length.batch_sizes.samples_after(plan.args.rollback_skip_steps,
+                                                             first_sample=bad.consumed_samples)
     rollback = Rollback(
         time=time.time(), reason=bad.reason, bad_step=bad.first_step, last_step=bad.last_step, to_step=manifest.step,
         save_id=manifest.save_id, first_sample=manifest.consumed_samples, consumed_samples=consumed_samples,

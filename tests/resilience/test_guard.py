@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.config.schedules.length import RunLength
+from pretrain.data.datasets.batch_sizes import fixed_batch
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.engine.update_guard import FP16_OVERFLOW, NON_FINITE_GRADIENT, NON_FINITE_LOSS, VETO, SkippedUpdate
 from pretrain.errors import GuardError
@@ -26,7 +28,7 @@ class Run:
     def __init__(self, folder: Path, train: Any = None, **flags: Any) -> None:
         args = SimpleNamespace(**{"spike_window": 16, "spike_threshold": 6.0, "spike_policy": "warn",
                                   "max_bad_steps": 3, **flags})
-        plan: Any = SimpleNamespace(args=args, last_step=10_000, layout=SimpleNamespace(global_batch_size=8),
+        plan: Any = SimpleNamespace(args=args, last_step=10_000, length=RunLength(10_000, fixed_batch(8), seq_length=4),
                                     datasets={"train": train or SimpleNamespace(samples_per_epoch=50)})
         self.engine: Any = SimpleNamespace(device=torch.device("cpu"), update_guard=SimpleNamespace(skipped=None),
                                            fp16_enabled=lambda: False)

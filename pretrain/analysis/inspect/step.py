@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from pretrain.analysis.inspect.recorded_step import StepPosition
+from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
 from pretrain.data.datasets.seq_lengths import parse_seq_lengths
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.data.run_data import RunData
@@ -32,6 +33,7 @@ def read_step(found: StepPosition, data: RunData) -> StepTensors:
     # one rank with the micro-batches of all: the normalization of the loss weights is the same
     loader = Loader(data.datasets["train"], micro_batch_size=sizes["micro_batch_size"],
                     gradient_accumulation_steps=sizes["gradient_accumulation_steps"] * ranks,
+                    batch_size_at=recorded_batch_sizes(found.start).at,
                     eod_token=data.eod_token if flags.get("eod_mask_loss") else None, seq_length_at=lengths.at,
                     document_end=data.eod_token if flags.get("document_attention") else None)
     batches = loader.step(found.consumed_samples)

@@ -5,8 +5,9 @@ the batch sizes, and a resume or a rollback finds the same batch sizes at the sa
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pretrain.data.datasets.token_count import parse_token_count
 from pretrain.errors import ConfigError
@@ -29,6 +30,16 @@ class BatchSizes:
     def at(self, consumed_samples: int) -> int:
         """Return the batch size of the step that begins at this sample."""
         return next(size for first, size in reversed(self.stages) if first <= consumed_samples)
+
+    def ending_at(self, consumed_samples: int) -> int:
+        """Return the batch size of the step after which this many samples are consumed.
+
+        There is only one such step: where the sizes rise, a larger step would begin earlier, in an earlier stage. If no
+        step ends here, return the size at the sample before.
+        """
+        sizes = [size for _, size in self.stages
+                 if size <= consumed_samples and self.at(consumed_samples - size) == size]
+        return sizes[0] if sizes else self.at(max(consumed_samples - 1, 0))
 
     def samples_after(self, steps: int, *, first_sample: int = 0) -> int:
         """Return the data position after this number of steps from `first_sample`."""
@@ -63,6 +74,14 @@ class BatchSizes:
 def fixed_batch(size: int) -> BatchSizes:
     """Return the batch sizes of a run without --batch_schedule."""
     return BatchSizes(((0, size),))
+
+
+def recorded_batch_sizes(start: Mapping[str, Any]) -> BatchSizes:
+    """Return the batch sizes of a start in run.json. Raises KeyError, TypeError or ValueError if it is damaged."""
+    flags = start["flags"]
+    if flags.get("batch_schedule") is None:
+        return fixed_batch(int(start["batch"]["global_batch_size"]))
+    return parse_batch_sizes(flags["batch_schedule"], seq_length=flags["seq_length"])
 
 
 def parse_batch_sizes(text: str, *, seq_length: int) -> BatchSizes:
