@@ -70,7 +70,7 @@ def steps(engine: deepspeed.DeepSpeedEngine, plan: Plan, first: int, last: int) 
     rows: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": [], "loss_scale": [], "skipped": []}
     for step in range(first, last):
         rows["lr"].append(learning_rate(engine))
-        rows["loss"].append(float(train_batch(engine, loader.step(step * plan.layout.global_batch_size))))
+        rows["loss"].append(float(train_batch(engine, loader.step(plan.length.samples_after(step)))))
         rows["grad_norm"].append(grad_norm(engine))
         rows["loss_scale"].append(loss_scale(engine))
         rows["skipped"].append(engine.skipped_steps)
