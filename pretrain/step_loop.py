@@ -60,7 +60,7 @@ class StepLoop:
         Returns the last step that was trained, and why the run was stopped, or "".
         """
         step, steps_here, request = first_step, 0, Request()
-        self.meter.restart(step)
+        self.meter.restart(step, consumed_samples)
         while step < self.plan.last_step and not request.stop:
             step, steps_here = step + 1, steps_here + 1
             self.profiler.before_step(step)
@@ -112,17 +112,17 @@ class StepLoop:
                                            bad)
         self.guard.return_to(step)
         self.replicas.check(step, force=True)
-        self.meter.restart(step)
+        self.meter.restart(step, consumed_samples)
         return step, consumed_samples
 
     def _save(self, step: int, consumed_samples: int, eval_loss: float | None, *, wait: bool) -> None:
         self.watchdog.enter("save", step)
-        self.replicas.check(step, force=True)
-        self.lock.confirm(now=True)
-        # a checkpoint between bad steps has the weights from before them: it must not replace those to roll back to
-        self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
-                        prune=not self.guard.in_bad_steps)
-        self.meter.restart(step)
+        with self.meter.outside_steps("save"):
+            self.replicas.check(step, force=True)
+            self.lock.confirm(now=True)
+            # a checkpoint between bad steps has the weights from before them: it must not replace those to roll back to
+            self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
+                            prune=not self.guard.in_bad_steps)
 
     def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
         if not self._is_due(step, self.plan.args.eval_interval):
@@ -137,9 +137,10 @@ class StepLoop:
         losses: dict[str, float] = {}
         for name in names_of_split(self.loaders, split):
             self.meter.screen.status(f"step {step}/{self.plan.train_steps}  evaluating on {name} data")
-            loss = evaluate(self.engine, self.loaders[name], self.plan.args.eval_steps,
-                            before_batch=lambda: self.watchdog.enter("eval", step))
-            losses[name] = self.meter.log_eval(step, name, float(loss), consumed_samples)
+            with self.meter.outside_steps("eval"):
+                loss = float(evaluate(self.engine, self.loaders[name], self.plan.args.eval_steps,
+                                      before_batch=lambda: self.watchdog.enter("eval", step)))
+            losses[name] = self.meter.log_eval(step, name, loss, consumed_samples)
         if losses and split not in losses:
             return self.meter.log_eval(step, split, sum(losses.values()) / len(losses), consumed_samples,
                                        num_sets=len(losses))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pretrain.analysis.sanity.start import check_before_start
+from pretrain.checkpoint.format.fragments import owned_weights
 from pretrain.checkpoint.load.agree import agree_on_checkpoint, agree_on_data
 from pretrain.checkpoint.load.init_from import InitialWeights, origin_of
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
@@ -121,8 +122,9 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     engine, resume = start.engine, start.resume
     folder = RunFolder(Path(plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm,
                        warn=screen.line)
-    meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step)
-    profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart,
+    meter = Meter(plan, engine, folder, screen, rank=world.rank, first_step=start.step,
+                  owned_weights=functools.partial(owned_weights, engine))
+    profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
                         before_write=functools.partial(guards.watchdog.enter, "save"))
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,

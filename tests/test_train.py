@@ -17,7 +17,10 @@ from tests.support.launch import ROOT, free_port, train_ranks
 
 METRICS = {"step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
            "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
-           "memory_bytes", "peak_memory_bytes", "eta_seconds"}
+           "memory_bytes", "peak_memory_bytes", "eta_seconds", "global_batch_size", "loss_max", "grad_norm_max",
+           "clip_rate", "clip_norm", "param_norm", "update_ratio", "tflops_exact_per_device", "mfu_exact",
+           "forward_time_ms", "backward_time_ms", "reduce_time_ms", "optimizer_time_ms", "save_time_ms",
+           "eval_time_ms", "pipeline_bubble", "host_memory_bytes", "power_watts", "goodput"}
 CONFIG = ROOT / "ds_configs" / "pipeline2_zero1_bf16.json"
 
 

@@ -11,6 +11,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.data.loader import MicroBatch
+from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, phase_timers
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
@@ -20,18 +21,28 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
         Mean loss over the unmasked tokens of the global batch, before the update: a scalar on the device, on each rank.
     """
     _set_accumulation_steps(engine, len(micro_batches))
+    timers = phase_timers(engine)
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)
-        return engine.train_batch(iter(micro_batches)).reshape(())
+        with timers.training_step():
+            loss = engine.train_batch(iter(micro_batches)).reshape(())
+        _keep_rank_loss(engine, engine.dp_group_loss.reshape(()), micro_batches)
+        return loss
 
     def step(*inputs: torch.Tensor) -> torch.Tensor:
+        timers.enter(FORWARD)
         loss: torch.Tensor = engine(*inputs)
+        timers.enter(BACKWARD)
         engine.backward(loss)
+        timers.enter(OPTIMIZER)
         engine.step()
         return loss.detach()
 
     engine.train()
-    return _mean_loss(engine, micro_batches, step)
+    with timers.training_step():
+        own_mean = _mean_over_micro_batches(engine, micro_batches, step)
+    _keep_rank_loss(engine, own_mean, micro_batches)
+    return _mean_over_data_parallel(engine, own_mean)
 
 
 def _set_accumulation_steps(engine: DeepSpeedEngine, steps: int) -> None:
@@ -54,7 +65,7 @@ def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torc
         _fit_buffers(engine, micro_batches)
         return engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches)).reshape(())
     engine.eval()
-    return _mean_loss(engine, micro_batches, engine)
+    return _mean_over_data_parallel(engine, _mean_over_micro_batches(engine, micro_batches, engine))
 
 
 def _fit_buffers(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> None:
@@ -65,21 +76,42 @@ def _fit_buffers(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> Non
     engine.last_shape = shape
 
 
-def _mean_loss(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
-               loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return the mean of `loss_of(tokens, labels, weights)` over micro-batches and data-parallel ranks.
+def _mean_over_micro_batches(engine: DeepSpeedEngine, micro_batches: list[MicroBatch],
+                             loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return the mean of `loss_of(tokens, labels, weights)` over this rank's micro-batches.
 
     With document attention, the positions are a fourth argument.
-
-    PipelineEngine computes the same mean of the losses. Every engine computes the same mean of the gradients. The
-    Loader's weights rely on this.
     """
     total = torch.zeros((), device=engine.device)
     for batch in micro_batches:
         total += loss_of(*_to_device(engine, batch))
-    mean = total / len(micro_batches)
+    return total / len(micro_batches)
+
+
+def _mean_over_data_parallel(engine: DeepSpeedEngine, own_mean: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the data-parallel ranks of their means over micro-batches.
+
+    PipelineEngine computes the same mean of the losses. Every engine computes the same mean of the gradients. The
+    Loader's weights rely on this.
+    """
+    mean = own_mean.clone()
     torch.distributed.all_reduce(mean, group=engine.data_parallel_group)
     return mean / data_parallel_size(engine)
+
+
+def _keep_rank_loss(engine: DeepSpeedEngine, own_mean: torch.Tensor, micro_batches: list[MicroBatch]) -> None:
+    """Keep the mean loss of this data-parallel rank's own unmasked tokens; see `rank_loss`."""
+    weight = torch.stack([weights_BT.sum() for _, (_, weights_BT) in micro_batches]).mean()  # on the host
+    engine.rank_loss = own_mean / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+
+
+def rank_loss(engine: DeepSpeedEngine) -> torch.Tensor:
+    """Return the last step's mean loss over the unmasked tokens of this data-parallel rank: a scalar on the device.
+
+    All pipeline stages of a data-parallel rank have the same value. It is 0 if all tokens are masked.
+    """
+    loss: torch.Tensor = engine.rank_loss
+    return loss
 
 
 def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> list[torch.Tensor]:

@@ -1,5 +1,8 @@
 """FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
+from dataclasses import replace
+from math import prod
+
 from pretrain.model.config import ModelConfig
 
 
@@ -13,6 +16,31 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     keys = sum(keys_per_query(config.window(index), seq_length) for index in range(config.num_layers))
     blocks = 6.0 * config.layer_parameters() * config.num_layers + 12.0 * config.num_heads * config.head_size * keys
     return blocks + head_flops_per_token(config)
+
+
+def exact_flops_per_token(config: ModelConfig, seq_length: int) -> float:
+    """Return the forward and backward FLOPs of a token in the matrix products that training needs, mean over a sample.
+
+    Unlike `flops_per_token`, it counts the causal half of the attention, and no biases and norms: 6 times the elements
+    of each block's matrices, 6 V D for the output layer, tied or not, and 12 * heads * head size for each key that a
+    query sees. Recomputation is not counted. With --document_attention the documents are not regarded: the number is
+    then an upper limit.
+    """
+    matrices = _matrix_elements(config, num_layers=2) - _matrix_elements(config, num_layers=1)
+    keys = sum(mean_keys_seen(config.window(index), seq_length) for index in range(config.num_layers))
+    return (6.0 * matrices * config.num_layers + 12.0 * config.num_heads * config.head_size * keys
+            + head_flops_per_token(config))
+
+
+def _matrix_elements(config: ModelConfig, *, num_layers: int) -> int:
+    rules = replace(config, num_layers=num_layers).tensors()
+    return sum(prod(rule.shape) for rule in rules if len(rule.shape) == 2)
+
+
+def mean_keys_seen(window: int, seq_length: int) -> float:
+    """Return the mean number of keys that the queries of a sample see: query i of a layer sees min(i, window) keys."""
+    full = keys_per_query(window, seq_length)
+    return full - full * (full - 1) / 2 / seq_length
 
 
 def keys_per_query(window: int, seq_length: int) -> int:

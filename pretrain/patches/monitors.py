@@ -1,16 +1,19 @@
 """Failing monitors and profilers end a run: DeepSpeed does not catch their exceptions, which occur on rank 0 alone.
+And the engines write to the monitors in every step, but not the same values.
 
-Guarded by tests/engine/test_monitors.py.
+Guarded by tests/engine/test_monitors.py and tests/distributed/test_sinks.py.
 """
 
 import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor import monitor as monitors
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 _CLASSES = {"TensorBoardMonitor": "tensorboard", "WandbMonitor": "wandb", "csvMonitor": "csv_monitor",
             "CometMonitor": "comet"}
@@ -26,6 +29,30 @@ def survive_failing_monitors() -> None:
         constructor = getattr(monitors, name)
         if not isinstance(constructor, _Constructor):
             setattr(monitors, name, _Constructor(constructor, block))
+
+
+def take_monitors(engine: DeepSpeedEngine) -> monitors.MonitorMaster:
+    """Return the engine's monitors, and keep the engine from writing to them: the caller writes all values.
+
+    DeepSpeed 0.19.8: both engines write learning rate and loss scale (runtime/engine.py, step; runtime/pipe/engine.py,
+    _exec_optimizer_step). Only PipelineEngine writes losses: train_batch waits for the device in every step, and
+    eval_batch writes one point for each batch of an evaluation, all at the same x. The times that the engine writes
+    with wall_clock_breakdown or the flops profiler still reach the monitors (runtime/engine.py, _write_monitor).
+    """
+    taken: monitors.MonitorMaster = engine.monitor
+    engine.monitor = _ElapsedTimesOnly(taken, enabled=taken.enabled and bool(
+        engine.wall_clock_breakdown() or engine.flops_profiler_enabled()) and not isinstance(engine, PipelineEngine))
+    return taken
+
+
+class _ElapsedTimesOnly:
+    """Stands in for the monitors of an engine. It passes on only the times of the phases that DeepSpeed measures."""
+
+    def __init__(self, monitors_taken: monitors.MonitorMaster, *, enabled: bool) -> None:
+        self._monitors, self.enabled = monitors_taken, enabled
+
+    def write_events(self, events: list[tuple[str, Any, int]]) -> None:
+        self._monitors.write_events([event for event in events if "/elapsed_time_" in event[0]])
 
 
 class _Constructor:
@@ -47,6 +74,8 @@ class _SurvivingMonitor:
             _silence_tensorboard_thread()
         try:
             self._monitor = construct()
+            if block == "csv_monitor":
+                _write_headers_once(self._monitor)
         except Exception as error:  # each service has its own exceptions
             self._drop(error)
 
@@ -61,6 +90,15 @@ class _SurvivingMonitor:
     def _drop(self, error: Exception) -> None:
         self._monitor = None
         _warn(f"{self._block}: the monitor failed", error)
+
+
+def _write_headers_once(monitor: Any) -> None:
+    """Let a resumed run append to its CSV files without a second header.
+
+    DeepSpeed 0.19.8 (monitor/csv_monitor.py, write_events) writes the header whenever this process has not yet written
+    to a file.
+    """
+    monitor.filenames += [path.stem for path in Path(monitor.log_dir).glob("*.csv")]
 
 
 def _silence_tensorboard_thread() -> None:

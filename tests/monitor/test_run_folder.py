@@ -5,7 +5,7 @@ import math
 import resource
 from pathlib import Path
 
-from pretrain.monitor.meter import format_duration
+from pretrain.monitor.lines import format_duration
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
 from pretrain.monitor.write_run_folder import RunFolder
 

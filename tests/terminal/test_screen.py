@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.monitor.meter import row_line
+from pretrain.monitor.lines import row_line
 from tests.support.launch import ROOT, free_port
 from tests.test_train import _environment, _flags, rows
 

@@ -222,3 +222,37 @@ def group_of(engine: DeepSpeedEngine, flat: FlatTensor) -> int:
         return int(engine.optimizer.sub_group_to_group_id[flat.number])
     groups = base_optimizer(engine).param_groups
     return next(i for i, group in enumerate(groups) if any(p is flat.parameter for p in group["params"]))
+
+
+def owned_weights(engine: DeepSpeedEngine) -> list[torch.Tensor] | None:
+    """Return flat views of the weights that this rank counts: over all ranks, each parameter is counted exactly once.
+
+    They are fp32 master weights, wherever the optimizer keeps them. At ZeRO stage 0 each data-parallel rank counts a
+    part of its copy. None while the weights are on NVMe.
+    """
+    replicated = {name for name, p in engine.module.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
+    is_copied = engine.zero_optimization_stage() == 0 and not isinstance(engine.optimizer, BF16_Optimizer)
+    rank, ranks = (dist.get_rank(engine.data_parallel_group), dist.get_world_size(engine.data_parallel_group)) \
+        if is_copied else (0, 1)
+    found = []
+    for flat in flat_tensors(engine):
+        if flat.parameter.numel() < flat.numel:
+            return None
+        for start, stop in _runs(flat, replicated):
+            length = stop - start
+            first, last = start + rank * length // ranks, start + (rank + 1) * length // ranks
+            found.append(flat.parameter.detach().view(-1)[first:last])
+    return found
+
+
+def _runs(flat: FlatTensor, replicated: set[str]) -> list[tuple[int, int]]:
+    """Return the parts of a flat tensor that have weights to count, without padding: (first element, end)."""
+    runs: list[tuple[int, int]] = []
+    for fragment in flat.fragments:
+        if fragment.name in replicated:
+            continue
+        start, stop = fragment.offset, fragment.offset + fragment.length
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return runs

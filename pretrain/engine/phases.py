@@ -1,0 +1,170 @@
+"""Time of the phases of a training step: forward, backward, reduction of gradients, optimizer, waiting in a pipeline.
+
+On a device the times are those between events of its current stream, which are read in logged steps only. On a CPU they
+are wall-clock times.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+FORWARD, BACKWARD, REDUCE, OPTIMIZER = "forward", "backward", "reduce", "optimizer"
+WAIT = "wait"  # of a pipeline stage: sending and receiving activations and gradients
+PHASES = (FORWARD, BACKWARD, REDUCE, OPTIMIZER, WAIT)
+
+_OF_INSTRUCTION = {
+    schedule.LoadMicroBatch: FORWARD, schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD,
+    schedule.SendActivation: WAIT, schedule.RecvActivation: WAIT, schedule.SendGrad: WAIT, schedule.RecvGrad: WAIT,
+    schedule.ReduceTiedGrads: REDUCE, schedule.ReduceGrads: REDUCE, schedule.OptimizerStep: OPTIMIZER,
+}
+
+
+class _Event(Protocol):
+    """A point in time on the device: torch.cuda.Event, or its counterpart of another device."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class HostEvent:
+    """The interface of torch.cuda.Event, with the wall-clock time."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: "HostEvent") -> float:
+        """Return the time from this event to `end_event` in milliseconds."""
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+class PhaseTimers:
+    """Adds up the time of each phase. A phase ends where the next one begins.
+
+    Args:
+        new_event: makes an event.
+    """
+
+    def __init__(self, new_event: Callable[[], _Event]) -> None:
+        self._new_event = new_event
+        self._marks: deque[tuple[str, _Event]] = deque()  # (phase that begins here, time), not yet added up
+        self._free: list[_Event] = []
+        self._milliseconds = dict.fromkeys(PHASES, 0.0)
+        self.current = ""  # "": no phase
+        self._in_step = False
+
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Phases are measured only inside of this context: an evaluation uses the same functions of the engine."""
+        self._in_step = True
+        try:
+            yield
+            self.enter("")
+        finally:
+            self._in_step, self.current = False, ""
+        self._add_up(wait=False)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase. Does not wait for the device."""
+        if not self._in_step or phase == self.current:
+            return
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        self._marks.append((phase, event))
+        self.current = phase
+
+    def take_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each phase since the last call. Waits for the device."""
+        self._add_up(wait=True)
+        taken, self._milliseconds = self._milliseconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _add_up(self, *, wait: bool) -> None:
+        """Add the times between marks that the device has reached: so few events exist, however rare logged steps are.
+
+        The last mark stays: a later one ends its phase.
+        """
+        while len(self._marks) > 1:
+            (phase, start), (_, end) = self._marks[0], self._marks[1]
+            if wait:
+                end.synchronize()
+            elif not end.query():
+                return
+            if phase:
+                self._milliseconds[phase] += start.elapsed_time(end)
+            self._free.append(start)
+            self._marks.popleft()
+
+
+def time_phases(engine: DeepSpeedEngine) -> PhaseTimers:
+    """Measure the phases of the engine's training steps from now on. Call it once, after the patches are applied."""
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    timers = PhaseTimers(HostEvent if on_cpu else lambda: accelerator.Event(enable_timing=True))
+    engine.phase_timers = timers
+    if isinstance(engine, PipelineEngine):
+        engine._INSTRUCTION_MAP = {instruction: _timed(timers, _OF_INSTRUCTION.get(instruction, ""), execute)
+                                   for instruction, execute in engine._INSTRUCTION_MAP.items()}
+    elif not overlaps_reduction(engine):
+        engine.allreduce_gradients = _reduction(timers, engine.allreduce_gradients)
+    return timers
+
+
+def phase_timers(engine: DeepSpeedEngine) -> PhaseTimers:
+    """Return the engine's timers; if its phases are not measured, timers that do nothing."""
+    timers: PhaseTimers = getattr(engine, "phase_timers", _NO_TIMERS)
+    return timers
+
+
+def overlaps_reduction(engine: DeepSpeedEngine) -> bool:
+    """Return whether gradients are reduced during the backward pass, so that the reduction has no time of its own.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py): ZeRO-2 and ZeRO-3 reduce a bucket as soon as it is
+    full; ZeRO-1 does so with overlap_comm.
+    """
+    return engine.zero_optimization_stage() >= 2 or bool(engine.zero_optimization() and engine.zero_overlap_comm())
+
+
+def _timed(timers: PhaseTimers, phase: str, execute: Callable[..., None]) -> Callable[..., None]:
+    """Return the instruction as a function that begins a phase. DeepSpeed binds it to the engine before each call."""
+    def timed(engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
+        timers.enter(phase)
+        execute(engine, *args, **kwargs)
+
+    return timed
+
+
+def _reduction(timers: PhaseTimers, reduce: Callable[..., None]) -> Callable[..., None]:
+    """Return DeepSpeedEngine.allreduce_gradients, which `backward` calls, as a phase of its own."""
+    def timed(*args: Any, **kwargs: Any) -> None:
+        before = timers.current
+        timers.enter(REDUCE)
+        reduce(*args, **kwargs)
+        timers.enter(before)
+
+    return timed
+
+
+class _NoTimers(PhaseTimers):
+    def enter(self, phase: str) -> None:
+        pass
+
+
+_NO_TIMERS = _NoTimers(HostEvent)

@@ -1,0 +1,40 @@
+"""DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) get the values of metrics.jsonl."""
+
+import math
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+
+from pretrain.patches.monitors import take_monitors
+
+Event = tuple[str, float, int]
+"""(name, value, consumed samples)"""
+
+_NAMES = {"loss": "train_loss"}  # DeepSpeed's name
+_NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves
+
+
+class Sinks:
+    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON enables, on rank 0."""
+
+    def __init__(self, engine: DeepSpeedEngine, *, rank: int) -> None:
+        monitors = take_monitors(engine)
+        self._monitors = monitors if monitors.enabled and rank == 0 else None
+
+    def write(self, row: dict[str, Any]) -> None:
+        if self._monitors is not None:
+            self._monitors.write_events(events_of(row))
+
+
+def events_of(row: dict[str, Any]) -> list[Event]:
+    """Return an event for each number of a row. Its x is the number of consumed samples.
+
+    Like metrics.jsonl, which has null for them, the monitors get no NaN and no infinity.
+    """
+    samples = row["consumed_samples"]
+    if "split" in row:
+        names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"}
+    else:
+        names = {key: f"Train/Samples/{_NAMES.get(key, key)}" for key in row if key not in _NOT_SENT}
+    return [(name, row[key], samples) for key, name in names.items()
+            if isinstance(row[key], (int, float)) and math.isfinite(row[key])]
