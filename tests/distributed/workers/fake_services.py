@@ -1,0 +1,25 @@
+"""Fake packages of W&B and Comet, which need accounts. They record what DeepSpeed's monitors send."""
+
+import sys
+import types
+from typing import Any
+
+Sent = dict[str, list[tuple[str, float, int]]]
+"""service -> (name, value, x) of each point"""
+
+
+def install_fake_services() -> Sent:
+    """Make `import wandb` and `import comet_ml` return packages that record. Returns the record, empty at first."""
+    sent: Sent = {"wandb": [], "comet": []}
+
+    def log(data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        del commit
+        sent["wandb"] += [(name, value, step or 0) for name, value in data.items()]
+
+    class Experiment:
+        def __internal_api__log_metric__(self, name: str, value: float, step: int) -> None:
+            sent["comet"].append((name, value, step))
+
+    sys.modules["wandb"] = types.SimpleNamespace(init=lambda **_: None, log=log)  # type: ignore[assignment]
+    sys.modules["comet_ml"] = types.SimpleNamespace(start=lambda **_: Experiment())  # type: ignore[assignment]
+    return sent

@@ -1,0 +1,95 @@
+"""One rank of the tests of metrics: run `trainer.train` for each case, and observe its steps from outside."""
+
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretrain import step_loop, trainer
+from pretrain.distributed.collectives import gather
+from pretrain.distributed.process import ROOT
+from pretrain.distributed.world import running_environment
+from pretrain.engine.steps import grad_norm, train_batch
+from pretrain.resilience.launcher_watch import LauncherWatch
+from pretrain.resilience.rank_guards import rank_guards
+from pretrain.resilience.watchdog import NO_LIMITS
+from tests.distributed.workers.fake_services import install_fake_services
+from tests.distributed.workers.worker import Case, start_of
+from tests.support.cases_loop import each_case
+
+WAITS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__format__")
+
+
+class Observer:
+    """Observes the steps of a run. It computes norms from the full parameters, where a rank has them in fp32."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.param_norms: list[float] = []
+        self.update_ratios: list[float] = []
+        self.waits: list[dict[str, int]] = []  # for each step: who waited for the device
+        self._calls: Counter[str] = Counter()
+
+    def train_batch(self, engine: Any, micro_batches: Any) -> torch.Tensor:
+        if self.norms:
+            self.waits.append(dict(self._calls))
+        before = self._copy(engine)
+        self._calls.clear()
+        loss = train_batch(engine, micro_batches)
+        calls = self._calls.copy()
+        self.norms.append(grad_norm(engine))
+        if before is not None:
+            after = self._copy(engine)
+            self.param_norms.append(float(after.norm()))
+            self.update_ratios.append(float((after - before).norm() / before.norm()))
+        self._calls = calls  # continues until the next step
+        return loss
+
+    def _copy(self, engine: Any) -> Any:
+        if engine.zero_optimization_stage() > 0 or (engine.pipeline_parallelism and engine.num_stages > 1):
+            return None
+        return torch.cat([weight.detach().double().flatten() for weight in engine.module.parameters()])
+
+    def count(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Return the method of torch.Tensor, counting each call by the function of this project that called it."""
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(f"{ROOT}/pretrain/")]
+            if stack:
+                place = Path(stack[-1].filename).relative_to(ROOT / "pretrain")
+                self._calls[f"{place}:{stack[-1].name}:{name}"] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train the case. Return what each rank observed."""
+    observer, methods = Observer(), {name: getattr(torch.Tensor, name) for name in WAITS}
+    step_loop.train_batch = observer.train_batch
+    start, world = start_of(case), running_environment()
+    sent = install_fake_services()
+    try:
+        if case.get("count_waits"):
+            for name, method in methods.items():
+                setattr(torch.Tensor, name, observer.count(method, name))
+        with rank_guards(Path(start.plan.args.save), world, NO_LIMITS, LauncherWatch(world)) as guards:
+            callbacks = step_loop.StepCallbacks(lambda step, engine: None, lambda step, report: None)
+            code = trainer.train(start.plan, world, callbacks, guards, start.weights)
+    finally:
+        for name, method in methods.items():
+            setattr(torch.Tensor, name, method)
+    return {"code": code, "norms": observer.norms, "param_norms": observer.param_norms,
+            "update_ratios": observer.update_ratios, "waits": gather(observer.waits), "sent": sent}
+
+
+if __name__ == "__main__":
+    trainer.init_process_group = lambda world, timeout_s: None
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    each_case(run)
+    destroy()
+    sys.exit(0)
