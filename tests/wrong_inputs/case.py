@@ -120,6 +120,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/checkpoint.py consolidate": ["{world}/done", "{world}/out"],
     "tools/checkpoint.py diff": ["{world}/done", "{world}/done"],
     "tools/import_hf.py": ["{world}/hf", "--output", "{world}/out"],
+    "tools/average_checkpoints.py": ["{world}/done", "--last", "2", "--output", "{world}/out"],
     "tools/export_hf.py": ["{world}/done", "--output", "{world}/out"],
     "tools/generate.py": ["{world}/done"],
     "tools/evaluate.py": ["{world}/done", "--data", "{world}/plain"],

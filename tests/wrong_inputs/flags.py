@@ -143,6 +143,12 @@ def _weights_cases() -> Iterator[Case]:
             ("tokenizer.json", tokenizer, "its largest token is 320, and the model has only 320"),
             ("tokenizer.model", b"nonsense", "tokenizer.model")):
         yield Case(f"{program} {file}", program, tuple(TOOLS[program]), culprit, ((f"hf/{file}", content),))
+    program = "tools/average_checkpoints.py"
+    for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
+        yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))
+    for what, path in {**UNWRITABLE, "file": "{world}/file", "other folder": "{world}/hf",
+                       "other step": "{world}/global_step3"}.items():
+        yield Case(f"{program} to {what}", program, (*TOOLS[program][:-1], path), _name_of(path))
     program = "tools/export_hf.py"
     for what, path in {**UNREADABLE, "file": "{world}/file"}.items():
         yield Case(f"{program} {what}", program, (path, *TOOLS[program][1:]), _name_of(path))

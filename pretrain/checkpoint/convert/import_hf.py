@@ -3,23 +3,16 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from pretrain.checkpoint.convert.new_folder import check_free_space, new_folder
-from pretrain.checkpoint.convert.write_weights import (
-    CHUNK_NUMEL,
-    PlannedTensor,
-    all_finite,
-    copy_rows,
-    file_names,
-    shards_of,
-    write_shards,
-)
-from pretrain.checkpoint.format.files import FileRecord, sha256_of
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, step_of
+from pretrain.checkpoint.convert.weights_checkpoint import write_weights_checkpoint
+from pretrain.checkpoint.convert.write_weights import CHUNK_NUMEL, PlannedTensor, all_finite, copy_rows
+from pretrain.checkpoint.format.files import FileRecord
+from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.hf_folder import HFFolder, HFWeights
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.checkpoint.load.hf_tokenizer import HFTokenizer
@@ -30,8 +23,6 @@ from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
 from pretrain.monitor.write_run_folder import versions
 from pretrain.terminal.progress import ProgressBar
 
-_SHARD_BYTES = 5 * 10**9
-_INDEX = "shard_index_rank_00000.json"
 _SOURCE = "imported_from.json"  # folder, and size and SHA-256 of each file that was imported
 
 
@@ -61,17 +52,10 @@ def import_hf(found: HFFolder, out: Path, tokenizer: HFTokenizer | None) -> None
 def _write_checkpoint(folder: Path, found: HFFolder, source: dict[str, FileRecord], fingerprint: str | None) -> None:
     weights = HFWeights(found)
     planned = [PlannedTensor(name, weights.dtype(name), shape) for name, shape in weights.shapes.items()]
-    groups = shards_of(planned, _SHARD_BYTES)
-    # not "model": transformers must not load these files, whose tensors have our names
-    shards = dict(zip(file_names("weights", len(groups)), groups, strict=True))
-    records = write_shards(folder, shards, _chunks(weights, planned))
-    (folder / _INDEX).write_text(_index_json(shards))
-    (folder / _SOURCE).write_text(json.dumps({
-        "folder": str(found.folder.absolute()), "files": {name: asdict(record) for name, record in source.items()}},
-        indent=1))
-    for name in (_INDEX, _SOURCE):
-        records[name] = FileRecord((folder / name).stat().st_size, sha256_of(folder / name))
-    (folder / MANIFEST).write_text(replace(_manifest(found, fingerprint), files=records).to_json())
+    record = json.dumps({"folder": str(found.folder.absolute()),
+                         "files": {name: asdict(file) for name, file in source.items()}}, indent=1)
+    write_weights_checkpoint(folder, planned, _chunks(weights, planned), _manifest(found, fingerprint),
+                             {_SOURCE: record})
 
 
 def _chunks(weights: HFWeights, planned: list[PlannedTensor]) -> Iterator[torch.Tensor]:
@@ -101,14 +85,6 @@ def _chunks_of(weights: HFWeights, name: str, buffer: torch.Tensor) -> Iterator[
         yield from copy_rows(matrix, buffer, their_rows_in_our_order(rule, weights.config))
     else:
         yield from copy_rows(weights.stored(name).view(rule.shape[0], -1), buffer)
-
-
-def _index_json(shards: dict[str, list[PlannedTensor]]) -> str:
-    """Return the text of the checkpoint's shard index. `format/shard_index.py` describes its keys."""
-    entries = [{"group": 0, "weights": [file, [tensor.name]], "states": [file, []], "elementwise": [], "scalars": {},
-                "other": [], "fragments": [[tensor.name, tensor.shape, 0, tensor.num_elements, 0]]}
-               for file, tensors in shards.items() for tensor in tensors]
-    return json.dumps({"optimizer": "", "groups": [{}], "tensors": entries}, separators=(",", ":"))
 
 
 def _manifest(found: HFFolder, fingerprint: str | None) -> Manifest:

@@ -48,8 +48,11 @@ def model_card(plan: ExportPlan) -> str:
     name, config = plan.out.absolute().name, plan.config
     tokenizer = plan.tokenizer is not None
     versions = {**plan.manifest.versions, "git commit": _start(plan).get("git_commit")}
-    origin = "imported into ds-pretrain and exported without training" if plan.manifest.weights_only else \
-        "pretrained with ds-pretrain and DeepSpeed"
+    origin = "pretrained with ds-pretrain and DeepSpeed"
+    if plan.manifest.averaged:
+        origin = f"the average of {len(plan.manifest.averaged)} checkpoints that ds-pretrain and DeepSpeed trained"
+    elif plan.manifest.weights_only:
+        origin = "imported into ds-pretrain and exported without training"
     base = _origin(plan)
     return _CARD.format(
         base_model=f"base_model: {base}\n" if base and is_repository(base) else "",
@@ -70,6 +73,10 @@ def _model_facts(plan: ExportPlan) -> dict[str, Any]:
 
 def _training_facts(plan: ExportPlan) -> dict[str, Any]:
     manifest, start = plan.manifest, _start(plan)
+    if manifest.averaged:
+        return {"average of checkpoints": ", ".join(
+            f"{source['weight']:.4g} x step {source['step']:,}" for source in manifest.averaged),
+            "initial weights": _origin(plan) or "random"}
     if manifest.weights_only:
         return {"training": "none by this program", "weights": _origin(plan)}
     tokens = manifest.consumed_samples * manifest.seq_length

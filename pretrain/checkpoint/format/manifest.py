@@ -65,6 +65,7 @@ class Manifest:
     finite: bool | None = None  # whether weights and optimizer states have neither NaN nor infinity; None: not recorded
     weights_only: bool = False  # the checkpoint has no optimizer states and no data position: imported weights
     origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
+    averaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints whose average this is: see plan_average
     data: dict[str, Any] | None = None  # of data.dataset.SampleDataset.record; None: an older manifest
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
@@ -89,8 +90,8 @@ class Manifest:
     def to_json(self) -> str:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         values = asdict(self)
-        empty = {"no_weight_decay": [], "initialization": {}, "dropouts": {}, "weights_only": False, "origin": None,
-                 "finite": None, "data": None, "document_attention": False}
+        empty = {"no_weight_decay": [], "averaged": [], "initialization": {}, "dropouts": {}, "weights_only": False,
+                 "origin": None, "finite": None, "data": None, "document_attention": False}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
