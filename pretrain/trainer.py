@@ -50,10 +50,10 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     Without a checkpoint, the run begins with `weights`, or with random weights if this is None.
     """
     resume = _connect(plan, world, guards.watchdog, weights)
-    if resume is not None and resume.manifest.step >= plan.last_step:
-        return _report_complete(plan, resume)
+    if resume is not None and resume.manifest.step >= resume.plan.last_step:
+        return _report_complete(resume.plan, resume)
     if resume is not None:
-        plan = replace(plan, origin=origin_of(resume.folder, resume.manifest))
+        plan = replace(resume.plan, origin=origin_of(resume.folder, resume.manifest))
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)
@@ -133,6 +133,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     # after `Requests`: who waits for the start's event may send a signal, which must then be a request to save
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
+                   is_branch=resume is not None and resume.branch is not None,
                    warnings=resume.warnings if resume else ())
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)

@@ -1,11 +1,12 @@
 """Validate a run before it is launched: flags, model, JSON, data, world size and device together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
+from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.flags.check_flags import check_flags, check_folders
 from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
@@ -44,6 +45,9 @@ class Plan:
     seq_lengths: SeqLengths  # of training; evaluations always use --seq_length
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
+    schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned the learning rates
+    overrides: tuple[dict[str, Any], ...] = ()  # changes by --override so far: Change.record
+    lineage: tuple[dict[str, Any], ...] = ()  # branches that led to this run, the oldest first: Branch.record
     origin: Origin | None = None  # source of the weights at step 0; None: random weights
 
     @property
@@ -122,7 +126,16 @@ def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) 
                 length=resolved.length, datasets=data.datasets, tokenizer=data.tokenizer,
                 eod_token=data.eod_token,
                 seq_lengths=parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length),
-                schedule=resolved.schedule, notes=notes)
+                schedule=resolved.schedule, notes=notes, schedule_flags=_schedule_flags(resolved))
+
+
+def _schedule_flags(resolved: ResolvedConfig) -> dict[str, Any]:
+    """Return what the user asked for: the --lr_* flags, or the parameters of the JSON's scheduler that are given."""
+    if resolved.schedule is None:
+        given = resolved.file.get("scheduler.params", {})
+        return {name: value for name, value in given.items() if value != "auto"}
+    names = (f.name for f in fields(ScheduleArguments) if "lr" in f.name.split("_"))
+    return {name: value for name in names if (value := getattr(resolved.args, name)) is not None}
 
 
 def _check_deepspeed() -> None:

@@ -21,6 +21,7 @@ from pretrain.config.validate import Plan
 from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
+from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
@@ -83,6 +84,7 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
     survive_failing_monitors()
     engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
                                       config=plan.ds_config, lr_scheduler=_scheduler(plan))
+    remember_settings(engine, plan.ds_config)
     apply_patches(engine)
     survive_failing_profile(engine)
     if engine.device.type == "cpu":

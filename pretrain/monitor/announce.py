@@ -18,8 +18,11 @@ from pretrain.terminal.screen import Screen
 
 
 def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
-                   resumed_from: Path | None, warnings: Sequence[str]) -> None:
-    """Describe the run, its notes, and the checkpoint or weights that it starts from. Collective."""
+                   resumed_from: Path | None, is_branch: bool, warnings: Sequence[str]) -> None:
+    """Describe the run, its notes, and the checkpoint or weights that it starts from. Collective.
+
+    `is_branch`: the checkpoint `resumed_from` is that of another run.
+    """
     hosts = gather(gethostname())
     if world.rank == 0:
         folder.start(run_record(plan, sorted(set(hosts))))
@@ -38,8 +41,15 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
             screen.line(f"starts from the weights in {plan.origin.folder}")
             folder.event("init", step=0, **asdict(plan.origin))
         return
-    screen.line(f"resumed from {resumed_from}")
-    folder.event("resume", step=first_step, path=str(resumed_from))
+    for change in plan.overrides:
+        if change["step"] == first_step:
+            folder.event("override", **change)
+    if is_branch:
+        screen.line(f"branched from {resumed_from}")
+        folder.event("branch", **plan.lineage[-1])
+    else:
+        screen.line(f"resumed from {resumed_from}")
+        folder.event("resume", step=first_step, path=str(resumed_from))
 
 
 def _layout_text(layout: Layout) -> str:

@@ -31,7 +31,7 @@ class DataWatch:
         sources = plan.datasets["train"].sources
         expected: list[str | None] = [None] * len(sources)
         if resume is not None and not resume.manifest.weights_only and not resume.other_data:
-            expected = expected_sources(resume.manifest, plan)
+            expected = expected_sources(resume.manifest, plan, resume.run)
         if resume is not None and resume.other_data:
             folder.event("other_data", step=resume.manifest.step, reason=resume.other_data)
         origin = f"{resume.folder} was trained on" if resume is not None else ""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from pretrain.checkpoint.load.same_data import HASHED_EVENT, OTHER_BYTES, fallback_path, stored_hashes
+from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
 from pretrain.data.files.background_hash import BackgroundHash
 from pretrain.data.files.hashes import BLOCK_BYTES, DataHashes, hashes_path, write_hashes
@@ -36,7 +37,7 @@ class SourceWatch:
         found = stored_hashes(plan, indexed)
         self._blocks: list[str] = list(found.current.blocks) if found.current is not None else []
         self._reference: tuple[str, ...] = ()  # blocks of an earlier version of the data, which must be the same
-        if found.earlier is not None and found.earlier.sha256 == expected and not plan.args.allow_other_data:
+        if found.earlier is not None and found.earlier.sha256 == expected and not allows_other_data(plan.args):
             self._reference = found.earlier.blocks
         if indexed.hashes is not None and (found.current is None or not found.current.is_complete):
             self._finish(indexed.hashes)  # hashed by `check_same_data`
@@ -101,10 +102,10 @@ class SourceWatch:
         if self._expected is not None and hashes.sha256 != self._expected:
             problem = f"the data has SHA-256 {hashes.sha256[:12]}, and that which {self._origin} has " \
                       f"{self._expected[:12]}"
-            if not self._plan.args.allow_other_data:
+            if not allows_other_data(self._plan.args):
                 self._stop(problem, hashes.sha256)
                 return
-            self._screen.line(f"warning: {self._indexed.bin_path}: {problem}; --allow_other_data: training continues")
+            self._screen.line(f"warning: {self._indexed.bin_path}: {problem}; --override data: training continues")
             self._folder.event("other_data", step=step, reason=problem)
         self._indexed.hashes = hashes
         self._record(hashes.sha256, step)
@@ -122,7 +123,7 @@ class SourceWatch:
         self._end_process()
         self._record(sha256)  # checkpoints that were trained on it do not resume with the restored file
         self._reject(f"{self._indexed.bin_path}: {problem}. No checkpoint was changed. Restore the file and start "
-                     "again, or continue with the changed data by --allow_other_data.")
+                     "again, or continue with the changed data by --override data.")
 
     def _store_unfinished(self) -> None:
         """Store the hashes so far, or take those of another run that has finished."""

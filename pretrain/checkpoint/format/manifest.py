@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.format.files import FileRecord
+from pretrain.config.flags.overrides import RECIPE_FLAGS
 from pretrain.config.initialization import DROPOUTS, initialization_of
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError, printable, shorten
@@ -67,6 +68,11 @@ class Manifest:
     origin: dict[str, str] | None = None  # source of the weights at step 0, see config.saved_model.Origin; None: random
     averaged: list[dict[str, Any]] = field(default_factory=list)  # checkpoints whose average this is: see plan_average
     data: dict[str, Any] | None = None  # of data.dataset.SampleDataset.record; None: an older manifest
+    schedule: dict[str, Any] | None = None  # fields of Schedule, or the JSON's scheduler; None: an older manifest
+    schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned `schedule`
+    recipe: dict[str, Any] = field(default_factory=dict)  # gradient clipping, and the flags in RECIPE_FLAGS
+    overrides: list[dict[str, Any]] = field(default_factory=list)  # changes by --override so far: Change.record
+    lineage: list[dict[str, Any]] = field(default_factory=list)  # branches: Branch.record, the oldest first
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
@@ -91,7 +97,8 @@ class Manifest:
         """Return the text of manifest.json. Its last key is a SHA-256 of all other keys, so any change is detected."""
         values = asdict(self)
         empty = {"no_weight_decay": [], "averaged": [], "initialization": {}, "dropouts": {}, "weights_only": False,
-                 "origin": None, "finite": None, "data": None, "document_attention": False}
+                 "origin": None, "finite": None, "data": None, "document_attention": False, "schedule": None,
+                 "schedule_flags": {}, "recipe": {}, "overrides": [], "lineage": []}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -141,12 +148,27 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),
         dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
         document_attention=layout.document_attention, save_id=save_id,
-        origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record())
+        origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record(),
+        schedule=schedule_record(plan), schedule_flags=plan.schedule_flags, recipe=recipe_of(plan),
+        overrides=list(plan.overrides), lineage=list(plan.lineage))
 
 
 def tokenizer_fingerprint(plan: "Plan") -> str | None:
     """Return the fingerprint of the run's tokenizer; None for a run without --tokenizer."""
     return plan.tokenizer.fingerprint if plan.tokenizer else None
+
+
+def schedule_record(plan: "Plan") -> dict[str, Any]:
+    """Return the learning-rate schedule as JSON values: fields of Schedule, or the JSON's "scheduler" block."""
+    values = plan.ds_config.get("scheduler", {}) if plan.schedule is None else asdict(plan.schedule)
+    record: dict[str, Any] = json.loads(json.dumps(values))  # tuples become lists
+    return record
+
+
+def recipe_of(plan: "Plan") -> dict[str, Any]:
+    """Return gradient clipping and the values of the flags in RECIPE_FLAGS."""
+    return {"gradient_clipping": plan.ds_config.get("gradient_clipping"),
+            **{name: getattr(plan.args, name, None) for name in RECIPE_FLAGS}}
 
 
 def scheduler_source(plan: "Plan") -> str:

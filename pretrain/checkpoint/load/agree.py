@@ -23,6 +23,7 @@ from pretrain.checkpoint.format.manifest import (
 )
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.verify import Advance, files_of_rank, find_damage, unexpected_files
+from pretrain.checkpoint.load.branch import find_branch
 from pretrain.checkpoint.load.resume import Resume, checkpoints_folder, make_resume, reject_overwrite
 from pretrain.checkpoint.save.commit import remove_leftovers, write_latest
 from pretrain.checkpoint.save.mirror import check_mirror, fetch, mirrored_checkpoints, without_credentials
@@ -40,23 +41,31 @@ Candidate = tuple[Path, str] | str  # (folder, text of its manifest.json), or wh
 def agree_on_checkpoint(plan: Plan, log: Callable[[str], None]) -> Resume | None:
     """Return the newest good checkpoint whose files have the hashes of its manifest; None: begin at step 0. Collective.
 
+    Without a checkpoint in run folder and mirror, this is the one of --resume_from, if the flag is given.
+
     Raises ConfigError, on every rank, if no checkpoint can be used although there are some or the mirror has a problem,
     if this run cannot resume from the newest undamaged one, if --resume required finds none, or if --resume never finds
     one.
     """
     candidates = _candidates(plan, log)  # only rank 0 advances this iterator
     errors: list[str] = []
+    folder_of_branch = False
     while (candidate := from_rank_0(lambda: _next(candidates))) is not None:
         if isinstance(candidate, str):
             errors.append(candidate)
             continue
         folder, manifest = candidate[0], Manifest.from_json(candidate[1])
+        folder_of_branch = folder.parent != checkpoints_folder(plan)
         damage = find_damage_together(folder, manifest)
         if not damage:
             reject_foreign_pickles(folder, manifest)
             resume = make_resume(folder, manifest, errors, plan)
+            if resume.branch is not None:  # the folder of the other run is only read
+                return resume
             return replace(resume, warnings=[*resume.warnings, *from_rank_0(partial(_repair_latest, resume))])
         errors += damage
+    if errors and folder_of_branch:
+        raise ConfigError(f"--resume_from {plan.args.resume_from}", problem=errors[0], remedy="use another checkpoint")
     if errors:
         raise no_good_checkpoint(checkpoints_folder(plan), errors)
     if plan.args.resume == "required":
@@ -132,6 +141,11 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
             log(f"fetching {mirrored[step]} from {without_credentials(str(mirror))}")
             yield _fetch_candidate(str(mirror), checkpoints, mirrored[step])
     yield from not_finite_lines(not_finite)
+    if plan.args.resume_from is not None and not local and not mirrored:
+        folder, manifest, notes = find_branch(plan.args)
+        for note in notes:
+            log(note)
+        yield folder, manifest.to_json()
 
 
 def _mirrored_tags(mirror: str | None, checkpoints: Path) -> dict[int, str]:

@@ -73,7 +73,7 @@ def origin_of(folder: Path, manifest: Manifest) -> Origin | None:
         return Origin(**manifest.origin)
     if not manifest.weights_only:
         return None
-    return Origin(os.path.abspath(folder), os.path.abspath(folder), _manifest_fingerprint(manifest))
+    return Origin(os.path.abspath(folder), os.path.abspath(folder), manifest_fingerprint(manifest))
 
 
 def check_origin(init_from: str, folder: Path, manifest: Manifest) -> None:
@@ -107,12 +107,13 @@ def _of_checkpoint(init_from: str, path: Path) -> InitialWeights:
         raise ConfigError(f"--init_from {shorten(init_from)}", problem="the folder holds no checkpoint", remedy=_REMEDY)
     where = f"{folder / MANIFEST}: model"
     model = SavedModel(model_config_from(manifest.model, where), where)
-    origin = Origin(source_name(init_from), os.path.abspath(folder), _manifest_fingerprint(manifest))
+    origin = Origin(source_name(init_from), os.path.abspath(folder), manifest_fingerprint(manifest))
     return InitialWeights((folder, manifest), model, origin, tuple(f"not used for --init_from: {error}"
                                                                    for error in errors))
 
 
-def _manifest_fingerprint(manifest: Manifest) -> str:
+def manifest_fingerprint(manifest: Manifest) -> str:
+    """Return the SHA-256 of a checkpoint's manifest, which has the hashes of all its files."""
     return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 

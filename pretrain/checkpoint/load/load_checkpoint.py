@@ -13,6 +13,7 @@ from pretrain.checkpoint.load.reshard import load_resharded, same_shards, set_lo
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
+from pretrain.engine.group_settings import restore_settings
 from pretrain.patches import checkpoint as checkpoint_patch
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values
@@ -24,7 +25,8 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
 
     If layout and shards are those of the run that wrote the checkpoint, DeepSpeed reads its own files, and the states
     of the random number generators are restored. With the same batch sizes and data, training then continues bit for
-    bit. Otherwise each rank reads the fragments that it needs, and `load_resharded` seeds the generators again.
+    bit. Otherwise each rank reads the fragments that it needs, and `load_resharded` seeds the generators again. The
+    optimizer's settings (rates, betas, weight decay ...) are those of the plan.
     """
     if same_layout(manifest.layout, plan.layout) and same_shards(engine, folder):
         engine.checkpoint_engine = FileEngine()
@@ -37,4 +39,5 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))
     else:
         load_resharded(engine, folder, manifest)
+    restore_settings(engine)
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)

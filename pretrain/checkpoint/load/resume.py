@@ -2,44 +2,52 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_folders,
     newest_good,
-    scheduler_source,
+    tokenizer_fingerprint,
 )
+from pretrain.checkpoint.load.branch import Branch, branch_of, check_same_branch, find_branch
+from pretrain.checkpoint.load.changes import changes_of
 from pretrain.checkpoint.load.init_from import check_origin
+from pretrain.checkpoint.load.kept_schedule import keep_schedule
 from pretrain.checkpoint.load.same_data import (
     blend_note,
     check_same_data,
     check_same_tokenizer,
     evaluation_data_notes,
 )
-from pretrain.config.initialization import initialization_of, reject_initial_values
+from pretrain.config.flags.overrides import OVERRIDES, Change, named_overrides
+from pretrain.config.initialization import reject_initial_values
 from pretrain.config.layout import Layout
 from pretrain.config.saved_model import check_same_parameters
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
-from pretrain.model.init_methods import Initialization
 from pretrain.monitor.read_run_folder import newest_start
-
-_LOSS_FLAGS = ("label_smoothing", "z_loss")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to resume from."""
+    """A checkpoint to resume from, or to branch from."""
 
     folder: Path
     manifest: Manifest
     warnings: list[str]  # about damaged newer checkpoints, and inputs that differ from those of the checkpoint
-    other_data: str = ""  # how the training data differs from the checkpoint's, if --allow_other_data accepts it
+    plan: Plan  # of the run, with the settings that it keeps from the checkpoint
+    other_data: str = ""  # how the training data differs from the checkpoint's, if --override data accepts it
+    changes: tuple[Change, ...] = ()  # settings that --override changes
+    branch: Branch | None = None  # None: the checkpoint belongs to the run folder
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run that wrote the checkpoint."""
+        return self.folder.parent.parent
 
 
 def checkpoints_folder(plan: Plan) -> Path:
@@ -56,19 +64,21 @@ def choose_resume(plan: Plan) -> Resume | None:
     checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
         reject_overwrite(checkpoint_folders(checkpoints))
-        return None
+        return None if plan.args.resume_from is None else make_resume(*find_branch(plan.args), plan)
     try:
         found = newest_good(checkpoints)
     except ConfigError:
         if not has_mirror:
             raise
         return None
-    if found is None:
-        if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
-            raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints}",
-                              remedy="to begin at step 0, use --resume auto")
-        return None
-    return make_resume(*found, plan)
+    if found is not None:
+        return make_resume(*found, plan)
+    if plan.args.resume_from is not None:
+        return make_resume(*find_branch(plan.args), plan)
+    if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
+        raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints}",
+                          remedy="to begin at step 0, use --resume auto")
+    return None
 
 
 def reject_overwrite(found: Sequence[Path | str]) -> None:
@@ -79,18 +89,69 @@ def reject_overwrite(found: Sequence[Path | str]) -> None:
 
 
 def make_resume(folder: Path, manifest: Manifest, warnings: list[str], plan: Plan) -> Resume:
-    """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot resume from it."""
+    """Return the checkpoint with all warnings. Raises ConfigError if the run `plan` cannot continue from it."""
+    branch = None if folder.parent.absolute() == checkpoints_folder(plan).absolute() else branch_of(folder, manifest)
     if plan.args.init_from is not None:
         check_origin(plan.args.init_from, folder, manifest)
+    if plan.args.resume_from is not None and branch is None:
+        check_same_branch(plan.args, folder, manifest)
     if manifest.weights_only:
-        return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)])
-    _check_can_resume(manifest, plan, folder)
+        return Resume(folder, manifest, [*warnings, *_check_weights_only(manifest, plan, folder)], plan)
+    return _continue(Resume(folder, manifest, warnings, plan, branch=branch))
+
+
+def _continue(found: Resume) -> Resume:
+    """Compare the run with a checkpoint that has its state. Returns it with warnings, changes, and its plan."""
+    folder, manifest, named = found.folder, found.manifest, named_overrides(found.plan.args)
+    changes = changes_of(manifest, found.plan, folder, named)
+    plan, schedule_changes = keep_schedule(found.plan, manifest, folder, named)
+    plan = continued_length(plan, manifest, changes)
     if manifest.step >= plan.last_step:
+        if found.branch is not None:
+            raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {plan.last_step}",
+                              remedy="give more --train_steps")
         _reject_other_evaluation_data(plan, manifest.step)
     other_data = check_same_data(manifest, plan, folder)
-    notes = [other_data, blend_note(manifest, plan, folder), check_same_tokenizer(manifest, plan, folder),
-             *evaluation_data_notes(plan), _batch_note(manifest, plan, folder), *_changed_flag_notes(plan)]
-    return Resume(folder, manifest, [*warnings, *filter(None, notes)], other_data)
+    if other_data:
+        changes.append(Change("data", plan.data.train_flag, manifest.data_fingerprint,
+                              plan.datasets["train"].fingerprint))
+    other_tokenizer = check_same_tokenizer(manifest, plan, folder)
+    if other_tokenizer and "data" in named:
+        changes.append(Change("data", "--tokenizer", manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)))
+    named_changes = tuple(change for change in (*changes, *schedule_changes) if change.name in named)
+    notes = [other_data, blend_note(manifest, plan, folder), other_tokenizer,
+             *evaluation_data_notes(plan, found.run), _batch_note(changes, named, folder),
+             *_changed_flag_notes(plan, found.run)]
+    plan = replace(plan, notes=(*plan.notes, *_override_notes(plan, manifest, named, named_changes)),
+                   overrides=(*manifest.overrides, *(change.record(manifest.step) for change in named_changes)),
+                   lineage=(*manifest.lineage, *([found.branch.record()] if found.branch else [])))
+    return replace(found, warnings=[*found.warnings, *filter(None, notes)], plan=plan, other_data=other_data,
+                   changes=named_changes)
+
+
+def continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change]) -> Plan:
+    """Return the plan with the steps that --train_tokens leaves after the global batch size was changed."""
+    batches = [change.record(0) for change in changes] + manifest.overrides
+    if plan.args.train_tokens is None or not any(each["name"] == "batch" for each in batches):
+        return plan
+    end = plan.args.first_sample - (-plan.args.train_tokens // plan.length.seq_length)
+    steps = plan.length.batch_sizes.steps_until(end, first_sample=manifest.consumed_samples)
+    return replace(plan, length=replace(plan.length, train_steps=manifest.step + max(steps, 0)))
+
+
+def _override_notes(plan: Plan, manifest: Manifest, named: frozenset[str],
+                    changes: Sequence[Change]) -> list[str]:
+    """Return a note for each change, and for each name that changes nothing now and has changed nothing before.
+
+    A requeued job repeats its command: its checkpoint has the new values then, and there is nothing to say.
+    """
+    notes = [f"--override {change.name}: {change.setting} was {change.before}, and is {change.now} from step "
+             f"{manifest.step + 1} on" for change in changes if change.name != "data"]
+    idle = named - {change.name for change in changes} - {each["name"] for each in manifest.overrides}
+    if plan.args.allow_other_data and not any("data" in text.split(",") for text in plan.args.override or []):
+        idle -= {"data"}
+    return notes + [f"--override {name} has no effect: {OVERRIDES[name]} is the same as in the checkpoint"
+                    for name in sorted(idle)]
 
 
 def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[str]:
@@ -113,35 +174,6 @@ def same_layout(saved: Layout, current: Layout) -> bool:
     return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)
 
 
-def _check_can_resume(manifest: Manifest, plan: Plan, folder: Path) -> None:
-    """Raise ConfigError if this run has settings that must equal those of the checkpoint. The layout may differ."""
-    # the optimizer's settings are loaded with its state, so changes in the JSON would have no effect
-    optimizer = plan.ds_config["optimizer"]
-    _reject_change(folder, "optimizer", {
-        f"optimizer {key}": (manifest.optimizer.get(key), optimizer.get(key)) for key in ("type", "params")})
-    _reject_change(folder, "weight decay", {
-        "--no_weight_decay": (manifest.no_weight_decay, sorted({*(plan.args.no_weight_decay or ())}))})
-    # both determine the order of the samples: after a change, samples would be repeated or skipped
-    _reject_change(folder, "seed and length", {"--seed": (manifest.seed, plan.args.seed),
-                                               "--seq_length": (manifest.seq_length, plan.layout.seq_length)})
-    # the same weights would compute something else
-    _reject_change(folder, "document attention", {
-        "--document_attention": (manifest.document_attention, plan.layout.document_attention)})
-    # a scheduler cannot load the state of another scheduler
-    _reject_change(folder, "source of the learning rate", {
-        "scheduler of": (manifest.scheduler, scheduler_source(plan))})
-    saved = replace(model_config_from(manifest.model, f"{folder / MANIFEST}: model"), **manifest.dropouts)
-    _reject_change(folder, "model", {
-        f"model {f.name}": (getattr(saved, f.name), getattr(plan.model, f.name))
-        for f in fields(saved) if f.name != "hf_config"})
-    initial, current = Initialization(**manifest.initialization), initialization_of(plan.args)
-    _reject_change(folder, "initialization", {
-        f"--{name}": (value, getattr(current, name)) for name, value in asdict(initial).items()})
-    if plan.args.train_tokens is not None:
-        _reject_change(folder, "batch, or --train_steps instead of --train_tokens", {
-            "global batch size": (manifest.global_batch_size, plan.layout.global_batch_size)})
-
-
 def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
     """Raise ConfigError if a complete run has validation or test data that its last start did not have.
 
@@ -162,20 +194,12 @@ def _reject_other_evaluation_data(plan: Plan, step: int) -> None:
                           remedy=f"python tools/evaluate.py {save} {data} evaluates it")
 
 
-def _reject_change(folder: Path, what: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError if a value of the checkpoint differs from this run's value. `what` names these values."""
-    for name, (saved, current) in pairs.items():
-        if saved != current:
-            raise ConfigError(f"{folder}: {name}", problem=f"{saved} in the checkpoint and {current} in this run",
-                              remedy=f"a resume needs the same {what}: use the saved value, or choose another --save")
-
-
-def _changed_flag_notes(plan: Plan) -> list[str]:
+def _changed_flag_notes(plan: Plan, run: Path) -> list[str]:
     """Return notes on flags that may differ from those of the run's last start."""
     notes = []
     with contextlib.suppress(ConfigError):
-        saved, current = newest_start(Path(plan.args.save))["flags"], plan.args
-        for name, effect in (("seq_length_schedule", ""), *((name, "") for name in _LOSS_FLAGS),
+        saved, current = newest_start(run)["flags"], plan.args
+        for name, effect in (("seq_length_schedule", ""),
                              ("first_sample", "; it has no effect: the run continues after its checkpoint's samples")):
             values = [saved.get(name) or None, getattr(current, name) or None]
             if values[0] != values[1]:
@@ -184,7 +208,8 @@ def _changed_flag_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _batch_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
-    """Return a note if the global batch size is not that of the checkpoint."""
-    saved, current = manifest.global_batch_size, plan.layout.global_batch_size
-    return f"the global batch size was {saved} in {folder.name}, and is {current} now" if saved != current else ""
+def _batch_note(changes: Sequence[Change], named: frozenset[str], folder: Path) -> str:
+    """Return a note if the global batch size changes and --override batch is not given."""
+    return "" if "batch" in named else "".join(
+        f"the global batch size was {change.before} in {folder.name}, and is {change.now} now; --override batch "
+        "records this as intended" for change in changes if change.name == "batch")

@@ -10,6 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint.format.manifest import Manifest, tokenizer_fingerprint
 from pretrain.checkpoint.save.rollbacks import position_after
+from pretrain.config.flags.overrides import allows_other_data
 from pretrain.config.validate import Plan
 from pretrain.data.files.identity import CHECK_S, FoundHashes, check_blocks, find_hashes, hash_if_fast
 from pretrain.data.files.indexed import IndexedDataset
@@ -65,23 +66,23 @@ def check_sampled_blocks(plan: Plan) -> list[str]:
 def check_same_data(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Compare the training data with that of the checkpoint.
 
-    Returns a note if it differs and --allow_other_data accepts this, else "". Raises ConfigError for other data. Large
+    Returns a note if it differs and --override data accepts this, else "". Raises ConfigError for other data. Large
     data that has no hash yet is compared by samples; `resilience.data_watch` hashes and compares it during training.
     """
     problem = _difference(manifest, plan, folder)
     if not problem:
         return ""
-    if plan.args.allow_other_data:
-        return f"{plan.data.train_flag}: {problem}; --allow_other_data: training continues at sample " \
+    if allows_other_data(plan.args):
+        return f"{plan.data.train_flag}: {problem}; --override data: training continues at sample " \
                f"{position_after(folder.parent, manifest):,} of this data"
     raise ConfigError(plan.data.train_flag, problem=problem,
-                      remedy="give the data of the checkpoint, or continue with this data by --allow_other_data")
+                      remedy="give the data of the checkpoint, or continue with this data by --override data")
 
 
 def blend_note(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Return a note if the weights of the blend change after the data position of the checkpoint, else ""."""
     saved, current = (facts.get("proportions") for facts in (manifest.data or {}, plan.datasets["train"].record()))
-    if saved == current or None in (saved, current) or plan.args.allow_other_data:
+    if saved == current or None in (saved, current) or allows_other_data(plan.args):
         return ""
     return f"{folder.name} was trained with the weights {_weights(saved)}; this run continues with {_weights(current)}"
 
@@ -94,7 +95,7 @@ def _difference(manifest: Manifest, plan: Plan, folder: Path) -> str:
     if problem:
         return problem
     saved_sources = saved.get("sources", [saved])
-    expected = expected_sources(manifest, plan)
+    expected = expected_sources(manifest, plan, folder.parent.parent)
     end = time.monotonic() + _FAST_S
     for indexed, sha256 in zip(dataset.sources, expected, strict=True):
         if sha256 is not None and indexed.hashes is None and time.monotonic() < end:
@@ -188,16 +189,16 @@ def _other_content(what: str, folder: Path, saved: str, current: str) -> str:
     return f"{what} that {folder} was trained on ({saved} there, {current} here)"
 
 
-def expected_sources(manifest: Manifest, plan: Plan) -> list[str | None]:
-    """Return the hash of each source of the training data; None if it is not known."""
+def expected_sources(manifest: Manifest, plan: Plan, run: Path) -> list[str | None]:
+    """Return the hash of each source of the training data; None if it is not known. `run`: its folder."""
     sources, saved = plan.datasets["train"].sources, manifest.data or {}
     records = saved.get("sources", [saved])
     if len(records) != len(sources):
         return [None] * len(sources)
-    return [expected_sha256(record, plan, indexed) for record, indexed in zip(records, sources, strict=True)]
+    return [expected_sha256(record, plan, indexed, run) for record, indexed in zip(records, sources, strict=True)]
 
 
-def expected_sha256(saved: dict[str, Any], plan: Plan, indexed: IndexedDataset) -> str | None:
+def expected_sha256(saved: dict[str, Any], plan: Plan, indexed: IndexedDataset, run: Path) -> str | None:
     """Return the hash of a source that the checkpoint was trained on; None if it is not known.
 
     A checkpoint that was saved before its data was hashed has no hash. Then an event of the run, or stored hashes, may
@@ -207,7 +208,7 @@ def expected_sha256(saved: dict[str, Any], plan: Plan, indexed: IndexedDataset) 
         return _text(saved.get("sha256"))
     key = (saved.get("bin_bytes"), saved.get("bin_mtime_ns"))
     name = Path(str(saved["prefix"])).name if "prefix" in saved else None
-    for row in read_rows(Path(plan.args.save) / "events.jsonl"):
+    for row in read_rows(run / "events.jsonl"):
         if row.get("event") == HASHED_EVENT and (row.get("bin_bytes"), row.get("bin_mtime_ns")) == key and \
                 (name is None or row.get("name") in (None, name)):
             return _text(row.get("sha256"))
@@ -225,7 +226,7 @@ def _text(value: Any) -> str | None:
 def check_same_tokenizer(manifest: Manifest, plan: Plan, folder: Path) -> str:
     """Compare the tokenizer with that of the checkpoint.
 
-    Returns a note if it differs and --allow_other_data accepts this, or if only one of them has a tokenizer, else "".
+    Returns a note if it differs and --override data accepts this, or if only one of them has a tokenizer, else "".
     Raises ConfigError for another tokenizer: the same token ids would mean other text.
     """
     saved, current = manifest.tokenizer_fingerprint, tokenizer_fingerprint(plan)
@@ -234,17 +235,17 @@ def check_same_tokenizer(manifest: Manifest, plan: Plan, folder: Path) -> str:
     if saved is None or current is None:
         return f"{folder.name} was saved {'without' if saved is None else 'with'} --tokenizer"
     problem = f"this is not the tokenizer of {folder} (SHA-256 {saved[:_SHOWN]} there, {current[:_SHOWN]} here)"
-    if plan.args.allow_other_data:
+    if allows_other_data(plan.args):
         return f"--tokenizer {plan.args.tokenizer}: {problem}"
     raise ConfigError(f"--tokenizer {plan.args.tokenizer}", problem=problem,
-                      remedy="give the tokenizer of the checkpoint, or continue with this one by --allow_other_data")
+                      remedy="give the tokenizer of the checkpoint, or continue with this one by --override data")
 
 
-def evaluation_data_notes(plan: Plan) -> list[str]:
+def evaluation_data_notes(plan: Plan, run: Path) -> list[str]:
     """Return a note for each of validation and test data that is not that of the run's last start."""
     recorded: Any = None
     with contextlib.suppress(ConfigError):
-        recorded = newest_start(Path(plan.args.save)).get("data")
+        recorded = newest_start(run).get("data")
     if not isinstance(recorded, dict):
         return []
     return [f"the {name} data is not that of the run's last start: do not compare its losses with earlier ones"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, newest_good
+from pretrain.checkpoint.load.branch import find_branch
 from pretrain.checkpoint.load.hf_folder import HFFolder
 from pretrain.checkpoint.load.hf_tokenizer import find_hf_tokenizer
 from pretrain.checkpoint.load.init_from import InitialWeights, find_initial_weights
@@ -45,22 +46,25 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     plan = replace(plan, notes=(*plan.notes, *check_sampled_blocks(plan)))
     resume = choose_resume(plan)
     if weights is None or resume is not None:
-        return Start(plan, resume, None)
+        return Start(plan if resume is None else resume.plan, resume, None)
     notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
                                   model=args.model, overrides=args.model_overrides) + _tokenizer_notes(plan, weights)
     return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *weights.notes, *notes)), None, weights)
 
 
 def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
-    """Return the newest good checkpoint of the run folder. `choose_resume` reports damaged ones later."""
-    if args.resume == "never":
-        return None
+    """Return the newest good checkpoint of the run folder, or that of --resume_from.
+
+    `choose_resume` reports damaged ones later.
+    """
     try:
-        found = newest_good(Path(args.save) / "checkpoints")
+        found = newest_good(Path(args.save) / "checkpoints") if args.resume != "never" else None
     except ConfigError:
         if args.model or args.init_from or args.checkpoint_mirror:
             return None
         raise
+    if found is None and args.resume_from is not None:
+        found = find_branch(args)
     return found[:2] if found else None
 
 

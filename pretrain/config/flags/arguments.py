@@ -35,7 +35,8 @@ class RunArguments(SpeedArguments, AutoArguments, ResilienceArguments, SteeringA
     """
 
 
-_PATHS = ("deepspeed_config", "model", "init_from", "save", "tokenizer", "nvme_path", "checkpoint_mirror")
+_PATHS = ("deepspeed_config", "model", "init_from", "save", "tokenizer", "nvme_path", "checkpoint_mirror",
+          "resume_from")
 _OTHER_NAMES = {"exit_at_step": "exit_step"}
 _TEXT_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if f.type in (str, str | None)}
 _LIST_FLAGS = {f.name for f in dataclasses.fields(RunArguments) if is_list(f)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from pretrain.cli import LONGEST_SECONDS
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.flags.check_schedule import check_schedule_flags
+from pretrain.config.flags.overrides import named_overrides
 from pretrain.config.schedules.scaling import LR_SCALINGS
 from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.errors import ConfigError
@@ -48,6 +49,7 @@ def check_flags(args: RunArguments) -> None:
             raise ConfigError(f"--{name}", found=value, expected=", ".join(choices), word=value, known=choices)
     check_schedule_flags(args)
     _check_checkpoint_flags(args)
+    _check_steering_flags(args)
     if args.order_samples is not None and args.sample_order == "shuffled":
         raise ConfigError("--order_samples", found=f"{args.order_samples} with --sample_order shuffled",
                           expected="no value", remedy="the default order does not depend on a number of samples")
@@ -88,6 +90,14 @@ def _check_checkpoint_flags(args: RunArguments) -> None:
     if args.save_busy != "wait" and not args.async_save:
         raise ConfigError("--save_busy", found=args.save_busy, expected="wait, for saves that training waits for",
                           remedy="add --async_save")
+
+
+def _check_steering_flags(args: RunArguments) -> None:
+    named_overrides(args)
+    if args.resume_from is not None and args.init_from is not None:
+        raise ConfigError("--resume_from", found=f"also --init_from {args.init_from}", expected="one of the two",
+                          remedy="--resume_from continues a run with its optimizer states; --init_from takes weights "
+                          "alone, and begins at step 0")
 
 
 def check_folders(save: str, mirror: str | None) -> None:

@@ -62,13 +62,21 @@ class ResilienceArguments:
                                            "before it: connecting, verifying the checkpoint, building the engine")
     replica_check_interval: int = flag(100, "steps between two comparisons of the copies of the parameters on "
                                             "different ranks; 0: never")
-    allow_other_data: bool = flag(False, "resume although --train_data or --tokenizer is not that of the "
-                                         "checkpoint")
+    allow_other_data: bool = flag(False, "the same as --override data: resume although --train_data or "
+                                         "--tokenizer is not that of the checkpoint")
 
 
 @dataclass(frozen=True)
 class SteeringArguments:
     title: ClassVar[str] = "changes of a run"
+
+    override: list[str] | None = flag(None, "settings that may differ from those of the checkpoint that the run "
+                                            "resumes from: lr, schedule, weight_decay, betas, eps, clipping, loss, "
+                                            "dropout, batch, data, seed; several are separated by commas",
+                                      metavar="NAME")
+    resume_from: str | None = flag(None, "checkpoint of another run that this run continues if --save has none of its "
+                                         "own: a run folder for its newest, RUN@STEP, or a global_stepN folder",
+                                   metavar="RUN@STEP")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""Names of --override: the settings of a checkpoint that a resume or a branch may change when they are named."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.config.flags.arguments import RunArguments
+from pretrain.errors import ConfigError
+
+# name -> the settings that it allows to change
+OVERRIDES = {
+    "lr": "the peak learning rate",
+    "schedule": "the learning-rate schedule",
+    "weight_decay": "weight decay, and the parameters that have none",
+    "betas": "betas or momentum of the optimizer",
+    "eps": "epsilon of the optimizer",
+    "clipping": "gradient clipping",
+    "loss": "label smoothing and z-loss",
+    "dropout": "dropout",
+    "batch": "the global batch size",
+    "data": "training data, its blend and order, and the tokenizer",
+    "seed": "the seed of data order and dropout",
+}
+# flags whose values a checkpoint records -> the name that allows another value
+RECIPE_FLAGS = {"label_smoothing": "loss", "z_loss": "loss", "gradient_value_clipping": "clipping",
+                "adaptive_clipping": "clipping", "adaptive_clipping_window": "clipping",
+                "batch_schedule": "batch"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs between a checkpoint and the run that continues from it."""
+
+    name: str  # of --override; "": no name allows it
+    setting: str
+    before: Any  # in the checkpoint
+    now: Any
+
+    def record(self, step: int) -> dict[str, Any]:
+        """Return the entry of run.json, of the manifest and of the event "override"."""
+        return {"step": step, "name": self.name, "setting": self.setting, "from": self.before, "to": self.now}
+
+
+def named_overrides(args: RunArguments) -> frozenset[str]:
+    """Return the names that --override and --allow_other_data give. Raises ConfigError for an unknown name."""
+    words = [word.strip() for text in args.override or [] for word in text.split(",")]
+    for word in words:
+        if word not in OVERRIDES:
+            raise ConfigError("--override", found=word or "an empty name", expected=", ".join(OVERRIDES), word=word,
+                              known=list(OVERRIDES))
+    return frozenset(words) | ({"data"} if args.allow_other_data else frozenset())
+
+
+def allows_other_data(args: RunArguments) -> bool:
+    """Return whether the run may train on other data than its checkpoint."""
+    return "data" in named_overrides(args)
