@@ -86,12 +86,13 @@ def main(argv: list[str] | None = None) -> None:
         print("tools/check_config.py [--world_size N] [--device cpu|cuda|auto] and the flags of pretrain/train.py:\n")
     known, rest = own.parse_known_args(words)
     start = check_start(parse_arguments(rest), world_size=known.world_size, device=_DEVICES[known.device]())
-    plan, resume = start.plan, start.resume
+    resume = start.resume
+    plan = start.plan if resume is None else resume.plan
     lines = plan_lines(plan)
     if plan.origin is not None:
         lines.append(f"{'weights':<11}from {plan.origin.folder}")
     if resume is not None:
-        lines += [f"{'resume':<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
+        lines += [f"{'branch' if resume.branch else 'resume':<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
     print("\n".join(lines))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments, data_spec
-from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.flags.check_flags import check_flags, check_folders
+from pretrain.config.flags.training_flags import ScheduleArguments
 from pretrain.config.initialization import check_initialization_flags, check_mup, with_dropout
 from pretrain.config.layout import Layout
 from pretrain.config.notes import json_notes, run_notes

@@ -42,7 +42,8 @@ def find_branch(args: RunArguments) -> tuple[Path, Manifest, list[str]]:
     or holds weights alone, or if it belongs to the run folder --save.
     """
     where, path, step = _parse(args)
-    _check_folder(where, path, args.save)
+    _check_folder(where, path)
+    _reject_own_run(where, path, args.save)
     errors: list[str] = []
     if is_checkpoint(path):
         if step is not None:
@@ -76,13 +77,14 @@ def check_same_branch(args: RunArguments, folder: Path, manifest: Manifest) -> N
     The source is read only if its path is not the recorded one, because it may have been removed since.
     """
     where, path, step = _parse(args)
+    _reject_own_run(where, path, args.save)
     source = manifest.lineage[-1] if manifest.lineage else None
     named = os.path.abspath(path)
     if source is not None and step in (None, source["step"]) and named in (source["run"], source["folder"]):
         return
-    if source is not None and Path(named).is_dir():
-        if branch_of(*find_branch(args)[:2]).fingerprint == source["fingerprint"]:
-            return
+    if source is not None and Path(named).is_dir() and \
+            branch_of(*find_branch(args)[:2]).fingerprint == source["fingerprint"]:
+        return
     began = f"branched from step {source['step']} of {source['run']}" if source else "did not begin with a branch"
     raise ConfigError(where, problem=f"the run resumes from {folder}, and it {began}",
                       remedy="leave --resume_from out, or choose another --save")
@@ -98,15 +100,19 @@ def _parse(args: RunArguments) -> tuple[str, Path, int | None]:
     return where, Path(text), None
 
 
-def _check_folder(where: str, path: Path, save: str) -> None:
+def _check_folder(where: str, path: Path) -> None:
     if not path.is_dir():
         problem = "this is a file, and not a folder" if path.exists() else f"there is no folder {path}"
         raise ConfigError(where, problem=problem, remedy=_REMEDY)
+
+
+def _reject_own_run(where: str, path: Path, save: str) -> None:
+    """Raise ConfigError if --resume_from names the run folder --save, or a checkpoint in it."""
     if os.path.realpath(_run_of(path) if is_checkpoint(path) else path) in \
             (os.path.realpath(save), os.path.realpath(Path(save) / "checkpoints")):
         raise ConfigError(where, problem=f"this is the run folder --save {save} itself",
-                          remedy="choose another --save for the branch; without --resume_from, the run resumes from its "
-                          "newest checkpoint")
+                          remedy="choose another --save for the branch; without --resume_from, the run resumes from "
+                          "its newest checkpoint")
 
 
 def _run_of(folder: Path) -> Path:

@@ -46,7 +46,7 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     plan = replace(plan, notes=(*plan.notes, *check_sampled_blocks(plan)))
     resume = choose_resume(plan)
     if weights is None or resume is not None:
-        return Start(plan if resume is None else resume.plan, resume, None)
+        return Start(plan, resume, None)
     notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
                                   model=args.model, overrides=args.model_overrides) + _tokenizer_notes(plan, weights)
     return Start(replace(plan, origin=weights.origin, notes=(*plan.notes, *weights.notes, *notes)), None, weights)

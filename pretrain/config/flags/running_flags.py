@@ -70,10 +70,10 @@ class ResilienceArguments:
 class SteeringArguments:
     title: ClassVar[str] = "changes of a run"
 
-    override: list[str] | None = flag(None, "settings that may differ from those of the checkpoint that the run "
-                                            "resumes from: lr, schedule, weight_decay, betas, eps, clipping, loss, "
-                                            "dropout, batch, data, seed; several are separated by commas",
-                                      metavar="NAME")
+    override: list[str] | None = flag(  # noqa: RUF009
+        None, "settings that may differ from those of the checkpoint that the run resumes from: lr, schedule, "
+        "weight_decay, betas, eps, clipping, loss, dropout, batch, data, seed; several are separated by commas",
+        metavar="NAME,...")
     resume_from: str | None = flag(None, "checkpoint of another run that this run continues if --save has none of its "
                                          "own: a run folder for its newest, RUN@STEP, or a global_stepN folder",
                                    metavar="RUN@STEP")
