@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     if plan.origin is not None:
         lines.append(f"{'weights':<11}from {plan.origin.folder}")
     if resume is not None:
-        lines += [f"{'branch' if resume.branch else 'resume':<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
+        kind = "branch" if resume.branch else "resume"
+        lines += [f"{kind:<11}from {resume.folder}", *(f"warning    {text}" for text in resume.warnings)]
     print("\n".join(lines))
 
 
