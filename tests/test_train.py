@@ -143,7 +143,7 @@ def test_resuming_another_run_is_rejected(runs: tuple[Path, Path, list[str]], co
     never = _flags(corpus, resumed, "--train_steps", "9", "--resume", "never", config=one)
     _assert_rejected(start_one_rank(never), "--resume never", "global_step6")
     first_of_two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for flag, value, word in (("--learning_rate", "5e-4", "optimizer params"), ("--seed", "7", "--seed"),
+    for flag, value, word in (("--learning_rate", "5e-4", "optimizer lr"), ("--seed", "7", "--seed"),
                               ("--residual_dropout", "0.2", "model residual_dropout"),
                               ("--document_attention", "true", "--document_attention"),
                               ("--model_overrides", "vocab_size=256,n_layer=3,n_embd=64", "model num_layers")):

@@ -82,7 +82,7 @@ def test_a_changed_token_is_rejected_unless_the_flag_is_given(start: Starter, da
     line = str(error.value)
     assert line.startswith(f"--train_data {data}: this is not the data that ")
     assert f"global_step10 was trained on (SHA-256 {saved.data['sha256'][:12]} there, " in line
-    assert line.endswith("Give the data of the checkpoint, or continue with this data by --allow_other_data.")
+    assert line.endswith("Give the data of the checkpoint, or continue with this data by --override data.")
     resume = start(data, "--allow_other_data").resume
     assert resume is not None
     assert "training continues at sample 80 of this data" in resume.other_data
