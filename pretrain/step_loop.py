@@ -1,7 +1,7 @@
 """The loop over optimizer steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,9 +9,10 @@ from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.datasets.data_spec import names_of_split
 from pretrain.data.loader import Loader, evaluation_batches
+from pretrain.distributed.collectives import from_rank_0
 from pretrain.engine.build import DeepSpeedEngine
 from pretrain.engine.steps import eval_batch, learning_rate, train_batch
-from pretrain.monitor.announce import announce_end
+from pretrain.monitor.announce import EARLY_STOP, announce_end, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
@@ -81,12 +82,12 @@ class StepLoop:
             eval_loss = self._evaluate_if_due(step, consumed_samples)
             self.saver.poll()
             self.data_watch.poll(step)
-            request = self.requests.poll(step)
+            request = self._or_early_stop(self.requests.poll(step), step)
             self.profiler.request(request.profile_steps)
             if self._is_due(step, self.plan.args.save_interval) or request.needs_checkpoint:
                 self._save(step, consumed_samples, eval_loss,
                            wait=step == self.plan.last_step or request.needs_checkpoint)
-        if step == self.plan.train_steps:
+        if step == self.plan.train_steps or request.stop == EARLY_STOP:
             self._evaluate("test", step, consumed_samples)
         return step, request.stop
 
@@ -95,7 +96,7 @@ class StepLoop:
         self.watchdog.enter("end", step)
         for loader in self.loaders.values():
             loader.close()
-        self.saver.close(wait_for_copies=not stopped_by)
+        self.saver.close(wait_for_copies=stopped_by in ("", EARLY_STOP))
         self.requests.close()
         self.data_watch.close()
         self.profiler.close()
@@ -103,6 +104,16 @@ class StepLoop:
 
     def _is_due(self, step: int, interval: int) -> bool:
         return step == self.plan.last_step or (interval > 0 and step % interval == 0)
+
+    def _or_early_stop(self, request: Request, step: int) -> Request:
+        """Return a request to stop if early stopping ends the run before its last step, otherwise `request`."""
+        early = self.engine.early_stopping
+        if not early.is_over or step == self.plan.train_steps:
+            return request
+        self.meter.folder.event(EARLY_STOP, step=step, reason=early.reason(), best=early.best,
+                                best_step=early.best_step)
+        self.meter.screen.line(early_end_line(self.plan, step, early.reason()))
+        return replace(request, stop=EARLY_STOP)
 
     def _roll_back(self, bad: BadSteps) -> tuple[int, int]:
         """Return to an earlier checkpoint. Returns its step, and the data position after the skipped samples."""
@@ -127,7 +138,10 @@ class StepLoop:
     def _evaluate_if_due(self, step: int, consumed_samples: int) -> float | None:
         if not self._is_due(step, self.plan.args.eval_interval):
             return None
-        return self._evaluate("valid", step, consumed_samples)
+        loss = self._evaluate("valid", step, consumed_samples)
+        if loss is not None:
+            self.engine.early_stopping.observe(step, from_rank_0(lambda: loss))
+        return loss
 
     def _evaluate(self, split: str, step: int, consumed_samples: int) -> float | None:
         """Report the mean loss of the first --eval_steps global batches of each set of the split.

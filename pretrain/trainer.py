@@ -24,10 +24,11 @@ from pretrain.distributed.collectives import call_after_polls, from_rank_0, gath
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
+from pretrain.engine.early_stopping import EarlyStopping
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
-from pretrain.monitor.announce import announce_start
+from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
@@ -52,6 +53,8 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     resume = _connect(plan, world, guards.watchdog, weights)
     if resume is not None and resume.manifest.step >= resume.plan.last_step:
         return _report_complete(resume.plan, resume)
+    if resume is not None and _early_stopping(resume).is_over:
+        return _report_early_stop(resume)
     if resume is not None:
         plan = replace(resume.plan, origin=origin_of(resume.folder, resume.manifest))
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
@@ -65,7 +68,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     if world.local_rank == 0:
         remove_swap_files(plan)
     dist.destroy_process_group()
-    return STOPPED if step < plan.last_step else FINISHED
+    return STOPPED if step < plan.last_step and stopped_by != EARLY_STOP else FINISHED
 
 
 def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
@@ -149,6 +152,21 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
         for warning in resume.warnings:
             print(f"warning: {warning}")
         print(f"{plan.args.save} is complete: {resume.manifest.step} of {plan.last_step} steps are done")
+    dist.destroy_process_group()
+    return FINISHED
+
+
+def _early_stopping(resume: Resume) -> EarlyStopping:
+    """Return early stopping as it was when the checkpoint was saved, with this run's flags."""
+    args = resume.plan.args
+    stopping = EarlyStopping(patience=args.early_stopping_patience, min_delta=args.early_stopping_min_delta)
+    stopping.set_state(resume.manifest.recipe_states.get("early_stopping"))
+    return stopping
+
+
+def _report_early_stop(resume: Resume) -> int:
+    if dist.get_rank() == 0:
+        print(early_end_line(resume.plan, resume.manifest.step, _early_stopping(resume).reason()))
     dist.destroy_process_group()
     return FINISHED
 

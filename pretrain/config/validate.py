@@ -88,6 +88,7 @@ def check_run(args: RunArguments, *, world_size: int, device: Device, saved_mode
                              train_samples=resolved.length.samples))
     _check_order(resolved, data)
     _check_validation_data(resolved, data)
+    _check_early_stopping(args, data)
     _check_document_end(args, data)
     return _make_plan(resolved, data, run_notes(resolved, data))
 
@@ -155,6 +156,13 @@ def _check_document_end(args: RunArguments, data: RunData) -> None:
         raise ConfigError("--document_attention", problem="the end-of-document token is unknown: there is no "
                           "--tokenizer, and the data's .meta.json does not name the token",
                           remedy="give --tokenizer, or leave --document_attention out")
+
+
+def _check_early_stopping(args: RunArguments, data: RunData) -> None:
+    """Raise ConfigError for early stopping without validation data."""
+    if args.early_stopping_patience and not names_of_split(data.datasets, "valid"):
+        raise ConfigError("--early_stopping_patience", problem="the run has no validation data",
+                          remedy="give --valid_data, or a --split with a second part")
 
 
 def _check_order(resolved: ResolvedConfig, data: RunData) -> None:

@@ -23,6 +23,7 @@ from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
+from pretrain.engine.recipe import add_recipe
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
@@ -86,6 +87,7 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
                                       config=plan.ds_config, lr_scheduler=_scheduler(plan))
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
+    add_recipe(engine, plan.args)
     survive_failing_profile(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system

@@ -16,6 +16,8 @@ from pretrain.monitor.write_run_folder import RunFolder, run_record
 from pretrain.paths import STOP_FILE
 from pretrain.terminal.screen import Screen
 
+EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
+
 
 def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
                    resumed_from: Path | None, is_branch: bool, warnings: Sequence[str]) -> None:
@@ -69,6 +71,12 @@ def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:
     return GuardError(line)
 
 
+def early_end_line(plan: Plan, step: int, reason: str) -> str:
+    """Say that early stopping has ended the run, and how to continue it."""
+    return (f"{plan.args.save} ended early at step {step} of {plan.train_steps}: {reason}; to continue, give "
+            f"--early_stopping_patience above {plan.args.early_stopping_patience}, or 0 for no early stopping")
+
+
 def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float], screen: Screen,
                  folder: RunFolder) -> None:
     """Report why the run ends after `step`. `stopped_by`: the name of a signal, another reason, or ""."""
@@ -77,6 +85,8 @@ def announce_end(plan: Plan, step: int, stopped_by: str, losses: dict[str, float
     if is_finished:
         last = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         screen.line(f"finished {step} steps in {plan.args.save}: {last}")
+    elif stopped_by == EARLY_STOP:
+        screen.line(f"saved global_step{step} in {plan.args.save}")
     elif stopped_by:
         stop_file = folder.path / STOP_FILE
         remedy = f"after `rm {stop_file}`, " if stop_file.exists() else ""

@@ -9,8 +9,8 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.config.validate import Plan
 from pretrain.distributed.process import resident_bytes
-from pretrain.engine.loss_terms import loss_term_values
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, overlaps_reduction
+from pretrain.engine.recipe import recipe_values
 from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.monitor.all_ranks import AllRanks
@@ -44,7 +44,7 @@ def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks:
         "loss_scale": loss_scale(engine), "skipped_steps": engine.skipped_steps,
         **_times(engine, interval, ranks, plan.layout.pipeline_stages), **_rates(plan, interval, length), **_memory(),
         "power_watts": ranks.power_watts,
-        "eta_seconds": (plan.train_steps - interval.step) * interval.step_seconds, **loss_term_values(engine),
+        "eta_seconds": (plan.train_steps - interval.step) * interval.step_seconds, **recipe_values(engine),
     }
 
 

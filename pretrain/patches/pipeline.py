@@ -41,13 +41,14 @@ def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
     treats all others as replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on
     the layout. Besides, `get_global_grad_norm` returns None, and without clipping no norm is computed.
     """
-    max_norm = engine.gradient_clipping()
+    engine.optimizer.clip_grad = engine.gradient_clipping()  # under the name that DeepSpeed's optimizers have
 
     def clip() -> None:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
         norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
         engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
+        max_norm = engine.optimizer.clip_grad
         if max_norm > 0:
             clip_tensors_by_global_norm([p.grad for p in parameters], max_norm=max_norm, global_norm=norm)
 

@@ -57,6 +57,7 @@ class Manifest:
     versions: dict[str, str]
     eval_loss: float | None = None  # validation loss at this step; None: no evaluation at this step, or not finite
     loss_scale: dict[str, float] | None = None  # state of fp16's loss scaler; None: another precision
+    recipe_states: dict[str, Any] = field(default_factory=dict)  # of engine.recipe.recipe_states; {}: no state
     initialization: dict[str, Any] = field(default_factory=dict)  # fields of Initialization
     no_weight_decay: list[str] = field(default_factory=list)  # the patterns of --no_weight_decay, sorted
     dropouts: dict[str, Any] = field(default_factory=dict)  # of ModelConfig; {}: as in `model`
@@ -98,7 +99,8 @@ class Manifest:
         values = asdict(self)
         empty = {"no_weight_decay": [], "averaged": [], "initialization": {}, "dropouts": {}, "weights_only": False,
                  "origin": None, "finite": None, "data": None, "document_attention": False, "schedule": None,
-                 "schedule_flags": {}, "recipe": {}, "overrides": [], "lineage": []}
+                 "schedule_flags": {}, "recipe": {}, "recipe_states": {},
+                 "overrides": [], "lineage": []}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 
@@ -132,7 +134,7 @@ def _with_hash(values: dict[str, Any]) -> str:
 
 def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
                 eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
-                save_id: str = "") -> Manifest:
+                recipe_states: dict[str, Any] | None = None, save_id: str = "") -> Manifest:
     """Return the manifest of a checkpoint that the run `plan` writes after `step` steps. Its `files` are empty."""
     layout = plan.layout
     return Manifest(
@@ -144,7 +146,7 @@ def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dic
         seq_length=layout.seq_length, model=plan.model.hf_config,
         data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
         versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
-        loss_scale=loss_scale, initialization=asdict(initialization_of(plan.args)),
+        loss_scale=loss_scale, recipe_states=recipe_states or {}, initialization=asdict(initialization_of(plan.args)),
         no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),
         dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
         document_attention=layout.document_attention, save_id=save_id,

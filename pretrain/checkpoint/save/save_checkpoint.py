@@ -23,6 +23,7 @@ from pretrain.checkpoint.save.finite import FiniteCheck
 from pretrain.checkpoint.save.space import next_checkpoint_bytes
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather
+from pretrain.engine.recipe import recipe_states
 from pretrain.engine.steps import loss_scale_state
 from pretrain.errors import SaveError
 
@@ -126,4 +127,4 @@ def manifest_of_engine(engine: DeepSpeedEngine, plan: Plan, *, step: int, consum
                        versions: dict[str, str], eval_loss: float | None, save_id: str) -> Manifest:
     """Return the manifest of the engine's current state, with empty `files`."""
     return manifest_of(plan, step=step, consumed_samples=consumed_samples, versions=versions, eval_loss=eval_loss,
-                       loss_scale=loss_scale_state(engine), save_id=save_id)
+                       loss_scale=loss_scale_state(engine), recipe_states=recipe_states(engine), save_id=save_id)

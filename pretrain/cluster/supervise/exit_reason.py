@@ -24,7 +24,7 @@ def classify_exit(code: int, progress: RunProgress, *, last_step: int | None) ->
     """
     complete = last_step is not None and progress.kept_step >= last_step
     stop = progress.stop
-    if stop is not None and (complete or stop["reason"] in ("finished", "--exit_step")):
+    if stop is not None and (complete or stop["reason"] in ("finished", "early_stop", "--exit_step")):
         return FINISHED, "finished"
     if code == 0 and complete:
         return FINISHED, "finished"

@@ -22,18 +22,23 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
                  "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples",
+                 "adaptive_clipping_window",
                  "lr_reference_batch")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "lr_warmup_tokens", "lr_decay_tokens",
                   "lr_wsd_tokens", "min_lr", "weight_decay", "adam_epsilon",
                   "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
-                  "replica_check_interval", "first_sample", "label_smoothing", "z_loss")
+                  "replica_check_interval", "first_sample", "label_smoothing", "z_loss",
+                  "gradient_value_clipping", "adaptive_clipping", "noise_scale_interval",
+                  "early_stopping_patience", "early_stopping_min_delta")
 _ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
                "exit_after_minutes", "spike_threshold")
 _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_tflops": 1e6,
             "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
             "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
-            "spike_window": 2**20, "label_smoothing": 1, "z_loss": 1, "first_sample": 2**48, "order_samples": 2**48}
+            "spike_window": 2**20, "label_smoothing": 1, "z_loss": 1,
+            "gradient_value_clipping": 1e6, "adaptive_clipping": 100, "adaptive_clipping_window": 2**16,
+            "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
             "deepspeed_log_level": LOG_LEVELS,
             "lr_schedule": KINDS, "lr_decay_shape": DECAY_SHAPES, "lr_scaling": LR_SCALINGS,

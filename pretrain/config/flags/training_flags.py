@@ -93,3 +93,16 @@ class RecipeArguments:
     no_weight_decay: list[str] | None = flag(  # noqa: RUF009
         None, "parameters without weight decay: names, with * for any text, or the word embeddings", metavar="NAME",
         unset="vectors: norms and biases")
+    gradient_value_clipping: float = flag(0.0, "largest absolute value of an element of the gradient, applied before "
+                                               "the norm is computed and clipped; 0: no limit")
+    adaptive_clipping: float = flag(0.0, "clip the gradient norm at this percentile of the norms of past updates, such "
+                                         "as 90, and never above the JSON's gradient_clipping; 0: off",
+                                    metavar="PERCENTILE")
+    adaptive_clipping_window: int = flag(100, "number of past updates for --adaptive_clipping; until there are so "
+                                              "many, gradient_clipping applies")
+    noise_scale_interval: int = flag(0, "estimate the gradient noise scale every N steps (McCandlish et al. 2018); "
+                                        "0: never")
+    early_stopping_patience: int = flag(0, "end the run after N evaluations in a row without a lower validation loss; "
+                                           "0: off")
+    early_stopping_min_delta: float = flag(0.0, "smallest decrease of the validation loss that counts for "
+                                                "--early_stopping_patience")

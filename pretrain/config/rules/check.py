@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.config.rules import layout_rules, optimizer_rules, profile_rules, run_rules
+from pretrain.config.rules import layout_rules, optimizer_rules, profile_rules, recipe_rules, run_rules
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
@@ -13,6 +13,7 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     layout_rules.nvme_buffer_size, optimizer_rules.scheduler_params, optimizer_rules.one_scheduler,
     optimizer_rules.torch_optimizer_params, run_rules.measuring, run_rules.writable_folders,
     layout_rules.tf32_needs_fp32_on_cuda, run_rules.document_attention, run_rules.exit_step_within_run,
+    recipe_rules.value_clipping, recipe_rules.adaptive_clipping, recipe_rules.noise_scale, recipe_rules.early_stopping,
     profile_rules.profiled_steps, profile_rules.profiled_ranks, profile_rules.memory_snapshot,
 )
 
