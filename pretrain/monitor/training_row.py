@@ -44,8 +44,14 @@ def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks:
         "loss_scale": loss_scale(engine), "skipped_steps": engine.skipped_steps,
         **_times(engine, interval, ranks, plan.layout.pipeline_stages), **_rates(plan, interval, length), **_memory(),
         "power_watts": ranks.power_watts,
-        "eta_seconds": (plan.train_steps - interval.step) * interval.step_seconds, **recipe_values(engine),
+        "eta_seconds": _eta_seconds(plan, interval), **recipe_values(engine),
     }
+
+
+def _eta_seconds(plan: Plan, interval: Interval) -> float:
+    """Return the time of the remaining steps at the speed of this interval, in samples: their batches may be larger."""
+    remaining = plan.length.samples_between(interval.step, plan.train_steps, position=interval.consumed_samples)
+    return remaining * interval.steps * interval.step_seconds / max(interval.samples, 1)
 
 
 def _times(engine: DeepSpeedEngine, interval: Interval, ranks: AllRanks,

@@ -18,10 +18,14 @@ from tests.support.launch import ROOT, WORKERS, run_ranks
 
 @pytest.fixture(scope="module")
 def folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps on two ranks that was resumed after step 4, with another micro-batch size."""
+    """A run of 6 steps on two ranks that was resumed after step 4, with another micro-batch size.
+
+    The first two steps have 8 samples, the others 16.
+    """
     folder = tmp_path_factory.mktemp("inspect")
     (folder / "batches").mkdir()
     run_flags = {**flags(corpus, steps=6, log_interval=4), "seq_length_schedule": "0:16,2048:64",
+                 "batch_schedule": "0:8,1e3:16",
                  "save": folder / "run"}
     for micro, exit_step in ((4, 4), (2, 6)):
         path = folder / f"{micro}.json"
@@ -49,7 +53,7 @@ def test_the_tensors_are_those_of_the_ranks(folder: Path, step: int, micro: int)
     assert check_labels(found.batches) == []
     for rank in range(2):
         trained = torch.load(folder / "batches" / f"{step}_{rank}.pt")
-        assert len(trained) == 8 // micro
+        assert len(trained) == (4 if step <= 2 else 8) // micro
         for expected, shown in zip(_flat(trained), _flat(found.batches[rank::2]), strict=True):
             assert torch.equal(expected, shown)
 
@@ -59,9 +63,9 @@ def test_the_tool_shows_every_position(folder: Path) -> None:
                            "--samples", "1", "--tokens", "16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "step 2: samples 16 to 31; 2 data-parallel ranks, each 2 micro-batches of 16 sequences of " \
+    assert lines[0] == "step 2: samples 8 to 15; 2 data-parallel ranks, each 1 micro-batch of 16 sequences of " \
         "16 tokens"
-    assert lines[1] == "1,024 of 1,024 labels count; each of them is the next token of its sequence"
+    assert lines[1] == "512 of 512 labels count; each of them is the next token of its sequence"
     tokens_BT, (labels_BT, _) = torch.load(folder / "batches" / "2_0.pt")[0]
     shown = [line.split()[:3] for line in lines if "  yes  " in line]
     assert len(shown) == 4 * 16, "the sample is divided into 4 sequences"

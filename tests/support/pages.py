@@ -11,7 +11,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
     "tools/profiling.md",
-    "ds_configs/README.md", "launch/README.md", "launch/unattended.md", "launch/right_results.md",
+    "ds_configs/README.md", "ds_configs/schedules.md",
+    "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
 _PROGRAMS = (r"(?:python|deepspeed|ds-pretrain|torchrun|srun|sbatch|mpirun|kubectl|pip|pytest|\w+/[\w/]+\.sh|"
@@ -47,6 +48,10 @@ COVERED: dict[str, tuple[str, str]] = {
         ("tests/analysis/test_evaluate.py", '"--tasks"'),
     "deepspeed --num_accelerators 2 tools/evaluate.py runs/quickstart --partition_weights":
         ("tests/analysis/test_evaluate.py", '"--partition_weights", "--local_rank=0", ranks=2'),
+    # ramp-up: the tests train with other batches
+    "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml --batch_schedule 0:4,2e4:8,1e5:16 "
+    "--save runs/ramp":
+        ("tests/distributed/test_inspect_data.py", '"batch_schedule"'),
     # faults: the test runs the same program with a smaller model
     "python tools/chaos.py --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
     "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "

@@ -23,6 +23,13 @@ class RunLength:
         """Return the number of samples that the run reads in its first `steps` steps."""
         return self.batch_sizes.samples_after(steps, first_sample=self.first_sample) - self.first_sample
 
+    def samples_between(self, step: int, last_step: int, *, position: int) -> int:
+        """Return the number of samples that the steps after `step` read, if the data position is `position` there.
+
+        After a rollback, a step has another data position than the run had planned.
+        """
+        return self.batch_sizes.samples_after(max(last_step - step, 0), first_sample=position) - position
+
     def tokens_after(self, steps: int) -> int:
         """Return the number of tokens that the run reads in its first `steps` steps."""
         return self.samples_after(steps) * self.seq_length

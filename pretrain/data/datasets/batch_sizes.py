@@ -1,4 +1,4 @@
-"""Global batch sizes of a run: a ramp-up that begins with small batches (arXiv 2005.14165, section 2.3).
+"""Global batch sizes of a run: a ramp-up that begins with small batches (arXiv 2005.14165, appendix B).
 
 The batch size of a step depends only on the number of consumed samples. So the order of the samples does not depend on
 the batch sizes, and a resume or a rollback finds the same batch sizes at the same data positions.

@@ -74,6 +74,15 @@ def test_steps_and_tokens_of_a_ramp_equal_those_of_a_walk(first_sample: int) -> 
         assert steps == 0 or length.tokens_after(steps - 1) < tokens
 
 
+@pytest.mark.parametrize("first_sample", [0, 7, 20, 61, 100])
+def test_the_batch_of_each_step_is_found_from_its_end(first_sample: int) -> None:
+    walked = positions(RAMP, 40, first_sample)
+    assert [RAMP.ending_at(end) for end in walked[1:]] == [b - a for a, b in itertools.pairwise(walked)]
+    length = RunLength(40, RAMP, seq_length=TOKENS)
+    assert [length.samples_between(step, 40, position=walked[step]) for step in (0, 9, 39, 40)] == \
+        [walked[40] - walked[step] for step in (0, 9, 39, 40)]
+
+
 def test_tokens_of_the_schedule_follow_the_ramp() -> None:
     got = schedule(40, batch_sizes=RAMP, lr_schedule="wsd", lr_warmup_tokens=24 * TOKENS,
                    lr_decay_tokens=80 * TOKENS, lr_wsd_tokens=24 * TOKENS)

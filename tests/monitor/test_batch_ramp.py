@@ -1,0 +1,44 @@
+"""The event and the line for each change of the global batch size."""
+
+from pathlib import Path
+
+import pytest
+
+from pretrain.data.datasets.batch_sizes import BatchSizes, fixed_batch
+from pretrain.monitor.batch_ramp import BatchRamp
+from pretrain.monitor.read_run_folder import read_rows
+from pretrain.monitor.write_run_folder import RunFolder
+from pretrain.terminal.screen import Screen
+
+SIZES = BatchSizes(((0, 2), (5, 4), (12, 8)))  # steps begin at samples 0 2 4 | 6 10 | 14 22 ...
+CHANGES = [(4, 4, 2, 6), (6, 8, 4, 14)]  # step, batch size, the one before, data position
+
+
+def walk(folder: Path, sizes: BatchSizes, *, steps: range, position: int) -> int:
+    """Do the steps as one process would. Returns the data position after them."""
+    ramp = BatchRamp(sizes, RunFolder(folder, active=True), Screen(active=True))
+    for step in steps:
+        position += ramp.size_at(step, position)
+    return position
+
+
+@pytest.mark.parametrize("resumed_at", range(1, 8))
+def test_each_change_is_reported_once_wherever_the_run_resumes(resumed_at: int, tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    position = walk(tmp_path, SIZES, steps=range(1, resumed_at), position=0)
+    assert walk(tmp_path, SIZES, steps=range(resumed_at, 9), position=position) == 38
+    rows = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "batch"]
+    assert [(row["step"], row["global_batch_size"], row["before"], row["consumed_samples"]) for row in rows] == CHANGES
+    assert "step 4: the global batch grows from 2 to 4 samples" in capsys.readouterr().out
+
+
+def test_a_fixed_batch_and_a_run_that_begins_in_a_later_stage_report_nothing(tmp_path: Path) -> None:
+    assert walk(tmp_path, fixed_batch(4), steps=range(1, 5), position=0) == 16
+    assert walk(tmp_path, SIZES, steps=range(1, 3), position=6) == 14
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_samples_that_a_rollback_skips_can_begin_the_next_stage(tmp_path: Path) -> None:
+    ramp = BatchRamp(SIZES, RunFolder(tmp_path, active=True), Screen(active=False))
+    assert [ramp.size_at(2, 2), ramp.size_at(2, 12)] == [2, 8]
+    assert [row["global_batch_size"] for row in read_rows(tmp_path / "events.jsonl")] == [8]
