@@ -125,6 +125,7 @@ TOOLS: dict[str, list[str]] = {  # a valid command line of each program
     "tools/generate.py": ["{world}/done"],
     "tools/evaluate.py": ["{world}/done", "--data", "{world}/plain"],
     "tools/summarize.py": ["{world}/done"],
+    "tools/report.py": ["{world}/done"],
     "tools/make_corpus.py": ["{world}/out"],
     "tools/prepare_data.py": ["{world}/text.txt", "--tokenizer", "{world}", "--out", "{world}/out"],
     "tools/data.py hash": ["{world}/foreign"],

@@ -29,6 +29,8 @@ def content_cases() -> Iterator[Case]:
                        (("in.idx", raw), ("in.bin", b"")))
             yield Case(f"run.json: {what}", "tools/summarize.py", ("{world}/broken",), "run.json",
                        (("broken/run.json", raw),))
+            yield Case(f"compared run.json: {what}", "tools/report.py", ("--compare", "{world}/done", "{world}/broken"),
+                       "run.json", (("broken/run.json", raw),))
         if what not in ("twice", "nan", "long_key", "digits"):
             yield Case(f".meta.json: {what}", train, (*right, "--train_data", "{world}/plain"), "plain.meta.json",
                        (("plain.meta.json", raw),))

@@ -1,0 +1,97 @@
+// Text for numbers, and elements of the page. Text always enters the page as textContent, never as HTML:
+// the files of a run are not trusted.
+
+const UNITS = [["", 1], ["k", 1e3], ["M", 1e6], ["G", 1e9], ["T", 1e12], ["P", 1e15]];
+
+function isNumber(value) {
+  return typeof value === "number" && Number.isFinite(value);
+}
+
+/** A number with about `digits` significant digits; very small and very large ones with an exponent. */
+function plain(value, digits = 5) {
+  if (!isNumber(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e9)) {
+    return value.toExponential(Math.max(digits - 2, 0)).replace(/\.?0+e/, "e").replace("e+", "e");
+  }
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  const decimals = Math.max(0, digits - 1 - Math.max(Math.floor(Math.log10(size)), 0));
+  return value.toLocaleString("en-US", {maximumFractionDigits: decimals});
+}
+
+/** A count with a unit: 12.3 M. */
+function compact(value) {
+  if (!isNumber(value)) return "–";
+  const size = Math.abs(value);
+  const [unit, factor] = UNITS.filter(([, factor]) => size >= factor * 0.99995).pop() || UNITS[0];
+  const scaled = value / factor;
+  return `${scaled.toLocaleString("en-US", {maximumSignificantDigits: 4})}${unit && ` ${unit}`}`;
+}
+
+function percent(value) {
+  return isNumber(value) ? `${plain(value * 100, 4)} %` : "–";
+}
+
+function gibibytes(value) {
+  return isNumber(value) ? `${plain(value / 2 ** 30, 4)} GiB` : "–";
+}
+
+function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  if (seconds < 60) return `${plain(seconds, 3)} s`;
+  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60), days = Math.floor(hours / 24);
+  if (hours < 1) return `${minutes} min ${Math.floor(seconds % 60)} s`;
+  return days < 2 ? `${hours} h ${minutes % 60} min` : `${days} d ${hours % 24} h`;
+}
+
+function dateTime(seconds) {
+  return isNumber(seconds) && Math.abs(seconds) < 8e12 ? new Date(seconds * 1000).toLocaleString("en-GB") : "–";
+}
+
+/** An element with attributes and children. Strings among the children become text. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") element.className = value;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** A table. `columns` are [heading, is a number]; the first cell of a row is its heading. */
+function makeTable(columns, rows, className = "") {
+  const cell = (tag, text, number) => make(tag, {class: number ? "number" : ""}, String(text));
+  return make("table", {class: className},
+    make("thead", {}, make("tr", {}, ...columns.map(([text, number]) => {
+      const heading = cell("th", text, number);
+      heading.scope = "col";
+      return heading;
+    }))),
+    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((text, index) => {
+      const element = cell(index === 0 ? "th" : "td", text, columns[index][1]);
+      if (index === 0) element.scope = "row";
+      return element;
+    })))));
+}
+
+/** The value of a CSS variable, such as the colour --c0. */
+function cssValue(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** A small picture of a line with its colour and dashes. */
+function swatch(color, dash = [], thick = false) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+  const values = {x1: 0, y1: 5, x2: 18, y2: 5, stroke: color, "stroke-width": thick ? 8 : 2.5,
+                  "stroke-dasharray": dash.join(" ")};
+  for (const [name, value] of Object.entries(values)) line.setAttribute(name, value);
+  svg.setAttribute("class", "swatch");
+  svg.setAttribute("viewBox", "0 0 18 10");
+  svg.setAttribute("aria-hidden", "true");
+  svg.append(line);
+  return svg;
+}

@@ -1,0 +1,178 @@
+"""The data of the page: curves, events, an overview and the configuration of each run, as JSON values."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.analysis.report.configuration import as_text, changes_between, settings
+from pretrain.analysis.report.overview import overview
+from pretrain.analysis.report.reduce import (
+    Curves,
+    as_numbers,
+    kept_evaluations,
+    kept_rows,
+    reduce_rows,
+    reduce_segments,
+)
+from pretrain.analysis.report.run_table import Columns, RunTable, as_float
+
+MAX_POINTS = 6000  # of each curve, over all runs: the page remains below a few MB
+_MIN_POINTS = 400
+_MAX_EVENTS = 200  # of a kind
+_MAX_STARTS = 200
+_LONGEST_REASON = 300  # characters
+_EVENT_KEYS = {"time", "event", "step", "reason"}
+
+
+def points_per_run(num_runs: int) -> int:
+    """Return how many rows of a run the page holds one by one; more rows are reduced."""
+    return max(MAX_POINTS // num_runs, _MIN_POINTS)
+
+
+def run_names(paths: list[Path]) -> list[str]:
+    """Return the names of the run folders, with as many parent folders as are needed to tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(words[-length:]) for words in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]  # a folder was given twice
+
+
+def run_data(table: RunTable, limit: int) -> dict[str, Any]:
+    """Return everything that the page shows of one run."""
+    columns, kept = _with_elapsed(table, table.training), kept_rows(table.training)
+    curves = reduce_rows({key: column[kept] for key, column in columns.items()}, limit)
+    abandoned = reduce_segments(columns, np.flatnonzero(~kept), limit // 4)
+    is_reduced = bool(kept.sum() > limit)
+    evaluations, abandoned_evaluations = {}, {}
+    for split, rows in table.evaluations.items():
+        values, newest = _with_elapsed(table, rows), kept_evaluations(rows, table.training)
+        evaluations[split] = curves_data(reduce_rows({key: column[newest] for key, column in values.items()}, limit))
+        old = reduce_rows({key: column[~newest] for key, column in values.items()}, limit // 4)
+        abandoned_evaluations[split] = curves_data(old)
+    return {
+        **_progress(table), "base": table.num_lines, "reduced": is_reduced, "rows": table.training.num_rows,
+        "abandoned_rows": int((~kept).sum()), "training": curves_data(curves, rounded=is_reduced),
+        "abandoned": curves_data(abandoned, rounded=is_reduced), "evaluations": evaluations,
+        "abandoned_evaluations": abandoned_evaluations, "time_is_estimated": _start_time(table) is None,
+        "events": _events_data(table, 0), "event_counts": dict(Counter(map(_kind, table.events))),
+        "problem": table.problem, "starts": _starts_data(table),
+        "settings": [[section, key, value] for (section, key), value in settings(_newest_record(table)).items()],
+    }
+
+
+def new_data(table: RunTable, first_line: int, first_event: int) -> dict[str, Any] | None:
+    """Return what the lines from `first_line` and the events from `first_event` on add to a page.
+
+    Returns None if they return to an earlier step: the page must then mark rows as abandoned.
+    """
+    first = int(np.searchsorted(table.training.column("line"), first_line))
+    if _returns(table.training, first):
+        return None
+    evaluations = {}
+    for split, rows in table.evaluations.items():
+        start = int(np.searchsorted(rows.column("line"), first_line))
+        if _returns(rows, start):
+            return None
+        if start < rows.num_rows:
+            values = {key: column[start:] for key, column in _with_elapsed(table, rows).items()}
+            evaluations[split] = curves_data(Curves(values))
+    columns = {key: column[first:] for key, column in _with_elapsed(table, table.training).items()}
+    return {**_progress(table), "rows": table.training.num_rows, "training": curves_data(Curves(columns)),
+            "evaluations": evaluations, "events": _events_data(table, first_event),
+            "event_counts": dict(Counter(map(_kind, table.events)))}
+
+
+def _returns(rows: Columns, first: int) -> bool:
+    """Return whether a row from number `first` on has a step that is not above that of the row before it."""
+    return bool(np.any(np.diff(rows.column("step", max(first - 1, 0))) <= 0))
+
+
+def _progress(table: RunTable) -> dict[str, Any]:
+    return {"generation": table.generation, "lines": table.num_lines, "event_lines": len(table.events),
+            "overview": overview(table)}
+
+
+def _newest_record(table: RunTable) -> dict[str, Any]:
+    return table.starts[-1] if table.starts else {}
+
+
+def _starts_data(table: RunTable) -> list[dict[str, Any]]:
+    """Return the newest starts: when, and what changed compared with the start before."""
+    starts = table.starts[-_MAX_STARTS:]
+    return [{"time": as_numbers(np.array([as_float(start.get("time"))]), rounded=False)[0],
+             "changes": [[change.section, change.key, *change.values] for change in changes]}
+            for start, changes in zip(starts, changes_between(starts), strict=True)]
+
+
+def curves_data(curves: Curves, *, rounded: bool = False) -> dict[str, dict[str, list[Any]]]:
+    """Return the curves that have at least one value."""
+    shown = [key for key, column in curves.values.items() if key != "line" and np.any(np.isfinite(column))]
+    return {name: {key: as_numbers(part[key], rounded=rounded) for key in shown if key in part}
+            for name, part in (("values", curves.values), ("low", curves.low), ("high", curves.high))}
+
+
+def _start_time(table: RunTable) -> float | None:
+    """Return the time of the first start, or None if some training rows have no time: those of older runs."""
+    times = table.training.column("time")
+    if not np.all(np.isfinite(times)):
+        return None
+    known = [as_float(row.get("time")) for row in (*table.starts[:1], *table.events[:1])]
+    known = [time for time in (*known, *times[:1].tolist()) if math.isfinite(time)]
+    return min(known, default=None)
+
+
+def _with_elapsed(table: RunTable, rows: Columns) -> dict[str, np.ndarray]:
+    """Return all columns, and `elapsed`: the seconds since the first start.
+
+    Rows of older runs have no time. Then it is the sum of the step times, without the pauses.
+    """
+    columns = {key: rows.column(key) for key in rows.keys}
+    start = _start_time(table)
+    times = columns.pop("time", np.full(rows.num_rows, math.nan))
+    if start is not None:
+        columns["elapsed"] = times - start
+        return columns
+    steps, lines = table.training.column("step"), table.training.column("line")
+    num_steps = np.maximum(np.diff(steps, prepend=0.0), 1.0)
+    elapsed = np.cumsum(np.nan_to_num(table.training.column("step_time_ms")) * num_steps / 1e3)
+    before = np.searchsorted(lines, columns["line"], side="right")
+    columns["elapsed"] = np.concatenate([[0.0], elapsed])[before]
+    return columns
+
+
+def _kind(event: dict[str, Any]) -> str:
+    return str(event.get("event"))[:40]
+
+
+def _events_data(table: RunTable, first: int) -> list[list[Any]]:
+    """Return [seconds since the start or null, step or null, kind, text] of the events from number `first` on.
+
+    Of a kind with very many events, evenly spaced ones are returned.
+    """
+    start, by_kind = _start_time(table), dict[str, list[int]]()
+    for number, event in enumerate(table.events[first:], first):
+        by_kind.setdefault(_kind(event), []).append(number)
+    chosen = sorted(number for numbers in by_kind.values() for number in _evenly(numbers))
+    rows = []
+    for event in (table.events[number] for number in chosen):
+        elapsed = math.nan if start is None else as_float(event.get("time")) - start
+        rows.append([*as_numbers(np.array([elapsed, as_float(event.get("step"))]), rounded=False), _kind(event),
+                     _event_text(event)])
+    return rows
+
+
+def _evenly(numbers: list[int]) -> list[int]:
+    if len(numbers) <= _MAX_EVENTS:
+        return numbers
+    return [numbers[int(index)] for index in np.linspace(0, len(numbers) - 1, _MAX_EVENTS)]
+
+
+def _event_text(event: dict[str, Any]) -> str:
+    details = [f"{key} {as_text(value)}" for key, value in event.items() if key not in _EVENT_KEYS]
+    text = "; ".join([*([as_text(event["reason"])] if event.get("reason") else []), *details])
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
