@@ -13,6 +13,7 @@ from pretrain.config.schedules.describe import batches_text, rates_text, schedul
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
+from pretrain.model.recompute import Recompute
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
 
@@ -30,13 +31,12 @@ def plan_lines(plan: Plan) -> list[str]:
         precision += f", gradients accumulated in {layout.grad_accum_dtype}"
     if layout.precision == "fp16" and plan.args.emulate_fp16:
         precision += " (emulated where the device has none)"
-    interval = layout.activation_checkpoint_interval
     batch = f"{layout.global_batch_size} samples a step = {layout.micro_batch_size} micro-batch x " \
             f"{layout.gradient_accumulation_steps} accumulation x {layout.data_parallel_size} data-parallel"
     rows = {
         "layout": ", ".join([ranks, *offload]),
         "precision": precision,
-        "recompute": f"activations of every {_count(interval, 'block')}" if interval else "no activations",
+        "recompute": _recomputation(layout.recomputation),
         "batch": batch,
         "ramp-up": batches_text(plan.length),
         "model": f"{plan.args.model or 'of the weights'}: {plan.model.architecture}, "
@@ -69,6 +69,16 @@ def _source_lines(plan: Plan) -> list[str]:
             f"{data.num_tokens:,} tokens"
             for data, count, epochs in zip(train.datasets, train.counts_between(*span), train.epochs(*span),
                                            strict=True)]
+
+
+def _recomputation(recompute: Recompute) -> str:
+    """Describe which activations are recomputed in the backward pass, and where their inputs are kept."""
+    if not recompute.is_on:
+        return "no activations"
+    what = {"blocks": "all activations", "attention": "activations of attention", "mlp": "activations of the MLP",
+            "none": f"activations, in groups of {_count(recompute.interval, 'layer')}"}[recompute.part]
+    where = f" in one of {recompute.every} blocks" if recompute.every > 1 else ""
+    return what + where + ("; inputs in host memory" if recompute.offload else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from pretrain.config.ds_json.read import get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, DEFAULT_REDUCE_BUCKET_SIZE, PARTITION_METHODS
 from pretrain.errors import ConfigError
+from pretrain.model.recompute import Recompute
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Optimizer-state tensors of a parameter's size, by optimizer.type in lower case.
@@ -66,7 +67,10 @@ class Layout:
     aio_block_bytes: int = 1_048_576  # tensors below this size, or below 1 MiB, stay in host memory
     aio_intra_op_parallelism: int = 1
     hpz_partition_size: int = 1  # ranks that share ZeRO++'s secondary copy of the parameters
-    activation_checkpoint_interval: int = 0  # layers recomputed together; 0: no recomputation
+    activation_checkpoint_interval: int = 0  # layers recomputed together; 0: see `recompute`
+    recompute: str = "none"  # part of each block that is recomputed: none, blocks, attention, mlp
+    recompute_every: int = 1  # the part is recomputed in one of so many blocks
+    offload_activations: bool = False  # the inputs of recomputed blocks are kept in host memory
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens
@@ -105,6 +109,13 @@ class Layout:
         return DTYPE_BYTES[self.grad_accum_dtype or self.precision]
 
     @property
+    def recomputation(self) -> Recompute:
+        """What is recomputed in the backward pass. Only complete blocks can have their inputs in host memory."""
+        complete = self.activation_checkpoint_interval > 0 or self.recompute == "blocks"
+        return Recompute(self.recompute, self.recompute_every, self.activation_checkpoint_interval,
+                         offload=self.offload_activations and complete)
+
+    @property
     def reused_parameters(self) -> int:
         """Largest number of gathered elements that ZeRO-3's backward pass can use without gathering them again.
 
@@ -114,7 +125,7 @@ class Layout:
         once in the backward pass, or twice there with recomputation.
         (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release)
         """
-        by_distance = self.max_reuse_distance // (3 if self.activation_checkpoint_interval else 2)
+        by_distance = self.max_reuse_distance // (3 if self.recomputation.is_on else 2)
         return max(by_distance, self.max_live_parameters if self.prefetch_bucket_size else 0)
 
     @property
@@ -246,7 +257,8 @@ def _pipeline(get: _Getter) -> dict[str, Any]:
     method = str(get("pipeline.partition_method", get("pipeline.partition", DEFAULT_PARTITION_METHOD)))
     return {"pipeline_stages": get.integer("pipeline.stages", 1),
             "partition_method": PARTITION_METHODS.get(method.lower(), method),
-            "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0)}
+            "activation_checkpoint_interval": get.integer("pipeline.activation_checkpoint_interval", 0),
+            "offload_activations": bool(get("activation_checkpointing.cpu_checkpointing", False))}
 
 
 LAYOUT_FIELDS = tuple(item.name for item in fields(Layout))

@@ -29,6 +29,8 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
         notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
     if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
         notes.append("pipeline.partition_method: no effect with one stage")
+    if layout.recomputation.offload and resolved.device.kind == "cpu":
+        notes.append("activation_checkpointing.cpu_checkpointing: no use on a CPU, whose memory is the host's")
     interval = resolved.file.get("steps_per_print")
     if isinstance(interval, (int, float)) and interval <= resolved.train_steps:
         if layout.uses_pipeline_module:  # DeepSpeed's PipelineEngine prints at every log level

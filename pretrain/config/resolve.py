@@ -79,6 +79,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     ignored += drop_ignored_keys(config, zero_stage)
     pipeline_stages = _pipeline_stages(file, zero_stage, world_size, model)
     _resolve_pipeline(file, config)
+    ignored += _drop_unused_offload(config, args)
     fill_precision(file, config, args)
     batch_sizes = fill_batch(file, config, args, world_size // pipeline_stages)
     length = run_length(args.train_steps, args.train_tokens, batch_sizes=batch_sizes, seq_length=args.seq_length,
@@ -94,7 +95,8 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     fill_nvme_path(file, config, args)
     fill_reports(config, args, zero_stage)
     layout = replace(parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind),
-                     document_attention=args.document_attention)
+                     document_attention=args.document_attention, recompute=args.recompute or "none",
+                     recompute_every=args.recompute_every)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
                           length=length, schedule=_schedule(file, config, args, length),
                           ignored_keys=tuple(ignored))
@@ -142,6 +144,16 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
+
+
+def _drop_unused_offload(config: dict[str, Any], args: RunArguments) -> list[IgnoredKey]:
+    """Remove activation_checkpointing.cpu_checkpointing if nothing is recomputed, and say so: it turns nothing on."""
+    recomputes = config["pipeline"]["activation_checkpoint_interval"] > 0 or args.recompute not in (None, "none")
+    block = config.get("activation_checkpointing", {})
+    if recomputes or not block.pop("cpu_checkpointing", False):
+        return []
+    return [("activation_checkpointing.cpu_checkpointing", "no effect without recomputation: --recompute blocks, or "
+             '"pipeline": {"activation_checkpoint_interval": 1}')]
 
 
 def _splits_blocks(method: str) -> bool:

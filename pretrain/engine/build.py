@@ -49,15 +49,14 @@ def emulate_fp16() -> None:
 
 
 def _build_module(plan: Plan) -> torch.nn.Module:
-    plain_operators, interval = plan.args.plain_operators, plan.layout.activation_checkpoint_interval
+    plain_operators, recompute = plan.args.plain_operators, plan.layout.recomputation
     terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss)
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
-                           partition_method=plan.layout.partition_method, activation_checkpoint_interval=interval,
+                           partition_method=plan.layout.partition_method, recompute=recompute,
                            plain_operators=plain_operators, loss_terms=terms)
     with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.layout.zero_stage == 3):
-        return as_module(plan.model, activation_checkpoint_interval=interval, plain_operators=plain_operators,
-                         loss_terms=terms)
+        return as_module(plan.model, recompute=recompute, plain_operators=plain_operators, loss_terms=terms)
 
 
 def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
@@ -24,9 +22,11 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
+from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
+from pretrain.model.run_layers import Layer, run_layers
 
-Layer = Callable[..., torch.Tensor]  # the last layer also accepts Labels
+_KEEP_ALL = Recompute()
 
 
 def _tied_head(embedding: nn.Module, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
@@ -54,7 +54,7 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 
 
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False,
-                loss: TrainingLoss | None = None) -> list[LayerSpec]:
+                loss: TrainingLoss | None = None, recompute: Recompute = _KEEP_ALL) -> list[LayerSpec]:
     """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
 
     Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
@@ -71,7 +71,8 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         specs.append(LayerSpec(EmbeddingNorm, config))
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
-    specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators)
+    specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
+                        recompute=recompute.part_of(index))
               for index, rope in enumerate(_ropes(config))]
     specs.append(LayerSpec(FinalNorm, config))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
@@ -80,11 +81,6 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     else:
         specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, loss))
     return specs
-
-
-def _worth_recomputing(layers: list[Layer]) -> bool:
-    """Return whether a group contains a block: embeddings, norm and head save little more than their outputs."""
-    return any(isinstance(layer, Block) for layer in layers)
 
 
 class PipelineLM(PipelineModule):
@@ -99,9 +95,9 @@ class PipelineLM(PipelineModule):
         work: cost of each layer in any unit, to balance the pipeline stages; None: use DeepSpeed's own methods.
     """
 
-    def __init__(self, specs: list[LayerSpec], work: list[int] | None, **settings: Any) -> None:
-        self._work = work
-        super().__init__(specs, activation_checkpoint_func=non_reentrant_checkpoint, **settings)
+    def __init__(self, specs: list[LayerSpec], work: list[int] | None, recompute: Recompute, **settings: Any) -> None:
+        self._work, self._recompute = work, recompute
+        super().__init__(specs, **settings)
 
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
         """Compute this pipeline stage. With documents, inputs and outputs are (x, positions_BT).
@@ -109,22 +105,15 @@ class PipelineLM(PipelineModule):
         The last stage returns only the hidden states.
         """
         if torch.is_tensor(inputs):
-            return super().forward(inputs)
+            return run_layers(self.forward_funcs, inputs, None, self._recompute)
         x, positions_BT = inputs
-        documents, interval = Documents(positions_BT), self.activation_checkpoint_interval or len(self.forward_funcs)
-        recomputed = self.is_checkpointable_results if self.activation_checkpoint_interval else [False]
-        for start, is_recomputed in zip(range(0, len(self.forward_funcs), interval), recomputed, strict=True):
-            group = partial(_run, self.forward_funcs[start : start + interval], documents=documents)
-            x = self.activation_checkpoint_func(group, x) if is_recomputed else group(x)
+        x = run_layers(self.forward_funcs, x, Documents(positions_BT), self._recompute)
         return x if self.stage_id == self.num_stages - 1 else (x, positions_BT)
 
     def loss_of_hidden(self, x_BTD: torch.Tensor, labels: Labels) -> torch.Tensor:
         """Compute the loss on the last pipeline stage, whose last layer is the head."""
         loss: torch.Tensor = self.forward_funcs[-1](x_BTD, labels)
         return loss
-
-    def _is_checkpointable(self, funcs: list[Layer]) -> bool:
-        return _worth_recomputing(funcs)
 
     def _count_layer_params(self) -> list[int]:
         if self._work is not None:
@@ -159,25 +148,24 @@ def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> li
 
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
-                activation_checkpoint_interval: int = 0, plain_operators: bool = False,
+                recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
                 loss_terms: LossTerms = CROSS_ENTROPY) -> PipelineModule:
     """Build the layers of this rank's pipeline stage, uninitialized. Needs the process group and LOCAL_RANK.
 
     Args:
         seq_length: tokens; the FLOPs of attention depend on it.
         partition_method: "flops" for pipeline stages of about equal work, or one of DeepSpeed's methods.
-        activation_checkpoint_interval: recompute each group of this many layers in the backward pass; 0: none.
-            Always non-reentrant, even if the JSON has `use_reentrant` true.
+        recompute: what is recomputed in the backward pass. `forward` does so itself, whatever DeepSpeed sets in its
+            attribute activation_checkpoint_interval.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
         loss_terms: terms of the training loss in addition to the cross-entropy.
     """
     loss = TrainingLoss(loss_terms)
     with _prints_to_log():
         by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
-        module = PipelineLM(build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss),
-                            _work_of_layers(config, seq_length, num_stages) if by_flops else None,
+        specs = build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss, recompute=recompute)
+        module = PipelineLM(specs, _work_of_layers(config, seq_length, num_stages) if by_flops else None, recompute,
                             num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
-    module.set_checkpoint_interval(activation_checkpoint_interval)
     module.loss_fn, module.training_loss = module.loss_of_hidden, loss
     return module
 
@@ -187,9 +175,9 @@ class CausalLM(nn.Module):
 
     training_loss: TrainingLoss
 
-    def __init__(self, specs: list[LayerSpec], activation_checkpoint_interval: int = 0) -> None:
+    def __init__(self, specs: list[LayerSpec], recompute: Recompute = _KEEP_ALL) -> None:
         super().__init__()
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.recompute = recompute
         self.tied_modules = nn.ModuleDict()
         self.layers: list[Layer] = []  # in execution order; not a ModuleList, which would rename parameters
         for index, spec in enumerate(specs):
@@ -206,15 +194,8 @@ class CausalLM(nn.Module):
 
     def _hidden(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states [B, T, D] after the final norm."""
-        layers, documents = self.layers[:-1], None if positions_BT is None else Documents(positions_BT)
-        x, interval = tokens_BT, self.activation_checkpoint_interval or len(layers)
-        for start in range(0, len(layers), interval):
-            group = layers[start : start + interval]
-            if self.activation_checkpoint_interval and torch.is_grad_enabled() and _worth_recomputing(group):
-                x = checkpoint(_run, group, x, documents, use_reentrant=False)
-            else:
-                x = _run(group, x, documents)
-        return x
+        documents = None if positions_BT is None else Documents(positions_BT)
+        return run_layers(self.layers[:-1], tokens_BT, documents, self.recompute)
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
                 weights_BT: torch.Tensor | None = None, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
@@ -238,23 +219,12 @@ class CausalLM(nn.Module):
         return torch.stack([self.layers[-1](x_1TD, (labels_1T, weights_1T)) for x_1TD, labels_1T, weights_1T in rows])
 
 
-def _run(layers: list[Layer], x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-    """Apply the layers in turn. Learned positions and blocks depend on the documents, if there are any."""
-    for layer in layers:
-        if documents is None or not isinstance(layer, (PositionEmbedding, Block)):
-            x = layer(x)
-            continue
-        if isinstance(layer, Block) and layer.is_compiled:
-            layer.attention.prepare(documents, x)
-        x = layer(x, documents=documents)  # by name: ZeRO-3's hooks accept only tensors among the other arguments
-    return x
-
-
-def as_module(config: ModelConfig, *, activation_checkpoint_interval: int = 0, plain_operators: bool = False,
+def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
               loss_terms: LossTerms = CROSS_ENTROPY) -> CausalLM:
     """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
     loss = TrainingLoss(loss_terms)
-    module = CausalLM(build_specs(config, plain_operators=plain_operators, loss=loss), activation_checkpoint_interval)
+    specs = build_specs(config, plain_operators=plain_operators, loss=loss, recompute=recompute)
+    module = CausalLM(specs, recompute)
     module.training_loss = loss
     return module
 

@@ -4,9 +4,13 @@ Shapes: B batch, T positions, D hidden size, H query heads, K key/value heads, E
 MLP, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
@@ -195,12 +199,15 @@ class Block(nn.Module):
         rope: shared by all blocks with the same frequencies; None without rotary positions.
         index: of the block in the model, from 0.
         plain_operators: use torch's operators instead of the custom kernels.
+        recompute: the part that is recomputed in the backward pass, one of recompute.PARTS; run_layers.py recomputes
+            "blocks".
     """
 
-    def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0,
-                 plain_operators: bool = False) -> None:
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0, plain_operators: bool = False,
+                 recompute: str = "none") -> None:
         super().__init__()
         self.is_compiled = False  # layer_specs.compile_blocks sets it
+        self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.norm1 = build_norm(config) if config.pre_norm else None
         self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators)
@@ -213,13 +220,25 @@ class Block(nn.Module):
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         if self.shared_norm:
             normed_BTD = _apply(self.norm1, x_BTD)
-            attended_BTD = self.dropout(self.attention(normed_BTD, documents=documents))
-            return x_BTD + attended_BTD + self.dropout(self.mlp(normed_BTD))
-        attended_BTD = self.attention(_apply(self.norm1, x_BTD), documents=documents)
-        after_BTD = x_BTD + self.dropout(_apply(self.post_norm1, attended_BTD))
-        del attended_BTD  # free the memory before the MLP
+            attended_BTD = self.dropout(self._part("attention", self._attend, normed_BTD, documents))
+            return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed_BTD))
+        after_BTD = x_BTD + self.dropout(self._part("attention", self._attend, x_BTD, documents))
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
-        return after_BTD + self.dropout(_apply(self.post_norm2, self.mlp(_apply(self.norm2, mlp_input_BTD))))
+        return after_BTD + self.dropout(self._part("mlp", self._transform, mlp_input_BTD))
+
+    def _attend(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        normed_BTD = x_BTD if self.shared_norm else _apply(self.norm1, x_BTD)
+        return _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
+
+    def _transform(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        normed_BTD = x_BTD if self.shared_norm else _apply(self.norm2, x_BTD)
+        return _apply(self.post_norm2, self.mlp(normed_BTD))
+
+    def _part(self, name: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        """Compute a part of the block. Without its residual dropout, whose mask is kept, the part ends earlier."""
+        if self.recompute != name or not torch.is_grad_enabled():
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False)
 
 
 def _apply(norm: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from pretrain.model.kernels.cpu_attention import Scores, _CausalAttention, causa
 from pretrain.model.kernels.documents import Documents, divide
 from pretrain.model.kernels.torch_attention import torch_causal_attention
 from pretrain.model.layer_specs import CausalLM, as_module, compile_blocks
+from pretrain.model.recompute import Recompute
 from tests.model.test_attention import as_arguments, eager_attention, heads, output_and_gradients, small_blocks
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.tensors import relative_error
@@ -126,7 +127,7 @@ def test_a_packed_sample_has_the_loss_and_gradients_of_its_documents(name, plain
     """Logits of all families are compared with transformers in test_hf_weights.py."""
     config, module = build(name, tmp_path)
     if plain_operators:
-        other = as_module(config, plain_operators=True, activation_checkpoint_interval=2)
+        other = as_module(config, plain_operators=True, recompute=Recompute(interval=2))
         other.load_state_dict(module.state_dict())
         module = other
     tokens_BT, positions_BT = packed(config)
@@ -171,7 +172,7 @@ def test_compiled_blocks_share_one_graph(name, interval, tmp_path):
     torch._dynamo.reset()
     for compiled in (False, True):
         _, module = build(name, tmp_path)
-        module.activation_checkpoint_interval = interval
+        module.recompute = Recompute(interval=interval)
         if compiled:
             compile_blocks(module, seq_length=40, device=torch.device("cpu"), backend=counter)
         for positions in (positions_BT, positions_BT.flip(0)):  # another micro-batch, other documents

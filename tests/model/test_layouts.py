@@ -9,6 +9,7 @@ import torch
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
+from pretrain.model.recompute import Recompute
 from tests.support.launch import WORKERS, run_ranks
 from tests.support.model_shapes import SHAPES, write_config
 
@@ -92,7 +93,7 @@ def test_activation_checkpointing_with_dropout_keeps_the_gradients(interval, tmp
     tokens = torch.randint(0, config.vocab_size, (2, 17))
     gradients = []
     for k in (0, interval):
-        module = as_module(config, activation_checkpoint_interval=k)
+        module = as_module(config, recompute=Recompute(interval=k))
         initialize_parameters(module, config, seed=1)
         torch.manual_seed(5)
         module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 16), 1 / 32)).backward()
@@ -106,7 +107,7 @@ def test_activation_checkpointing_saves_fewer_tensors(tmp_path):
     tokens = torch.randint(0, config.vocab_size, (2, 16))
     held = []
     for interval in (0, 2):
-        module = as_module(config, activation_checkpoint_interval=interval)
+        module = as_module(config, recompute=Recompute(interval=interval))
         initialize_parameters(module, config, seed=1)
         sizes: list[int] = []
 

@@ -12,6 +12,7 @@ from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
 from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.loss import linear_cross_entropy
+from pretrain.model.recompute import Recompute
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
 from tests.support.tensors import relative_error, saved_by
@@ -199,7 +200,7 @@ def test_compiled_blocks_share_one_graph_and_keep_the_gradients(name, interval, 
     torch._dynamo.utils.counters.clear()
     seen = []
     for compiled in (False, True):
-        module = as_module(config, activation_checkpoint_interval=interval)
+        module = as_module(config, recompute=Recompute(interval=interval))
         initialize_parameters(module, config, seed=1)
         if compiled:
             compile_blocks(module, seq_length=16, device=torch.device("cpu"), backend="aot_eager")

@@ -175,12 +175,14 @@ MONITORS: Tree = {
         "mode": Key("str", choices=("get", "create", "get_or_create"), null=True),
     },
 }
-# The block configures DeepSpeed's checkpointing functions, which this program does not call; it turns nothing on.
+# The block configures how layers are recomputed; it turns nothing on. DeepSpeed's own checkpointing functions are not
+# called. model/host_offload.py does what cpu_checkpointing asks for.
 ACTIVATION_CHECKPOINTING: Tree = {
     "number_checkpoints": _ignored(_CHECKPOINTING, kind="int", low=0),
+    "cpu_checkpointing": Key("bool", null=True),
     **{name: _ignored(_CHECKPOINTING)
        for name in ("partition_activations", "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
-                    "profile", "cpu_checkpointing")},
+                    "profile")},
 }
 TREE: Tree = {
     "train_batch_size": _BATCH,

@@ -12,6 +12,7 @@ from pretrain.config.schedules.scaling import LR_SCALINGS
 from pretrain.config.schedules.schedule import DECAY_SHAPES, KINDS
 from pretrain.errors import ConfigError
 from pretrain.model.init_methods import INIT_METHODS
+from pretrain.model.recompute import PARTS
 from pretrain.paths import check_folder
 
 RESUME_CHOICES = ("auto", "required", "never")
@@ -22,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
                  "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples",
-                 "adaptive_clipping_window",
+                 "adaptive_clipping_window", "recompute_every",
                  "lr_reference_batch")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "lr_warmup_tokens", "lr_decay_tokens",
@@ -41,7 +42,7 @@ _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_
             "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
             "deepspeed_log_level": LOG_LEVELS,
-            "lr_schedule": KINDS, "lr_decay_shape": DECAY_SHAPES, "lr_scaling": LR_SCALINGS,
+            "lr_schedule": KINDS, "lr_decay_shape": DECAY_SHAPES, "lr_scaling": LR_SCALINGS, "recompute": PARTS,
             "init_method": INIT_METHODS, "output_init_method": INIT_METHODS}
 
 

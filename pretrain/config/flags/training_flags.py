@@ -70,10 +70,14 @@ class AutoArguments:
 
 @dataclass(frozen=True)
 class SpeedArguments:
-    title: ClassVar[str] = "speed and debugging"
+    title: ClassVar[str] = "speed, memory and debugging"
 
     compile_blocks: bool = flag(False, "torch.compile each block; for cuda, where it fuses what lies between the "
                                        "matrix products")
+    recompute: str | None = flag(None, "recompute activations in the backward pass, which takes less memory and more "
+                                       "time: attention or mlp of each block, complete blocks, or none",
+                                 unset="what pipeline.activation_checkpoint_interval says", metavar="PART")
+    recompute_every: int = flag(1, "recompute the part in only one of so many blocks")
     tf32: bool = flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = flag(False, "disable the custom kernels for attention and MLP: slower, and more memory "
                                         "than is predicted")

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.config.rules import layout_rules, optimizer_rules, profile_rules, recipe_rules, run_rules
+from pretrain.config.rules import (
+    layout_rules,
+    optimizer_rules,
+    profile_rules,
+    recipe_rules,
+    recompute_rules,
+    run_rules,
+)
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
@@ -15,6 +22,8 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     layout_rules.tf32_needs_fp32_on_cuda, run_rules.document_attention, run_rules.exit_step_within_run,
     recipe_rules.value_clipping, recipe_rules.adaptive_clipping, recipe_rules.noise_scale, recipe_rules.early_stopping,
     profile_rules.profiled_steps, profile_rules.profiled_ranks, profile_rules.memory_snapshot,
+    recompute_rules.one_setting_for_recomputation, recompute_rules.recompute_every,
+    recompute_rules.offload_needs_complete_blocks,
 )
 
 

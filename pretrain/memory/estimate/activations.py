@@ -1,4 +1,4 @@
-"""Bytes that autograd saves for the backward pass: one function for each operator in `pretrain/model`.
+"""Bytes that autograd saves for the backward pass: one function for each operator of a block in `pretrain/model`.
 
 CPU: measured with `torch.autograd.graph.saved_tensors_hooks` on the real layers, each storage counted once
 (tests/memory/estimate/test_activations.py repeats the measurement).
@@ -17,9 +17,8 @@ seq_length. Every size is that of one rank.
 
 from dataclasses import replace
 
-from pretrain.memory.estimate.loss_activations import loss_saved
-from pretrain.memory.estimate.model_shape import Layer, ModelShape
-from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.rank_parameters import FP32, MicroBatch
 
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
 ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/kernels/cpu_attention.py)
@@ -72,7 +71,7 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
     Args:
         window: number of latest tokens that a query sees; 0: all.
     """
-    output = linear_saved(_query_width(shape, batch), batch)
+    output = linear_saved(query_width(shape, batch), batch)
     if uses_cpu_attention(shape, batch):
         core = _qkv_saved(shape, batch) + output
     elif shape.attention_softcap:
@@ -100,7 +99,7 @@ def uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
 
 
-def _query_width(shape: ModelShape, batch: MicroBatch) -> int:
+def query_width(shape: ModelShape, batch: MicroBatch) -> int:
     """Elements of one token's queries on this rank, H * E."""
     return shape.num_heads * shape.head_size // batch.tensor_parallel_size
 
@@ -144,7 +143,7 @@ def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) ->
     documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
     mask = batch.seq_length**2 * batch.element_bytes if has_window and not alibi and not documents else 0
     return _qkv_saved(shape, batch, all_heads=has_window or alibi or documents) + log_sums + mask \
-        + outputs * linear_saved(_query_width(shape, batch), batch)
+        + outputs * linear_saved(query_width(shape, batch), batch)
 
 
 def _capped_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -194,70 +193,7 @@ def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
     return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 
 
-def block_saved(shape: ModelShape, batch: MicroBatch, *, experts: bool = False, window: int = 0) -> int:
-    """Bytes that a transformer block saves: norms, attention, MLP or experts, and two residual dropouts."""
-    norms = norm_saved(shape, batch) if shape.pre_norm else 0
-    if shape.pre_norm and not shape.shared_norm:
-        norms += norm_saved(shape, batch, shared_input=shape.parallel_residual)
-    norms += 2 * norm_saved(shape, batch) if shape.post_norm else 0
-    mlp = experts_saved(shape, batch) if experts else mlp_saved(shape, batch)
-    if shape.shared_norm:  # attention and MLP have the same input
-        mlp -= linear_saved(shape.hidden_size, batch)
-    dropouts = 2 * dropout_saved(shape.residual_dropout, shape.hidden_size, batch)
-    return norms + attention_saved(shape, batch, window) + mlp + dropouts
-
-
-def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
-    """Bytes that any layer of `shape.layers()` saves. The embedding saves its int64 token ids [N]."""
-    if layer.kind == "block":
-        return block_saved(shape, batch, experts=any(tensor.expert for tensor in layer.tensors),
-                           window=layer.window)
-    if layer.kind == "norm":
-        return norm_saved(shape, batch)
-    if layer.kind == "head":
-        return loss_saved(shape, batch)
-    dropout = dropout_saved(shape.embedding_dropout, shape.hidden_size, batch)
-    if layer.kind == "positions":
-        return dropout
-    return batch.tokens * INT64 + (0 if shape.position == "learned" else dropout)
-
-
-def layer_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
-    """Bytes of a layer's input, which is all that a recomputed group beginning with this layer saves."""
-    return batch.tokens * INT64 if layer.kind == "embedding" else hidden_states_bytes(shape, batch)
-
-
-def saved_input_bytes(shape: ModelShape, layer: Layer, batch: MicroBatch) -> int:
-    """Bytes of a layer's input that `layer_saved` includes, for embeddings, positions and blocks."""
-    converts = shape.norm == "rmsnorm" and batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda)
-    if layer.kind == "block" and shape.pre_norm and converts:
-        return 0  # the norm saves an fp32 copy instead
-    return 0 if layer.kind == "positions" else layer_input_bytes(shape, layer, batch)
-
-
-def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int:
-    """Bytes that a block's backward pass allocates at its peak, beyond what the block saved.
-
-    The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
-    post-norm comes first; on a CPU RMSNorm has four tensors in fp32. The MLP's phase has recomputed tensors and
-    gradients of inner tensors. The attention's phase follows, after the MLP's saved tensors are freed.
-    """
-    residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
-    width = shape.intermediate_size
-    if shape.num_experts:
-        width = shape.moe_intermediate_size * max(1, shape.experts_per_token)
-    inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
-    norm = norm_saved(shape, batch)
-    mlp = (3 if shape.gated_mlp else 2) * inner - (norm if shape.post_norm else 0)  # post_norm2 is freed before
-    freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
-    if uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
-        freed += linear_saved(_query_width(shape, batch), batch)
-    on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda
-    post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
-    return residual + max(mlp, post_norm, _attention_backward(shape, batch, window) - freed)
-
-
-def _attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int:
+def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int:
     """Bytes of gradients and working memory in attention's backward pass.
 
     The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
@@ -272,7 +208,7 @@ def _attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> in
     qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
     uses_rows = uses_cpu_attention(shape, batch) or (batch.documents and not batch.cuda)
     work = _cpu_attention_work(shape, batch, window) if uses_rows else 0
-    return max(linear_saved(_query_width(shape, batch), batch) + qkv + work, 2 * qkv)
+    return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv)
 
 
 def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> int:

@@ -15,41 +15,41 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from pretrain.memory.estimate.activations import (
-    block_backward,
-    hidden_states_bytes,
-    layer_input_bytes,
-    layer_saved,
-    saved_input_bytes,
-)
+from pretrain.memory.estimate.activations import hidden_states_bytes
 from pretrain.memory.estimate.gradients import (
     gradients_in_backward,
     gradients_in_optimizer_step,
     gradients_in_reduction,
     reduction_in_backward,
 )
+from pretrain.memory.estimate.layer_activations import block_backward, layer_input_bytes, layer_saved, saved_input_bytes
 from pretrain.memory.estimate.loss_activations import loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.optimizer_wrappers import optimizer_wrapper
+from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
 from pretrain.memory.estimate.rank_parameters import INT64, MicroBatch, Rank
 from pretrain.memory.estimate.states import states_of_rank
 from pretrain.memory.estimate.states_zero3 import persistent_elements
 from pretrain.memory.footprint import Footprint
+from pretrain.model.recompute import Recompute
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers that are recomputed together, or a single layer that is not recomputed."""
+    """Consecutive layers that are recomputed together, or a single layer that is not recomputed as a whole."""
 
-    saved: int  # bytes that one micro-batch saves from its forward to its backward pass
+    saved: int  # device bytes that one micro-batch saves from its forward to its backward pass
     layers: tuple[Layer, ...]
+    part: str = "none"  # what is recomputed: "none", "attention" or "mlp" of a block, or "blocks": the group
+    offloaded: int = 0  # bytes of the group's input, if it is kept in host memory, for one micro-batch
 
 
 def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
     """Yield (name, footprint) of each phase of a rank's step at which its memory can peak."""
     layout = rank.layout
-    steady = states_of_rank(rank) + _device("activations", _pipeline_slots(rank) + _masks(rank))
     groups = _groups_of_rank(rank)
+    steady = states_of_rank(rank) + _device("activations", _pipeline_slots(rank) + _masks(rank)) + \
+        _offloaded(rank, groups)
     if rank.is_last_stage:
         yield "loss", steady + _loss_phase(rank, groups)
     for in_flight, accumulated in _backward_passes(rank):
@@ -62,6 +62,14 @@ def step_phases(rank: Rank) -> Iterator[tuple[str, Footprint]]:
 
 def _device(role: str, size_bytes: int) -> Footprint:
     return Footprint.of([((role, "device"), size_bytes)])
+
+
+def _offloaded(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
+    """Return the pinned memory of offloaded inputs. torch rounds each tensor up to a power of two: see pinning_loss."""
+    sizes = [group.offloaded for group in groups if group.offloaded and rank.micro_batch.cuda]
+    rounding = sum((1 << (size - 1).bit_length()) - size for size in sizes)
+    return Footprint.of([(("activations", "pinned"), rank.in_flight * sum(sizes)),
+                         (("margin", "pinned"), rank.in_flight * rounding)])
 
 
 def _loss_phase(rank: Rank, groups: tuple[LayerGroup, ...]) -> Footprint:
@@ -114,26 +122,41 @@ def _remaining_graph(rank: Rank) -> int:
 
 
 def _groups_of_rank(rank: Rank) -> tuple[LayerGroup, ...]:
-    return layer_groups(rank.shape, rank.layers(), rank.micro_batch, rank.layout.activation_checkpoint_interval)
+    recompute, first_block = rank.layout.recomputation, 0
+    if recompute.every > 1:
+        earlier = (pipeline_stage_layers(rank.shape, rank.layout, stage) for stage in range(rank.pipeline_stage))
+        first_block = sum(layer.kind == "block" for layers in earlier for layer in layers)
+    return layer_groups(rank.shape, rank.layers(), rank.micro_batch, recompute, first_block)
 
 
 @lru_cache(maxsize=512)
-def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch,
-                 interval: int) -> tuple[LayerGroup, ...]:
-    """Divide layers into groups of `interval`, or into single layers if `interval` is 0 (no recomputation).
+def layer_groups(shape: ModelShape, layers: tuple[Layer, ...], batch: MicroBatch, recompute: Recompute,
+                 first_block: int = 0) -> tuple[LayerGroup, ...]:
+    """Divide layers into the groups that are recomputed (model/run_layers.py), and single layers.
 
-    A group that contains a block is recomputed and saves only its input (model/layer_specs.py, _worth_recomputing). The
-    head computes the loss outside of the recomputed groups and is a group of its own.
+    A group that contains a block is recomputed and saves only its input. The head computes the loss outside of the
+    recomputed groups and is a group of its own.
+
+    Args:
+        first_block: index in the model of the first block of `layers`.
     """
-    saved = {layer: layer_saved(shape, layer, batch) for layer in set(layers)}
     body = sum(layer.kind != "head" for layer in layers)
-    starts = [*range(0, body, interval or 1), *range(body, len(layers))]
+    starts = [*range(0, body, recompute.interval or 1), *range(body, len(layers))]
     groups = []
     for start, end in pairwise([*starts, len(layers)]):
         group = layers[start:end]
-        recomputed = interval and any(layer.kind == "block" for layer in group)
-        saved_bytes = layer_input_bytes(shape, group[0], batch) if recomputed else sum(saved[layer] for layer in group)
-        groups.append(LayerGroup(saved_bytes, group))
+        blocks = sum(layer.kind == "block" for layer in group)
+        part = recompute.part_of(first_block) if blocks else "none"
+        part = "blocks" if blocks and recompute.interval else part
+        first_block += blocks
+        if part != "blocks":
+            groups.append(LayerGroup(sum(layer_saved(shape, layer, batch, part) for layer in group), group, part))
+            continue
+        size = layer_input_bytes(shape, group[0], batch)
+        # token ids, and the input that a pipeline stage receives, are not offloaded (model/host_offload.py)
+        offloads = recompute.offload and group[0].kind != "embedding" and start > 0
+        on_device = 0 if offloads and batch.cuda else size  # on a CPU, the copy takes the place of the input
+        groups.append(LayerGroup(on_device, group, part, size if offloads else 0))
     return tuple(groups)
 
 
@@ -159,8 +182,8 @@ def _backward_phases(rank: Rank, groups: tuple[LayerGroup, ...], in_flight: int,
     other_micro_batches = (in_flight - 1) * sum(group.saved for group in groups)
     waiting, done = sum(group.saved for group in groups), 0  # bytes; elements whose gradients are computed
     for index in reversed(range(len(groups))):
-        saved, layers = groups[index]
-        between_equals = 0 < index < len(groups) - 1 and layers == groups[index - 1].layers == groups[index + 1].layers
+        saved, layers = groups[index].saved, groups[index].layers
+        between_equals = 0 < index < len(groups) - 1 and groups[index - 1] == groups[index] == groups[index + 1]
         if not between_equals:
             activations = other_micro_batches + waiting + _group_backward(rank, groups[index])
             weights = gradients_in_backward(rank, done, layers, accumulated=accumulated)
@@ -173,16 +196,19 @@ def _backward_phases(rank: Rank, groups: tuple[LayerGroup, ...], in_flight: int,
 def _group_backward(rank: Rank, group: LayerGroup) -> int:
     """Bytes of a group's recomputed activations and of the gradients of its activations."""
     shape, batch, layers = rank.shape, rank.micro_batch, group.layers
-    is_head = layers[-1].kind == "head"
     recomputed = 0
-    if rank.layout.activation_checkpoint_interval and not is_head:
+    if group.part == "blocks":
         recomputed = sum(layer_saved(shape, layer, batch) for layer in layers)
-        recomputed -= saved_input_bytes(shape, layers[0], batch)
+        recomputed -= 0 if group.offloaded else saved_input_bytes(shape, layers[0], batch)
+    if group.offloaded:  # the group's input is there again, and on GPUs also the next group's
+        missing = group.offloaded - saved_input_bytes(shape, layers[0], batch)
+        recomputed += missing + (group.offloaded if batch.cuda else 0)
     windows = {layer.window for layer in layers if layer.kind == "block"}
-    work = max((block_backward(shape, batch, window) for window in windows), default=0)
-    if is_head:
+    part = group.part if group.part != "blocks" else "none"
+    work = max((block_backward(shape, batch, window, part) for window in windows), default=0)
+    if layers[-1].kind == "head":
         work += loss_backward(shape, batch)
-    return (recomputed if recomputed > group.saved else 0) + work
+    return recomputed + work
 
 
 def _gathered_parameters(rank: Rank, done: int = 0) -> Footprint:

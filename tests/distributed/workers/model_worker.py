@@ -16,6 +16,7 @@ from torch import nn
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module, as_pipeline
+from pretrain.model.recompute import Recompute
 
 LENGTH = 20  # tokens
 SEED = 7
@@ -50,7 +51,7 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
     plain, plain_loss = reference(config)
     settings = ds_config(3)
     with deepspeed.zero.Init(config_dict_or_path=settings):
-        module = as_module(config, activation_checkpoint_interval=interval)
+        module = as_module(config, recompute=Recompute(interval=interval))
     initialize_parameters(module, config, seed=SEED)
     names = [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]
     equal = True
@@ -75,7 +76,7 @@ def zero3(config: ModelConfig, interval: int) -> dict[str, object]:
 def pipeline(config: ModelConfig, interval: int) -> dict[str, object]:
     """Compare loss and weights after one SGD step on two pipeline stages with those of the plain module."""
     plain, plain_loss = reference(config)
-    stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, activation_checkpoint_interval=interval)
+    stage = as_pipeline(config, num_stages=2, seq_length=LENGTH, recompute=Recompute(interval=interval))
     initialize_parameters(stage, config, seed=SEED)
     initial = {name: value.clone() for name, value in stage.state_dict().items()}
     optimizer = torch.optim.SGD(stage.parameters(), 1.0)  # SGD has no state, so weights differ only if gradients differ
@@ -93,7 +94,7 @@ def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
     """Return the gradients of a one-stage PipelineModule with dropout, without and with activation checkpointing."""
     gradients = []
     for interval in (0, 2):
-        module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=interval)
+        module = as_pipeline(config, num_stages=1, seq_length=LENGTH, recompute=Recompute(interval=interval))
         initialize_parameters(module, config, seed=SEED)
         tokens, labels, weights = batch(config)
         torch.manual_seed(5)
@@ -105,7 +106,7 @@ def dropout_gradients(config: ModelConfig) -> list[dict[str, torch.Tensor]]:
 def one_stage(config: ModelConfig) -> dict[str, object]:
     """Return the weights and the loss of a pipeline of one stage, and the loss of the plain module."""
     _, plain_loss = reference(config)
-    module = as_pipeline(config, num_stages=1, seq_length=LENGTH, activation_checkpoint_interval=1)
+    module = as_pipeline(config, num_stages=1, seq_length=LENGTH, recompute=Recompute(interval=1))
     initialize_parameters(module, config, seed=SEED)
     tokens, labels, weights = batch(config)
     loss = module.loss_fn(module(tokens), (labels, weights)).item()

@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from pretrain.config.layout import Layout
-from pretrain.memory.estimate.activations import (
-    ATTENTION_ROWS,
-    CPU_SCORES,
-    block_backward,
-    block_saved,
-)
+from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES
 from pretrain.memory.estimate.estimate_memory import estimate_rank
+from pretrain.memory.estimate.layer_activations import block_backward, block_saved
 from pretrain.memory.estimate.loss_activations import CHUNK_TOKENS, CPU_LOGITS, loss_backward, loss_peak, loss_saved
 from pretrain.memory.estimate.masks import document_bytes, shared_mask_bytes
 from pretrain.memory.estimate.model_shape import shape_of
@@ -29,12 +25,15 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
 from pretrain.model.loss import LossTerms, linear_cross_entropy
+from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
 from tests.support.model_shapes import SHAPES
 
 # models that save different tensors; other models of SHAPES differ in biases, sizes and positions
 DIFFERENT = ("gpt2", "llama", "neox_parallel", "mistral_multi_query", "qwen3_layer_types_bias_tied",
              "gemma_multi_query", "gemma2", "gemma3_untied_softcap", "olmo2", "gptj", "mpt_untied_scale")
+
+RECOMPUTED = ("gpt2", "llama", "gemma2", "olmo2", "gptj")  # norms before, after and shared, and parallel parts
 
 
 def _config(name: str, *, dropout: bool) -> ModelConfig:
@@ -43,11 +42,12 @@ def _config(name: str, *, dropout: bool) -> ModelConfig:
     return replace(config, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate)
 
 
-def _blocks(config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[Block, int]]:
+def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iterator[tuple[Block, int]]:
     """Yield a block for each size of a window in the model, with that size."""
     windows = {config.window(index): index for index in range(config.num_layers)}
     for window, index in windows.items():
-        yield Block(config, Rope(config) if config.position == "rope" else None, index=index).to(dtype), window
+        rope = Rope(config) if config.position == "rope" else None
+        yield Block(config, rope, index=index, recompute=part).to(dtype), window
 
 
 @pytest.fixture
@@ -78,10 +78,12 @@ def saved_bytes(function: Any, excluded: list[torch.Tensor], *inputs: Any) -> in
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("part", ["none", "attention", "mlp"])
+def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool, dtype: torch.dtype,
+                                                        part: str) -> None:
     config = _config(name, dropout=dropout)
     for batch, length in ((2, 32), (3, 40)):
-        for block, window in _blocks(config, dtype):
+        for block, window in _blocks(config, dtype, part):
             rope, slopes_H = block.attention.rope, block.attention.slopes_H
             x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
             shared = list(rope.tables(length, x_BTD)) if rope else []
@@ -89,7 +91,7 @@ def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool
                 shared.append(torch_attention._alibi(slopes_H, length, 0, dtype, x_BTD.device))
             micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
             measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
-            assert block_saved(shape_of(config), micro_batch, window=window) == measured, (length, window)
+            assert block_saved(shape_of(config), micro_batch, window=window, part=part) == measured, (length, window)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])
@@ -192,10 +194,12 @@ def test_chunk_sizes_equal_those_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox_parallel", "llama", "gemma2", "olmo2", "bloom", "gptj"])
-@pytest.mark.parametrize("interval", [0, 1, 2])
-def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval: int) -> None:
+@pytest.mark.parametrize("recompute", [
+    Recompute(), Recompute(interval=1), Recompute(interval=2), Recompute(interval=2, offload=True),
+    Recompute("blocks", offload=True), Recompute("blocks", every=2), Recompute("attention"), Recompute("mlp", every=2)])
+def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, recompute: Recompute) -> None:
     config = model_config_from({**SHAPES[name], "vocab_size": 11}, "test")
-    model = as_module(config, activation_checkpoint_interval=interval).to(torch.bfloat16)
+    model = as_module(config, recompute=recompute).to(torch.bfloat16)
     shape, micro_batch = shape_of(config), MicroBatch(2 * 48, 48, 2, cuda=False)
     tokens_BT = torch.zeros(2, 48, dtype=torch.long)
     labels = (tokens_BT.clone(), torch.ones(tokens_BT.shape))
@@ -210,20 +214,21 @@ def test_saved_bytes_of_layer_groups_equal_those_of_autograd(name: str, interval
         loss = model(tokens_BT, *labels)
         saved = tracker.live_bytes - before
     assert loss.requires_grad
-    groups = layer_groups(shape, shape.layers(), micro_batch, interval)
+    groups = layer_groups(shape, shape.layers(), micro_batch, recompute)
     assert saved == pytest.approx(sum(group.saved for group in groups), rel=0.01)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DIFFERENT else [pytest.mark.slow])
-                                  for name in SHAPES])
+@pytest.mark.parametrize(("name", "part"), [
+    pytest.param(name, part, marks=[] if name in quick else [pytest.mark.slow]) for name in SHAPES
+    for part, quick in (("none", DIFFERENT), ("attention", RECOMPUTED), ("mlp", RECOMPUTED))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(("batch", "length"), [(4, 64), (2, 512)])
 def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dropout: bool, batch: int, length: int,
-                                              one_thread: None) -> None:
+                                              part: str, one_thread: None) -> None:
     config = _config(name, dropout=dropout)
     micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
-    for block, window in _blocks(config, dtype):
+    for block, window in _blocks(config, dtype, part):
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
         x_BTD = torch.randn(batch, length, config.hidden_size, dtype=dtype, requires_grad=True)
@@ -237,9 +242,13 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
             tracker.reset_peak()
             y_BTD.backward(torch.ones_like(y_BTD))
         shape = shape_of(config)
-        expected = block_saved(shape, micro_batch, window=window) + block_backward(shape, micro_batch, window) \
+        expected = block_saved(shape, micro_batch, window=window, part=part) \
+            + block_backward(shape, micro_batch, window, part) \
             + block.mlp.down.weight.nbytes
-        assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08), window
+        tolerance = 0.08
+        if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
+            tolerance = 0.25 if dropout else 0.15
+        assert tracker.peak_bytes - before == pytest.approx(expected, rel=tolerance), window
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -1,0 +1,27 @@
+"""Which activations of a model are recomputed in the backward pass, as plain values (no torch)."""
+
+from dataclasses import dataclass
+
+PARTS = ("none", "blocks", "attention", "mlp")  # choices of --recompute
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are recomputed in the backward pass instead of kept, and where the kept inputs are.
+
+    `part` and `interval` exclude each other (config/rules/recompute_rules.py).
+    """
+
+    part: str = "none"  # one of PARTS: what is recomputed of a block; "blocks": all of it
+    every: int = 1  # the part is recomputed in one of so many blocks: 0, every, 2 * every ...
+    interval: int = 0  # groups of so many layers are recomputed, each from its first layer's input; 0: none
+    offload: bool = False  # the inputs of recomputed blocks and groups are kept in host memory
+
+    def part_of(self, block: int) -> str:
+        """Return the part of a block (index from 0) that is recomputed by itself."""
+        return self.part if block % self.every == 0 else "none"
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether anything is recomputed."""
+        return self.part != "none" or self.interval > 0
