@@ -1,5 +1,6 @@
 """Fake packages of W&B and Comet, which need accounts. They record what DeepSpeed's monitors send."""
 
+import importlib.machinery
 import sys
 import types
 from typing import Any
@@ -20,6 +21,13 @@ def install_fake_services() -> Sent:
         def __internal_api__log_metric__(self, name: str, value: float, step: int) -> None:
             sent["comet"].append((name, value, step))
 
-    sys.modules["wandb"] = types.SimpleNamespace(init=lambda **_: None, log=log)  # type: ignore[assignment]
-    sys.modules["comet_ml"] = types.SimpleNamespace(start=lambda **_: Experiment())  # type: ignore[assignment]
+    _install("wandb", init=lambda **_: None, log=log)
+    _install("comet_ml", __version__="3.50.0", start=lambda **_: Experiment())
     return sent
+
+
+def _install(name: str, **content: Any) -> None:
+    package = types.ModuleType(name)
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)  # the check of a run looks for it
+    vars(package).update(content)
+    sys.modules[name] = package

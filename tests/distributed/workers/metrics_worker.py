@@ -14,12 +14,13 @@ from pretrain import step_loop, trainer
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.process import ROOT
 from pretrain.distributed.world import running_environment
-from pretrain.engine.steps import grad_norm, train_batch
+from pretrain.engine.loaders import open_loader
+from pretrain.engine.steps import eval_batch, grad_norm, train_batch
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.watchdog import NO_LIMITS
 from tests.distributed.workers.fake_services import install_fake_services
-from tests.distributed.workers.worker import Case, start_of
+from tests.distributed.workers.worker import Case, end, engine_of, start_of
 from tests.support.cases_loop import each_case
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__format__")
@@ -32,6 +33,7 @@ class Observer:
         self.norms: list[float] = []
         self.param_norms: list[float] = []
         self.update_ratios: list[float] = []
+        self.losses: list[tuple[float, float]] = []  # for each step: this rank's sum of losses, and of their weights
         self.waits: list[dict[str, int]] = []  # for each step: who waited for the device
         self._calls: Counter[str] = Counter()
 
@@ -39,9 +41,15 @@ class Observer:
         if self.norms:
             self.waits.append(dict(self._calls))
         before = self._copy(engine)
+        losses: list[torch.Tensor] = []
+        hook = engine.module.register_forward_hook(  # in a PipelineModule its output is not the loss
+            lambda module, inputs, loss: losses.append(loss.detach()))
         self._calls.clear()
         loss = train_batch(engine, micro_batches)
         calls = self._calls.copy()
+        hook.remove()
+        self.losses.append((sum(float(each) for each in losses if each.dim() == 0),
+                            sum(float(weights_BT.sum()) for _, (_, weights_BT) in micro_batches)))
         self.norms.append(grad_norm(engine))
         if before is not None:
             after = self._copy(engine)
@@ -56,12 +64,12 @@ class Observer:
         return torch.cat([weight.detach().double().flatten() for weight in engine.module.parameters()])
 
     def count(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return the method of torch.Tensor, counting each call by the function of this project that called it."""
+        """Return the method of torch.Tensor, counting each call by a function of this project, itself or in torch."""
         def counted(*args: Any, **kwargs: Any) -> Any:
-            stack = [frame for frame in traceback.extract_stack() if frame.filename.startswith(f"{ROOT}/pretrain/")]
-            if stack:
-                place = Path(stack[-1].filename).relative_to(ROOT / "pretrain")
-                self._calls[f"{place}:{stack[-1].name}:{name}"] += 1
+            stack = traceback.extract_stack(limit=8)[:-1]
+            caller = next((frame for frame in reversed(stack) if "/torch/" not in frame.filename), stack[-1])
+            if caller.filename.startswith(f"{ROOT}/pretrain/"):
+                self._calls[f"{Path(caller.filename).relative_to(ROOT / 'pretrain')}:{caller.name}"] += 1
             return method(*args, **kwargs)
 
         return counted
@@ -71,8 +79,8 @@ def run(case: Case) -> dict[str, Any]:
     """Train the case. Return what each rank observed."""
     observer, methods = Observer(), {name: getattr(torch.Tensor, name) for name in WAITS}
     step_loop.train_batch = observer.train_batch
-    start, world = start_of(case), running_environment()
     sent = install_fake_services()
+    start, world = start_of(case), running_environment()
     try:
         if case.get("count_waits"):
             for name, method in methods.items():
@@ -84,12 +92,28 @@ def run(case: Case) -> dict[str, Any]:
         for name, method in methods.items():
             setattr(torch.Tensor, name, method)
     return {"code": code, "norms": observer.norms, "param_norms": observer.param_norms,
-            "update_ratios": observer.update_ratios, "waits": gather(observer.waits), "sent": sent}
+            "update_ratios": observer.update_ratios, "waits": gather(observer.waits), "sent": sent,
+            "losses": gather(observer.losses)}
+
+
+def plain_monitors(case: Case) -> dict[str, Any]:
+    """Train two steps and evaluate two batches with DeepSpeed's own use of its monitors. Return what they got."""
+    sent = install_fake_services()
+    plan = start_of(case).plan
+    engine = engine_of(plan)
+    loader = open_loader(engine, plan, "train")
+    for step in range(2):
+        train_batch(engine, loader.step(step * plan.layout.global_batch_size))
+    for step in range(2):
+        eval_batch(engine, loader.step(step * plan.layout.global_batch_size))
+    loader.close()
+    end(engine)
+    return {"sent": sent}
 
 
 if __name__ == "__main__":
     trainer.init_process_group = lambda world, timeout_s: None
     destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
-    each_case(run)
+    each_case(lambda case: globals()[case["job"]](case))
     destroy()
     sys.exit(0)

@@ -1,0 +1,166 @@
+"""Rows of metrics.jsonl in several layouts, and the same values in every monitor: real trainings on two ranks."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.cases import CPU, case, config, flags
+from tests.support.launch import run_worker
+
+STEPS, LOGGED, EVALUATED, CLIP = 8, (1, 3, 6, 8), (3, 6, 8), 1.1
+MONITORS = {
+    "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "job"},
+    "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "job"}, "wandb": {"enabled": True},
+    "comet": {"enabled": True, "samples_log_interval": 1}}
+FP32 = {
+    "zero0": config(0), "zero1": config(1), "zero2": config(2), "zero2_cpu": config(2, offload_optimizer=CPU),
+    "zero3": config(3), "zero3_cpu": config(3, offload_optimizer=CPU, offload_param=CPU),
+    "pipeline_zero0": config(0, stages=2, accumulation=4), "pipeline_zero1": config(1, stages=2, accumulation=4)}
+WATCHED = ("zero2", "pipeline_zero1")  # layouts with monitors
+BF16 = {"bf16_zero1": config(1, precision="bf16"), "bf16_zero3": config(3, precision="bf16")}
+LAYOUTS = {**FP32, **BF16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def results(corpus: str, folder: Path) -> dict[str, Any]:
+    run_flags = flags(corpus, steps=STEPS, log_interval=3, eval_interval=3, eval_steps=2, save_interval=4,
+                      eod_mask_loss=True)
+    cases = []
+    for name, values in LAYOUTS.items():
+        monitors = {key: {**block, "output_path": f"{name}/{block['output_path']}"} if "output_path" in block else block
+                    for key, block in MONITORS.items()} if name in WATCHED else {}
+        cases.append(case(name, "run", {**values, "gradient_clipping": CLIP, **monitors}, run_flags,
+                          count_waits=name not in ("zero0", *WATCHED)))
+    two_steps = flags(corpus, steps=2)
+    cases += [case(f"plain_{name}", "plain_monitors", {**LAYOUTS[name], "wandb": {"enabled": True}}, two_steps)
+              for name in WATCHED]
+    return run_worker("metrics_worker.py", cases, 2, folder)
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+
+
+def training_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [row for row in rows_of(folder, name) if "loss" in row]
+
+
+def since_last_row(step: int) -> range:
+    """Return the indices of the steps that the row of a logged step covers."""
+    return range(max([0, *(earlier for earlier in LOGGED if earlier < step)]), step)
+
+
+def test_rows_equal_what_full_parameters_and_every_step_give(results: dict[str, Any], folder: Path) -> None:
+    found, rows = results["zero0"], training_rows(folder, "zero0")
+    assert [row["step"] for row in rows] == list(LOGGED)
+    own_means = [[total / weight for total, weight in rank] for rank in results["zero2"]["losses"]]
+    assert own_means[0] != own_means[1]
+    for row in rows:
+        steps, last = since_last_row(row["step"]), row["step"] - 1
+        assert row["param_norm"] == pytest.approx(found["param_norms"][last], rel=1e-6)
+        assert row["update_ratio"] == pytest.approx(found["update_ratios"][last], rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(found["norms"][last], rel=1e-6)
+        assert row["grad_norm_max"] == pytest.approx(max(found["norms"][step] for step in steps), rel=1e-6)
+        assert row["clip_rate"] == pytest.approx(sum(found["norms"][step] > CLIP for step in steps) / len(steps))
+        assert row["clip_norm"] == CLIP
+        assert row["loss_max"] == pytest.approx(max(rank[step] for rank in own_means for step in steps), rel=1e-5)
+    assert 0 < rows[2]["clip_rate"] < 1 or len({row["clip_rate"] for row in rows}) > 1, "CLIP separates no steps"
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "zero0"])
+def test_every_layout_gives_the_same_values(name: str, results: dict[str, Any], folder: Path) -> None:
+    assert results[name]["code"] == 0
+    tolerance = 2e-2 if name in BF16 else 1e-4
+    keys = ["loss", "grad_norm", "grad_norm_max", "param_norm", "update_ratio"]
+    if "pipeline" not in name:  # there each rank has all samples
+        keys.append("loss_max")
+    for row, expected in zip(training_rows(folder, name), training_rows(folder, "zero0"), strict=True):
+        assert {key: row[key] for key in keys} == pytest.approx({key: expected[key] for key in keys}, rel=tolerance)
+        assert row["tflops_exact_per_device"] < row["tflops_per_device"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_phases_are_parts_of_the_step(name: str, results: dict[str, Any], folder: Path) -> None:
+    for row in training_rows(folder, name):
+        phases = [row[f"{phase}_time_ms"] for phase in ("data", "forward", "backward", "reduce", "optimizer")]
+        overlaps = "zero2" in name or "zero3" in name
+        assert (row["reduce_time_ms"] is None) == overlaps
+        assert all(phase > 0 for phase in phases if phase is not None)
+        assert sum(phase or 0 for phase in phases[1:]) < 1.05 * row["step_time_ms"]
+        assert (row["pipeline_bubble"] is not None) == ("pipeline" in name)
+        assert 0 < (row["pipeline_bubble"] or 0.5) < 1
+        assert 0 < row["goodput"] < 1
+    times = {row["step"]: (row["save_time_ms"] > 0, row["eval_time_ms"] > 0) for row in training_rows(folder, name)}
+    assert times == {1: (False, False), 3: (False, False), 6: (True, True), 8: (False, True)}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("zero0", *WATCHED)])
+def test_nothing_waits_for_the_device_between_logged_steps(name: str, results: dict[str, Any]) -> None:
+    """Counted are the methods of torch.Tensor that return a Python value, by the function that calls them.
+
+    DeepSpeed itself and its work-arounds read whether the gradient norm is finite; the guard reads a value of the step
+    before.
+    """
+    for rank in results[name]["waits"]:
+        assert len(rank) == STEPS - 1
+        for step, calls in enumerate(rank, 1):
+            ours = {call for call in calls if call.startswith(("monitor/", "engine/", "step_loop", "trainer"))}
+            ours.discard("engine/steps.py:sum_over_data_parallel")  # the loader counts tokens that are not masked
+            assert bool(ours) == (step in LOGGED), (step, ours)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_every_monitor_gets_the_values_of_the_rows(name: str, results: dict[str, Any], folder: Path) -> None:
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for row in rows_of(folder, name):
+        names = {"eval_loss": f"Evaluation/{row['split']}_loss", "eval_ppl": f"Evaluation/{row['split']}_ppl"} \
+            if "split" in row else {key: f"Train/Samples/{'train_loss' if key == 'loss' else key}" for key in row}
+        for key, label in names.items():
+            if key not in ("consumed_samples", "time") and row[key] is not None:
+                expected.setdefault(label, []).append((row["consumed_samples"], row[key]))
+    batch = training_rows(folder, name)[0]["global_batch_size"]
+    assert [x for x, _ in expected["Train/Samples/train_loss"]] == [batch * step for step in LOGGED]
+    assert [x for x, _ in expected["Evaluation/valid_loss"]] == [batch * step for step in EVALUATED]
+    assert read_csv(folder / name / "csv" / "job") == \
+        {label.replace("/", "_"): points for label, points in expected.items()}
+    assert read_tensorboard(folder / name / "tb" / "job") == \
+        {label: [(x, float(np.float32(value))) for x, value in points] for label, points in expected.items()}
+    for service in ("wandb", "comet"):  # fake packages: tests/distributed/workers/fake_services.py
+        found: dict[str, list[tuple[int, float]]] = {}
+        for label, value, x in results[name]["sent"][service]:
+            found.setdefault(label, []).append((x, value))
+        assert found == expected
+
+
+def read_csv(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found = {}
+    for path in folder.glob("*.csv"):
+        header, *lines = csv.reader(path.read_text().splitlines())
+        assert header[0] == "step"
+        found[path.stem] = [(int(x), float(value)) for x, value in lines]
+    return found
+
+
+def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_plain_deepspeed_writes_other_values(results: dict[str, Any]) -> None:
+    """If this fails, DeepSpeed has changed what its engines write: then revise patches/monitors.py, take_monitors."""
+    plain, pipeline = ([(label.rpartition("/")[2], x) for label, _, x in results[f"plain_{name}"]["sent"]["wandb"]]
+                       for name in WATCHED)
+    assert plain == [("lr", 16), ("lr", 32)]
+    assert pipeline == [("lr", 16), ("train_loss", 16), ("lr", 32), ("train_loss", 32),
+                        ("eval_loss", 32), ("eval_loss", 32)]
