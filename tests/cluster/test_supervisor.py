@@ -221,12 +221,12 @@ RECORD = {"train_steps": 9, "layout": {"world_size": 4, "data_parallel_size": 4}
           "batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 8}}
 
 
-def fewer_hosts(folder: Path, *, batch: int) -> tuple[int, str]:
+def fewer_hosts(folder: Path, *, batch: int, **flags: object) -> tuple[int, str]:
     """Supervise a run that had 4 ranks on two hosts, while one of the hosts is unreachable."""
     (folder / "run").mkdir()
     (folder / "hosts").write_text("localhost slots=2\n\nhost.invalid slots=2\n")
-    (folder / "run" / "run.json").write_text(json.dumps([{**RECORD, "batch": {**RECORD["batch"],
-                                                                             "global_batch_size": batch}}]))
+    (folder / "run" / "run.json").write_text(json.dumps([
+        {**RECORD, "batch": {**RECORD["batch"], "global_batch_size": batch}, "flags": flags}]))
     (folder / "deepspeed").write_text(f"#!/bin/bash\necho \"$@\" > {folder}/words\n"
                                       f"echo '{FINISHED}' >> {folder}/run/events.jsonl\n")
     (folder / "deepspeed").chmod(0o755)
@@ -247,8 +247,10 @@ def test_without_an_unhealthy_host_the_global_batch_stays_the_same(tmp_path: Pat
     assert read_restart_log(tmp_path / "run")[0][0]["hosts"] == ["localhost"]
 
 
-def test_a_global_batch_that_fewer_ranks_cannot_divide_is_rejected(tmp_path: Path) -> None:
-    code, stderr = fewer_hosts(tmp_path, batch=6)
+@pytest.mark.parametrize(("batch", "flags"), [(6, {}), (8, {"batch_schedule": "0:6,1e3:8", "seq_length": 64})])
+def test_a_global_batch_that_fewer_ranks_cannot_divide_is_rejected(batch: int, flags: dict[str, object],
+                                                                   tmp_path: Path) -> None:
+    code, stderr = fewer_hosts(tmp_path, batch=batch, **flags)
     assert code == 2
     assert "the 2 remaining ranks" in stderr
     assert "global batch of 6" in stderr

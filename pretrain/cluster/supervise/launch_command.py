@@ -16,6 +16,7 @@ from typing import Any
 from pretrain.cluster.hosts.hostfile import choose_hosts, read_hostfile
 from pretrain.cluster.launcher_flags import split_command_line
 from pretrain.config.flags.arguments import flag_name, read_yaml
+from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
 from pretrain.errors import ConfigError
 
 _OWN_LAUNCHERS = ("ds-pretrain", "cluster.sh")  # they find train.py's flags without a separator
@@ -174,9 +175,11 @@ def accumulation_steps(ranks: int, previous: Mapping[str, Any]) -> int:
     micro_batch, global_batch = batch["micro_batch_size"], batch["global_batch_size"]
     ranks_per_model = layout["world_size"] // layout["data_parallel_size"]
     samples_per_accumulation_step = micro_batch * (ranks // ranks_per_model)
-    if ranks < ranks_per_model or ranks % ranks_per_model or global_batch % samples_per_accumulation_step:
+    undivided = [size for _, size in recorded_batch_sizes(previous).stages
+                 if ranks < ranks_per_model or ranks % ranks_per_model or size % samples_per_accumulation_step]
+    if undivided:
         raise ConfigError(
-            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {global_batch}, "
+            "--min_hosts", problem=f"the {ranks} remaining ranks cannot divide the global batch of {undivided[0]}, "
             f"with {ranks_per_model} ranks per model and a micro batch of {micro_batch}",
             remedy="choose slots and a global batch that also work with fewer hosts, or leave --min_hosts out")
     return int(global_batch // samples_per_accumulation_step)

@@ -78,7 +78,7 @@ def fixed_batch(size: int) -> BatchSizes:
 
 def recorded_batch_sizes(start: Mapping[str, Any]) -> BatchSizes:
     """Return the batch sizes of a start in run.json. Raises KeyError, TypeError or ValueError if it is damaged."""
-    flags = start["flags"]
+    flags = start.get("flags", {})
     if flags.get("batch_schedule") is None:
         return fixed_batch(int(start["batch"]["global_batch_size"]))
     return parse_batch_sizes(flags["batch_schedule"], seq_length=flags["seq_length"])
