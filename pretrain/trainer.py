@@ -157,10 +157,11 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
 
 
 def _early_stopping(resume: Resume) -> EarlyStopping:
-    """Return early stopping as it was when the checkpoint was saved, with this run's flags."""
+    """Return early stopping as it was when the checkpoint was saved, with this run's flags. A branch begins anew."""
     args = resume.plan.args
     stopping = EarlyStopping(patience=args.early_stopping_patience, min_delta=args.early_stopping_min_delta)
-    stopping.set_state(resume.manifest.recipe_states.get("early_stopping"))
+    if resume.branch is None:
+        stopping.set_state(resume.manifest.recipe_states.get("early_stopping"))
     return stopping
 
 
@@ -185,4 +186,5 @@ def _restore(engine: DeepSpeedEngine, plan: Plan, resume: Resume | None,
         load_checkpoint_weights(engine, resume.folder)
         return 0, plan.args.first_sample
     load_checkpoint(engine, plan, resume.folder, resume.manifest)
+    engine.early_stopping.set_state(_early_stopping(resume).state())
     return resume.manifest.step, from_rank_0(lambda: position_after(resume.folder.parent, resume.manifest))

@@ -49,7 +49,9 @@ _ZEROS = {  # flags for which 0 is valid
                           "save_interval", "keep_checkpoints", "keep_every", "keep_best", "weight_decay",
                           "adam_epsilon", "embedding_dropout", "attention_dropout", "residual_dropout",
                           "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
-                          "replica_check_interval", "first_sample", "label_smoothing", "z_loss"),
+                          "replica_check_interval", "first_sample", "label_smoothing", "z_loss",
+                          "gradient_value_clipping", "adaptive_clipping", "noise_scale_interval",
+                          "early_stopping_patience", "early_stopping_min_delta"),
 }
 _FRACTIONS = {  # flags for which 1.5 is valid
     "tools/check_cluster.py": ("timeout", "min_gbit", "max_clock_skew"), "tools/bench.py": ("timeout",),
@@ -60,7 +62,8 @@ _FRACTIONS = {  # flags for which 1.5 is valid
     "launch/supervise.py": ("backoff_s", "backoff_max_s", "grace_s", "health_timeout_s"),
     "tools/chaos.py": ("stall_s",),
     "pretrain/train.py": ("save_timeout", "weight_decay", "peak_tflops", "init_std", "exit_after_minutes",
-                          "spike_threshold", "step_timeout", "first_step_timeout"),
+                          "spike_threshold", "step_timeout", "first_step_timeout", "gradient_value_clipping",
+                          "adaptive_clipping"),
 }
 
 

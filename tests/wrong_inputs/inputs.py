@@ -199,6 +199,17 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # loss and gradients
     ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
     ({}, {"z_loss": -1e-4}, "--z_loss"),
+    ({}, {"adaptive_clipping": 101}, "--adaptive_clipping: found 101.0; expected at most 100"),
+    ({}, {"adaptive_clipping_window": 50}, "it has no effect without --adaptive_clipping"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization.stage": 2},
+     {"gradient_value_clipping": 1}, "--gradient_value_clipping: found the optimizer Muon"),
+    ({}, {"noise_scale_interval": 10}, "--noise_scale_interval: found one micro-batch in a step"),
+    ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, {"noise_scale_interval": 10,
+                                                                  "gradient_value_clipping": 1},
+     "--gradient_value_clipping changes the gradient"),
+    ({}, {"early_stopping_min_delta": 0.1}, "it has no effect without --early_stopping_patience"),
+    ({}, {"early_stopping_patience": 3, "eval_interval": 0}, "the run has no evaluations before its end"),
+    ({}, {"early_stopping_patience": 3, "eval_interval": 5, "split": "100,0,0"}, "the run has no validation data"),
     # initial weights, muP and dropout
     ({}, {"init_method": "smal_init"}, 'Did you mean "small_init"'),
     ({}, {"init_method": "wang_init", "output_init_method": "small_init", "init_std": 0.1}, "--init_std"),
