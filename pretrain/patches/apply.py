@@ -26,6 +26,8 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
     O  Muon + ZeRO-3: a skipped update changes the momentum               skip.keep_muon_momentum
     P  fp16: halved gradients in each step after which the loss scale
        grows                                                              fp16.grow_scale_after_the_update
+    Q  Muon + gradient clipping: every update is divided by the norm of
+       the orthogonalized matrices                                        muon.clip_only_adam_with_muon
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
@@ -47,6 +49,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from pretrain.patches.adam import make_bias_correction_stateless
 from pretrain.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
+from pretrain.patches.muon import clip_only_adam_with_muon
 from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
 from pretrain.patches.pipeline import (
     clip_fp32_by_global_norm,
@@ -80,4 +83,6 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         clear_gradients_of_skipped_updates(engine)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) and engine.optimizer.use_muon:
         keep_muon_momentum(engine)
+    if engine.optimizer_name() == "muon":
+        clip_only_adam_with_muon(engine)
     make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))

@@ -82,7 +82,7 @@ def optimizer_params(kind: str) -> Tree | None:
 
 
 # Optimizers with a CPU implementation, which offload_optimizer needs.
-CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad")
+CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 # Optimizers that DeepSpeed tests with ZeRO.
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 # Optimizers of torch that update each weight from its own gradient and states alone. ZeRO gives an optimizer flat parts

@@ -17,7 +17,7 @@ _TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_ad
 def optimizer_of_device(run: ResolvedConfig) -> None:
     layout, kind = run.layout, run.get("optimizer.type")
     if layout.offload_optimizer != "none" and layout.optimizer not in CPU_OPTIMIZERS:
-        raise run.error("optimizer.type", expected="Adam, AdamW, Lion or Adagrad, which run on the CPU",
+        raise run.error("optimizer.type", expected="Adam, AdamW, Lion, Muon or Adagrad, which run on the CPU",
                         remedy="or remove zero_optimization.offload_optimizer")
     if layout.optimizer == "adagrad" and layout.zero_stage > 0 and layout.offload_optimizer == "none":
         raise run.error("optimizer.type", expected=f'{_OFFLOAD_DEVICE} "cpu" for Adagrad with ZeRO',
@@ -41,9 +41,19 @@ def muon(run: ResolvedConfig) -> None:
         return
     if layout.zero_stage == 0 or layout.uses_bf16_optimizer:
         raise run.error("optimizer.type", expected="ZeRO stage 1 to 3, without fp32 accumulation at stage 1, for Muon")
+    if layout.offload_optimizer == "nvme":
+        raise run.error(_OFFLOAD_DEVICE, expected='"cpu" or "none" for Muon')
     if layout.zero_stage == 3 and layout.reduce_scatter:
         raise run.error(f"{_ZERO}.reduce_scatter", found="true", expected="false for Muon at ZeRO stage 3",
                         remedy="Muon needs complete gradients on each rank")
+
+
+def muon_learning_rates(run: ResolvedConfig) -> None:
+    """Reject two learning rates with a scheduler of the JSON, which would set one rate for all parameters."""
+    rates = [name for name in ("muon_lr", "adam_lr") if run.get(f"optimizer.params.{name}") is not None]
+    if rates and run.schedule is None:
+        raise run.error(f"optimizer.params.{rates[0]}", problem='the "scheduler" sets one learning rate for all '
+                        "parameters", remedy='remove the "scheduler" block, and use --lr_schedule')
 
 
 def optimizer_params(run: ResolvedConfig) -> None:

@@ -62,14 +62,15 @@ def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> It
     """Yield the optimizer states of `elements` elements of a group.
 
     Muon updates hidden matrices. It keeps one momentum tensor in the gradients' dtype, and a second one until the step
-    is known to have no overflow (`_muon_pending_momentum`). Embeddings, head and vectors use Adam.
+    is known to have no overflow (`_muon_pending_momentum`). An offloaded momentum is fp32, and the only one.
+    Embeddings, head and vectors use Adam.
     """
     location = unpinned_location(layout)
     if layout.optimizer != "muon":
         yield ("optimizer_states", location), elements * optimizer_state_bytes(layout)
         return
     muon_elements = round(elements * group.muon_size / group.size)
-    momentum = muon_elements * layout.grad_accum_bytes
+    momentum = muon_elements * (layout.grad_accum_bytes if layout.offload_optimizer == "none" else FP32)
     yield ("optimizer_states", location), momentum + (elements - muon_elements) * 2 * FP32
     if layout.zero_stage < 3 and layout.offload_optimizer == "none":
         yield ("buffers", "device"), momentum

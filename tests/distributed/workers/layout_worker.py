@@ -144,6 +144,33 @@ def decay(case: Case) -> dict[str, Any]:
                                for found in gather(decays) for name, value in found.items()}}
 
 
+def updates(case: Case) -> dict[str, Any]:
+    """Train, and return the metrics, and name -> norm of the change of each parameter in the last step.
+
+    With "plain" in the case, DeepSpeed's own functions clip the gradients.
+    """
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    if case.get("plain"):
+        for name in ("unscale_and_clip_grads", "get_grad_norm_direct",
+                     "complete_grad_norm_calculation_for_cpu_offload"):
+            del vars(engine.optimizer)[name]
+    rows = steps(engine, plan, 0, plan.train_steps - 1)
+    before = [flat.parameter.detach().clone() for flat in flat_tensors(engine)]
+    last = steps(engine, plan, plan.train_steps - 1, plan.train_steps)
+    own: dict[str, float] = {}
+    for flat, old in zip(flat_tensors(engine), before, strict=True):
+        for part in flat.fragments:
+            change = (flat.parameter.detach() - old).view(-1).narrow(0, part.offset, part.length).double()
+            own[part.name] = own.get(part.name, 0.0) + float(change @ change)
+    found = gather(own)
+    muon = gather([name for name, weight in engine.module.named_parameters() if getattr(weight, "use_muon", False)])
+    end(engine)
+    return {**{key: rows[key] + last[key] for key in rows}, "muon": sorted({name for names in muon for name in names}),
+            "changes": {name: sum(squares.get(name, 0.0) for squares in found) ** 0.5
+                        for squares in found for name in squares}}
+
+
 def _squares(engine: Any) -> dict[str, float]:
     """Return the sum of the squared fp32 weights of each parameter, over all ranks that hold a part of it."""
     own: dict[str, float] = {}

@@ -1,0 +1,70 @@
+"""Defect Q: gradient clipping slows Muon down.
+
+Guarded by tests/engine/test_optimizers.py, test_q_*.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+
+def clip_only_adam_with_muon(engine: DeepSpeedEngine) -> None:
+    """Clip only the gradients of parameters that Muon's Adam updates, by their own global norm.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, get_flat_partition; runtime/zero/stage3.py, step) replaces the
+    gradients of matrices by orthogonalized updates before it computes the norm. Their norm is about the square root of
+    the sum of the matrices' smaller sides, whatever the gradients are. So "gradient_clipping": 1 divides every update
+    of the run by this number, and hides large gradients of the other parameters. An orthogonalized update needs no
+    clipping: its size does not depend on that of the gradient. The norm of a matrix with NaN or infinity still counts.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _patch_stage_3(optimizer)
+    else:
+        _patch_stages_1_and_2(optimizer)
+
+
+def _patch_stage_3(optimizer: Any) -> None:
+    uses_muon: Sequence[bool] = optimizer.sub_groups_using_muon
+    _mask_norms(optimizer, lambda: zip(optimizer.fp16_groups, uses_muon, strict=True))
+    unscale = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(sub_group: int, total_norm: torch.Tensor) -> None:
+        unscale(sub_group, torch.zeros_like(total_norm) if uses_muon[sub_group] else total_norm)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def _patch_stages_1_and_2(optimizer: Any) -> None:
+    uses_muon = [bool(group["use_muon"]) for group in optimizer.optimizer.param_groups]
+    _mask_norms(optimizer, lambda: zip(optimizer.params_in_partition, uses_muon, strict=True))
+    unscale = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(gradients: list[torch.Tensor], total_norm: torch.Tensor) -> None:
+        is_muon = any(muon and tensor.grad is gradients[0] for tensor, muon in
+                      zip(optimizer.single_partition_of_fp32_groups, uses_muon, strict=True))
+        unscale(gradients, torch.zeros_like(total_norm) if is_muon else total_norm)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def _mask_norms(optimizer: Any, groups: Callable[[], Any]) -> None:
+    """Make the norm of Muon's groups 0, unless it is invalid: DeepSpeed marks such a norm by -1.
+
+    Args:
+        groups: returns pairs of the parameters of a group, by which the functions identify it, and whether Muon
+            updates them. They are compared by identity, because a rank may have no parameter of a group.
+    """
+    direct, offloaded = optimizer.get_grad_norm_direct, optimizer.complete_grad_norm_calculation_for_cpu_offload
+
+    def mask(norm: torch.Tensor, parameters: Any) -> torch.Tensor:
+        is_muon = any(muon and own is parameters for own, muon in groups())
+        return torch.where(norm >= 0, torch.zeros_like(norm), norm) if is_muon else norm
+
+    optimizer.get_grad_norm_direct = lambda gradients, parameters, *others: mask(
+        direct(gradients, parameters, *others), parameters)
+    optimizer.complete_grad_norm_calculation_for_cpu_offload = lambda parameters: mask(
+        offloaded(parameters), parameters)

@@ -1,0 +1,81 @@
+"""Optimizers on real engines: the same losses in every layout, and which parameters Muon updates, and how."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cases import CPU, case, flags
+from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
+
+STEPS = 4
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, "NAdam": {"lr": 1e-3},
+    "RMSprop": {"lr": 1e-3, "momentum": 0.5}, "Adamax": {"lr": 1e-3}, "RAdam": {"lr": 1e-3}, "Adadelta": {"lr": 1.0},
+    "ASGD": {"lr": 0.1}, "Rprop": {"lr": 1e-3}}
+LAYOUTS = {"zero0": dp2(0), "zero1": dp2(1), "zero2": dp2(2), "zero3": dp2(3), "pipeline2_zero1": pp2(1)}
+MUON_LAYOUTS = {"zero1": dp2(1), "zero2": dp2(2), "zero3": dp2(3, reduce_scatter=False), "pipeline2_zero1": pp2(1),
+                "zero2_cpu": dp2(2, offload_optimizer=CPU), "pipeline2_cpu": pp2(1, offload_optimizer=CPU),
+                "zero3_cpu": dp2(3, reduce_scatter=False, offload_optimizer=CPU)}
+MUON = {"lr": 0.02, "adam_lr": 0.002, "momentum": 0.95, "weight_decay": 0.1, "betas": [0.9, 0.95]}
+
+
+def _case(name: str, values: dict[str, Any], kind: str, params: dict[str, Any], corpus: str, *, clip: float = 0.5,
+          **others: Any) -> tuple[int, dict[str, Any]]:
+    values = {**values, "optimizer": {"type": kind, "params": params}, "gradient_clipping": clip}
+    run_flags = {**flags(corpus, seq_length=32, steps=STEPS), "lr_schedule": "constant", "lr_warmup_steps": 0}
+    return 2, case(name, "updates", values, run_flags, **others)
+
+
+@pytest.mark.parametrize("kind", [
+    "SGD", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ELEMENTWISE if kind != "SGD")])
+def test_elementwise_optimizers_of_torch_are_the_same_in_every_layout(kind: str, corpus: str, tmp_path: Path) -> None:
+    cases = {name: _case(name, values, kind, ELEMENTWISE[kind], corpus) for name, values in LAYOUTS.items()
+             if kind == "SGD" or name in ("zero0", "zero3")}
+    results = run_layouts(cases, tmp_path)
+    for name in cases:
+        assert relative_difference(results[name]["loss"], results["zero0"]["loss"]) < 2e-6, name
+        assert min(results[name]["changes"].values()) > 0, name
+
+
+@pytest.fixture(scope="module")
+def muon(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = {name: _case(name, values, "Muon", MUON, corpus) for name, values in MUON_LAYOUTS.items()}
+    for stage in ("zero1", "zero3"):
+        for name, others in (("unclipped", {"clip": 0.0}), ("plain", {"plain": True})):
+            cases[f"{stage}-{name}"] = _case(f"{stage}-{name}", MUON_LAYOUTS[stage], "Muon", MUON, corpus, **others)
+    return run_layouts(cases, tmp_path_factory.mktemp("muon"))
+
+
+def test_muon_updates_the_matrices_of_blocks_in_every_layout(muon: dict[str, Any], subtests: pytest.Subtests) -> None:
+    """Matrices change by orthogonal updates, whose size depends on their shapes only; all others by Adam's."""
+    for name in MUON_LAYOUTS:
+        with subtests.test(name):
+            result = muon[name]
+            assert result["muon"] == sorted(key for key in result["changes"] if key.endswith("weight") and (
+                ".attention." in key or ".mlp." in key))
+            assert len(result["muon"]) == 4 * 4
+            for parameter in result["muon"]:
+                rows, columns = {"qkv": (192, 64), "out": (64, 64), "up": (256, 64), "down": (64, 256)}[
+                    parameter.split(".")[2]]
+                size = 0.02 * max(1, rows / columns) ** 0.5 * min(rows, columns) ** 0.5  # of an orthogonal update
+                assert 0.6 < result["changes"][parameter] / size < 1.3, parameter
+            assert result["changes"]["tied_modules.embed.embedding"] < 0.002 * (256 * 64) ** 0.5 * 1.1
+            assert relative_difference(result["loss"], muon["zero2"]["loss"]) < 1e-4
+            assert relative_difference(result["grad_norm"], muon["zero2"]["grad_norm"]) < 1e-3
+
+
+def test_q_clipping_does_not_slow_muon_down(muon: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for stage in ("zero1", "zero3"):
+        with subtests.test(stage):
+            ratios = [muon[stage]["changes"][name] / muon[f"{stage}-unclipped"]["changes"][name]
+                      for name in muon[stage]["muon"]]
+            assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
+
+
+def test_q_plain_deepspeed_divides_the_updates_of_muon(muon: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for stage in ("zero1", "zero3"):
+        with subtests.test(stage):
+            ratios = [muon[f"{stage}-plain"]["changes"][name] / muon[f"{stage}-unclipped"]["changes"][name]
+                      for name in muon[stage]["muon"]]
+            assert max(ratios) < 0.2, "DeepSpeed fixed defect Q: remove muon.clip_only_adam_with_muon"
