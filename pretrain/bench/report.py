@@ -16,7 +16,7 @@ from pretrain.bench.sections.section import BenchSection
 from pretrain.bench.settings import BenchSettings
 from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError
-from pretrain.monitor.write_run_folder import versions
+from pretrain.monitor.environment import versions
 
 _BUSY_LOAD = 0.25  # load average per core
 

@@ -45,6 +45,7 @@ class Plan:
     seq_lengths: SeqLengths  # of training; evaluations always use --seq_length
     schedule: Schedule | None  # learning rate by applied steps; None: the JSON has its own scheduler
     notes: tuple[str, ...]  # settings that have no effect or may surprise, one line each
+    given_config: dict[str, Any] = field(default_factory=dict)  # the DeepSpeed JSON as it was given
     schedule_flags: dict[str, Any] = field(default_factory=dict)  # flags or JSON keys that planned the learning rates
     overrides: tuple[dict[str, Any], ...] = ()  # changes by --override so far: Change.record
     lineage: tuple[dict[str, Any], ...] = ()  # branches that led to this run, the oldest first: Branch.record
@@ -127,7 +128,8 @@ def _make_plan(resolved: ResolvedConfig, data: RunData, notes: tuple[str, ...]) 
                 length=resolved.length, datasets=data.datasets, tokenizer=data.tokenizer,
                 eod_token=data.eod_token,
                 seq_lengths=parse_seq_lengths(resolved.args.seq_length_schedule, seq_length=resolved.args.seq_length),
-                schedule=resolved.schedule, notes=notes, schedule_flags=_schedule_flags(resolved))
+                schedule=resolved.schedule, notes=notes, given_config=resolved.file.values,
+                schedule_flags=_schedule_flags(resolved))
 
 
 def _schedule_flags(resolved: ResolvedConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from socket import gethostname
 
 from deepspeed.accelerator import get_accelerator
 
@@ -12,7 +11,9 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.errors import GUARD, GuardError
-from pretrain.monitor.write_run_folder import RunFolder, run_record
+from pretrain.monitor.environment import host_record
+from pretrain.monitor.run_record import run_record
+from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.paths import STOP_FILE
 from pretrain.terminal.screen import Screen
 
@@ -25,9 +26,9 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
 
     `is_branch`: the checkpoint `resumed_from` is that of another run.
     """
-    hosts = gather(gethostname())
+    hosts = gather(host_record())
     if world.rank == 0:
-        folder.start(run_record(plan, sorted(set(hosts))))
+        folder.start(run_record(plan, hosts, first_step=first_step, resumed_from=resumed_from))
     folder.event("start", step=first_step, world_size=world.size)
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"

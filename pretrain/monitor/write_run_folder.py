@@ -5,66 +5,13 @@ import errno
 import json
 import math
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pretrain import __version__
-from pretrain.config.validate import Plan
-from pretrain.data.datasets.data_spec import absolute_words
-from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
 from pretrain.errors import ConfigError
 from pretrain.monitor.read_run_folder import read_starts
-
-_DATA_FLAGS = ("train_data", "valid_data", "test_data")
-_PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package, and of the packages that a result depends on."""
-    found = {"python": platform.python_version(), "ds-pretrain": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def run_record(plan: Plan, hosts: list[str]) -> dict[str, Any]:
-    """Return the record of one start: everything that the result of the run depends on."""
-    return {
-        "time": time.time(),
-        # tools read these files later, in any working directory
-        "flags": {**asdict(plan.args), "tokenizer": plan.args.tokenizer and absolute_tokenizer(plan.args.tokenizer),
-                  **{name: absolute_words(getattr(plan.args, name)) for name in _DATA_FLAGS}},
-        "deepspeed_config": plan.ds_config,
-        "origin": asdict(plan.origin) if plan.origin else None,
-        "model_config": plan.model.hf_config, "num_parameters": plan.model.num_parameters(),
-        "train_steps": plan.train_steps,
-        "layout": {"world_size": plan.layout.world_size, "data_parallel_size": plan.layout.data_parallel_size,
-                   "pipeline_stages": plan.layout.pipeline_stages, "zero_stage": plan.layout.zero_stage,
-                   "precision": plan.layout.precision},
-        "batch": {"micro_batch_size": plan.layout.micro_batch_size,
-                  "gradient_accumulation_steps": plan.layout.gradient_accumulation_steps,
-                  "global_batch_size": plan.layout.global_batch_size},
-        "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
-        "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
-        "versions": versions(), "git_commit": _git_commit(), "hosts": hosts,
-    }
 
 
 class RunFolder:

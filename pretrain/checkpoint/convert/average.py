@@ -17,7 +17,7 @@ from pretrain.checkpoint.format.manifest import Manifest, step_of
 from pretrain.checkpoint.load.reader import FP32, CheckpointReader, chunks_of
 from pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from pretrain.errors import ConfigError
-from pretrain.monitor.write_run_folder import versions
+from pretrain.monitor.environment import versions
 
 
 def average(plan: AveragePlan) -> None:

@@ -20,7 +20,7 @@ from pretrain.checkpoint.load.init_from import origin_of_folder
 from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_weights import is_concatenation, their_rows_in_our_order
-from pretrain.monitor.write_run_folder import versions
+from pretrain.monitor.environment import versions
 from pretrain.terminal.progress import ProgressBar
 
 _SOURCE = "imported_from.json"  # folder, and size and SHA-256 of each file that was imported

@@ -18,7 +18,8 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import from_rank_0, gather, wait_until_all
 from pretrain.errors import SaveError
 from pretrain.monitor.announce import stopped_by_guard
-from pretrain.monitor.write_run_folder import RunFolder, versions
+from pretrain.monitor.environment import versions
+from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.terminal.screen import Screen
 
 
