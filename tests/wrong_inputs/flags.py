@@ -199,6 +199,13 @@ def _output_cases() -> Iterator[Case]:
             path += ".html" * (flag == "--plot")
         yield Case(f"compare_zero {flag} {what}", "tools/compare_zero.py",
                    (*TOOLS["tools/compare_zero.py"], flag, path), flag)
+    for (program, flag), (what, path) in itertools.product(
+            (("tools/sanity_check.py", "--json"), ("tools/find_lr.py", "--json"), ("tools/find_lr.py", "--plot")),
+            {**UNWRITABLE, "folder": "{world}/nvme", "no folder": "{world}/none/x"}.items()):
+        yield Case(f"{program} {flag} {what}", program, (*TOOLS[program], flag, path), flag)
+    yield Case("find_lr --plot png", "tools/find_lr.py", (*TOOLS["tools/find_lr.py"], "--plot", "x.png"), "--plot")
+    yield Case("find_lr --to below --from", "tools/find_lr.py",
+               (*TOOLS["tools/find_lr.py"], "--from", "0.1", "--to", "0.01"), "--to")
     for what, path in {**UNREADABLE, **UNWRITABLE, "file": "{world}/file"}.items():
         yield Case(f"bench --write {what}", "tools/bench.py", ("--write", path), "--write")
         yield Case(f"compare_zero --configs {what}", "tools/compare_zero.py",

@@ -22,6 +22,7 @@ from pretrain.model.init_methods import initial_std
 from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, PositionEmbedding, TokenEmbedding
 
 _LOSS_MARGIN = 0.25  # nats
+_LARGEST_LOSS = 1.5  # times ln(V)
 _FUTURE = 1e-5  # relative change of a loss that counts as rounding
 _DIFFERENCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}  # relative, of losses in another division of the batch
 _SMALLEST_RMS, _LARGEST_RMS = 1e-5, 1e3  # of activations
@@ -44,7 +45,9 @@ def loss_bounds(plan: Plan) -> tuple[float, float]:
     The final norm has outputs of about unit variance, so that a logit has the variance v = D * std^2 for an output
     matrix with the standard deviation std, and the expected loss is ln(V) + v / 2. With tied embeddings, the logit of
     the input token is at most D * std larger: its embedding remains in the residual stream, and has the norm
-    sqrt(D) * std. Loaded weights must be better than equal probabilities.
+    sqrt(D) * std. This is an upper limit, because the blocks add to the residual stream. A loss far above ln(V) is
+    never plausible: the model would first have to unlearn its initial weights. Loaded weights must be better than equal
+    probabilities.
     """
     log_v, model = math.log(plan.model.vocab_size), plan.model
     if plan.origin is not None:
@@ -57,7 +60,8 @@ def loss_bounds(plan: Plan) -> tuple[float, float]:
     if model.logit_softcap:
         variance, own_token = min(variance, model.logit_softcap ** 2), min(own_token, model.logit_softcap)
     log_sum = max(log_v, own_token) + math.log1p(math.exp(-abs(log_v - own_token)))
-    return log_v - _LOSS_MARGIN, max(log_v, log_sum if own_token else 0.0) + variance + _LOSS_MARGIN
+    expected = (log_sum if own_token else log_v) + variance
+    return log_v - _LOSS_MARGIN, min(expected + _LOSS_MARGIN, _LARGEST_LOSS * log_v)
 
 
 def check_causal_mask(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:

@@ -89,7 +89,7 @@ def check_gradient_scale(checked: CheckedEngine, batches: list[MicroBatch], grad
     ratio = predicted / measured if measured else math.inf
     return Result("gradient scale", _LOWEST_RATIO <= ratio <= _HIGHEST_RATIO,
                   f"{ratio:.3g} times the finite difference of the loss", f"{_LOWEST_RATIO} to {_HIGHEST_RATIO}",
-                  f"gradients are wrong by a factor of about {ratio:.3g}: check the loss scale, and the division "
+                  f"the gradients are too {'small' if ratio < 1 else 'large'}: check the loss scale, and the division "
                   "by the number of micro-batches and ranks", ratio)
 
 

@@ -1,0 +1,108 @@
+"""The learning-rate range test: rates, smoothing, divergence and the suggested rate, from losses of known shape."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pretrain.analysis.lr_range import (
+    DIVERGED,
+    SMOOTHING,
+    Point,
+    RangeTest,
+    Smoother,
+    evaluate_range,
+    has_diverged,
+    plot_range,
+    range_lines,
+    rate_at,
+    write_range_json,
+)
+
+STEPS, LOW, HIGH = 121, 1e-6, 1.0
+
+
+def points_of(losses: list[float]) -> list[Point]:
+    smoother, points = Smoother(), list[Point]()
+    for step, loss in enumerate(losses):
+        points.append(Point(rate_at(step, low=LOW, high=HIGH, steps=STEPS), loss, smoother.add(loss)))
+        if has_diverged(points):
+            break
+    return points
+
+
+def sigmoid_fall(middle: float, blow_up: float = math.inf) -> list[float]:
+    """Losses that fall from 8 to 4, fastest at the rate `middle`, and grow tenfold above the rate `blow_up`."""
+    rates = [rate_at(step, low=LOW, high=HIGH, steps=STEPS) for step in range(STEPS)]
+    return [4 + 4 / (1 + (rate / middle) ** 2) + (40 if rate > blow_up else 0) for rate in rates]
+
+
+def test_rates_grow_exponentially_from_the_first_to_the_last_step() -> None:
+    rates = [rate_at(step, low=LOW, high=HIGH, steps=STEPS) for step in range(STEPS)]
+    assert rates[0] == LOW
+    assert rates[-1] == pytest.approx(HIGH)
+    assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([10 ** (6 / 120)] * 120)
+
+
+def test_the_average_is_corrected_for_its_start() -> None:
+    smoother = Smoother()
+    assert [smoother.add(5.0) for _ in range(4)] == pytest.approx([5.0] * 4)
+    smoother = Smoother()
+    smoother.add(1.0)
+    assert smoother.add(2.0) == pytest.approx((SMOOTHING * 1 + 2) / (SMOOTHING + 1))
+
+
+def test_the_suggestion_is_the_steepest_descent_if_the_run_diverges_far_above_it() -> None:
+    test = evaluate_range(points_of(sigmoid_fall(1e-4, blow_up=0.3)))
+    assert test.steepest is not None
+    assert 0.5e-4 < test.steepest < 4e-4  # the average lags behind by a few steps
+    assert test.diverged_at is not None
+    assert 0.3 < test.diverged_at < 0.5
+    assert test.suggested == test.steepest
+
+
+def test_the_suggestion_is_a_tenth_of_the_divergence_if_this_is_lower() -> None:
+    test = evaluate_range(points_of(sigmoid_fall(1e-3, blow_up=2e-3)))
+    assert test.diverged_at is not None
+    assert test.suggested == pytest.approx(test.diverged_at / 10)
+    assert len(test.points) < STEPS
+
+
+def test_a_loss_that_is_not_finite_counts_as_divergence() -> None:
+    losses = sigmoid_fall(1e-4)
+    losses[90] = math.nan
+    test = evaluate_range(points_of(losses))
+    assert test.diverged_at == pytest.approx(rate_at(90, low=LOW, high=HIGH, steps=STEPS))
+    assert test.suggested is not None
+
+
+def test_no_rate_is_suggested_if_the_loss_never_falls() -> None:
+    rising = evaluate_range(points_of([8 + 0.001 * step for step in range(20)]))
+    assert (rising.steepest, rising.diverged_at, rising.suggested) == (None, None, None)
+    assert "the loss did not fall" in "\n".join(range_lines(rising))
+    at_once = evaluate_range(points_of([math.nan]))
+    assert at_once.suggested is None
+
+
+def test_divergence_is_measured_from_the_lowest_average() -> None:
+    near, far = ([Point(1e-3, 5.0, 5.0), Point(1e-2, 5.0 * factor, 5.0 * factor)]
+                 for factor in (DIVERGED - 0.01, DIVERGED + 0.01))
+    assert not has_diverged(near)
+    assert has_diverged(far)
+
+
+def test_files_hold_the_test(tmp_path: Path) -> None:
+    test: RangeTest = evaluate_range(points_of([*sigmoid_fall(1e-4)[:90], math.nan]))
+    write_range_json(tmp_path / "lr.json", test)
+    found = json.loads((tmp_path / "lr.json").read_text())
+    assert found["suggested"] == test.suggested
+    assert [point["loss"] for point in found["points"]] == [*[point.loss for point in test.points[:-1]], None]
+    for name in ("one.svg", "two.svg"):
+        plot_range(tmp_path / name, test)
+    drawing = (tmp_path / "one.svg").read_text()
+    assert drawing == (tmp_path / "two.svg").read_text()
+    assert f"suggested: {test.suggested:.1e}" in drawing
+    assert "http" not in drawing.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", "").replace("https://matplotlib.org", "")

@@ -1,0 +1,131 @@
+"""The sanity checks on real engines: healthy runs pass, and each planted bug is found by the check that names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.format.manifest import read_manifest
+from pretrain.monitor.read_run_folder import read_rows
+from tests.conftest import selected_params
+from tests.support.cases import CPU, DROPOUT, case, config, flags
+from tests.support.launch import ROOT, run_ranks, run_worker, train_ranks
+from tests.support.layouts import fp16
+from tests.support.model_shapes import SHAPES
+
+FP32_SUM = {"data_types": {"grad_accum_dtype": "fp32"}}
+HEALTHY = {  # (DeepSpeed JSON, shape); all on 2 ranks
+    "zero2_gpt2": (config(2), ""),
+    "zero3_llama": (config(3, precision="bf16"), "llama"),
+    "pipeline_gpt2": (config(1, precision="bf16", stages=2), ""),
+}
+MORE = {
+    "zero0_llama": (config(0), "llama"),
+    "zero0_fp16_pipeline": (fp16(config(0, stages=2)), ""),
+    "zero1_fp16": (fp16(config(1)), ""),
+    "zero1_bf16_fp32_sum": ({**config(1, precision="bf16"), **FP32_SUM}, ""),
+    "zero2_cpu_untied": (config(2, precision="bf16", offload_optimizer=CPU), "gpt2_untied"),
+    "zero3_cpu_neox": (config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU), "neox_parallel"),
+    "pipeline_llama_recomputed": (config(1, precision="bf16", stages=2, checkpoint_every=1), "llama"),
+    "zero2_lion_gemma2": ({**config(2, offload_optimizer=CPU), "optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
+                          "gemma2"),
+    "zero1_sgd_mistral": ({**config(1), "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+                          "mistral_multi_query"),
+}
+BUGS = {  # (DeepSpeed JSON, check that fails, text in what it measured, other checks that may fail)
+    "shifted_labels": (config(2), "labels", "labels are not the next token", {"initial loss"}),
+    "frozen_layer": (config(2), "gradients reach", "not 3.", set()),
+    "wrong_loss_scale": (fp16(config(0, stages=2)), "gradient scale", "times the finite difference", set()),
+    "unnormalized_accumulation": (config(2), "gradient scale", "2", set()),
+    "eval_mode": (config(2), "modes", "runs in evaluation mode", set()),
+    "decay_on_norms": (config(1, precision="bf16", stages=2), "weight decay", "28 of 28 parameters decay", set()),
+    "no_causal_mask": (config(2), "causal mask", "", set()),
+    "wrong_vocabulary": (config(2), "vocabulary", "largest token 25", set()),
+}
+
+
+def sanity_case(name: str, values: dict[str, Any], corpus: str, folder: Path, shape: str = "", *,
+                plant: str = "nothing", steps: int = 100) -> dict[str, Any]:
+    run_flags = flags(corpus, layers=2, overrides="", **({"emulate_fp16": True} if "fp16" in values else {}))
+    if shape:
+        model = folder / f"{name}_model.json"
+        model.write_text(json.dumps({**SHAPES[shape], "vocab_size": 256}))
+        run_flags |= {"model": str(model), "model_overrides": "vocab_size=256"}
+    if plant == "wrong_vocabulary":
+        run_flags["model_overrides"] = run_flags["model_overrides"].replace("256", "200")
+    return case(name, "check", values, run_flags, plant=plant, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("sanity")
+    layouts = {name: (HEALTHY | MORE)[name] for name in selected_params(request, "layout")}
+    cases = [*(sanity_case(name, values, corpus, folder, shape) for name, (values, shape) in layouts.items()),
+             *(sanity_case(bug, BUGS[bug][0], corpus, folder, plant=bug, steps=2)
+               for bug in selected_params(request, "bug"))]
+    return run_worker("sanity_worker.py", cases, 2, folder)
+
+
+@pytest.mark.parametrize("layout", [*HEALTHY, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_a_healthy_run_passes_all_checks(layout: str, results: dict[str, Any]) -> None:
+    made = results[layout]["results"]
+    print(*results[layout]["table"], f"{results[layout]['seconds']:.1f} s", sep="\n")
+    assert len(made) == 17
+    assert [name for name, result in made.items() if not result["passed"]] == []
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_fails_the_right_check(bug: str, results: dict[str, Any]) -> None:
+    _, check, measured, others = BUGS[bug]
+    made = results[bug]["results"]
+    failed = {name for name, result in made.items() if result["passed"] is False}
+    assert check in failed
+    assert failed <= {check, *others, "one batch is learned"}, "2 steps are too few to learn a batch"
+    assert measured in made[check]["measured"]
+    assert f"{check}: {made[check]['remedy']}" in results[bug]["table"]
+
+
+def test_a_checked_run_is_bit_equal_to_an_unchecked_one(corpus: str, tmp_path: Path) -> None:
+    """With dropout, so that a changed random state would show."""
+    config_path = tmp_path / "ds.json"
+    config_path.write_text(json.dumps(config(1, precision="bf16", stages=2)))
+    words = ["--deepspeed_config", str(config_path), "--model=tiny", f"--train_data={corpus}", "--split=80,20,0",
+             f"--model_overrides=vocab_size=256,n_layer=2,n_embd=64,{DROPOUT}", "--seq_length=64", "--train_steps=3",
+             "--eval_steps=1", "--log_interval=1"]
+    files, losses = [], []
+    for name, more in (("plain", []), ("checked", ["--sanity_check"])):
+        done = train_ranks(2, [*words, f"--save={name}", *more], tmp_path)
+        assert [process.returncode for process in done] == [0, 0], done[0].stdout
+        run = tmp_path / name
+        files.append({file: record.sha256 for file, record in
+                      read_manifest(run / "checkpoints" / "global_step3").files.items() if file.endswith(".pt")})
+        losses.append([row.get("loss", row.get("eval_loss")) for row in read_rows(run / "metrics.jsonl")])
+    assert "all 17 checks passed" in done[0].stdout
+    assert losses[0] == losses[1]
+    assert files[0] == files[1]
+    assert any(file.startswith("rng_state") for file in files[0])
+    events = [row for row in read_rows(tmp_path / "checked" / "events.jsonl") if row["event"] == "sanity"]
+    assert [(row["step"], row["reason"], len(row["checks"])) for row in events] == [(0, "all checks passed", 17)]
+
+
+def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config(2)))
+    words = ["--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}", "--split=80,20,0",
+             "--model_overrides=vocab_size=256,n_layer=1,n_embd=64", "--seq_length=64", "--train_steps=3",
+             "--init_std=0.9", "--save=run"]
+    tool = run_ranks([str(ROOT / "tools" / "sanity_check.py"), *words, "--json=out.json"], 1, cwd=tmp_path)[0]
+    assert tool.returncode == 1, tool.stdout
+    assert "initial loss: too high" in tool.stdout
+    found = {result["check"]: result for result in json.loads((tmp_path / "out.json").read_text())}
+    assert found["initial loss"]["passed"] is False
+    assert found["initial loss"]["value"] > 6
+    assert not (tmp_path / "run").exists()
+
+    run = train_ranks(1, [*words, "--sanity_check"], tmp_path)[0]
+    assert run.returncode == 2
+    assert "ds-pretrain: error: --sanity_check: " in run.stdout
+    assert "Traceback" not in run.stdout
+    rows = read_rows(tmp_path / "run" / "events.jsonl")
+    assert [row["event"] for row in rows] == ["sanity"]
+    assert "initial loss" in rows[0]["reason"]
