@@ -46,17 +46,25 @@ class UpdateSize:
         weights = self._owned_weights() if self._is_due() else None
         if weights is None:
             return self._update(*args, **kwargs)
-        stride = _stride(sum(weight.numel() for weight in weights))
-        before = [weight[::stride].clone() for weight in weights]
-        sampled = self._sum_of_squares(before)
+        sample = self._copy_sample(weights)
         result = self._update(*args, **kwargs)
-        total = self._sum_of_squares(weights)
-        for old, weight in zip(before, weights, strict=True):
-            old.sub_(weight[::stride])
-        self._squares = torch.stack([total, self._sum_of_squares(before), sampled])
+        self._measure(weights, sample)
         return result
 
     @torch.no_grad()
+    def _copy_sample(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        stride = _stride(sum(weight.numel() for weight in weights))
+        return [weight[::stride].clone() for weight in weights]
+
+    @torch.no_grad()
+    def _measure(self, weights: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+        """Compute the sums of squares after the update. Overwrites the sample from before it."""
+        stride = _stride(sum(weight.numel() for weight in weights))
+        sampled = self._sum_of_squares(before)
+        for old, weight in zip(before, weights, strict=True):
+            old.sub_(weight[::stride])
+        self._squares = torch.stack([self._sum_of_squares(weights), self._sum_of_squares(before), sampled])
+
     def _sum_of_squares(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for tensor in tensors:

@@ -37,6 +37,9 @@ Defects that raise an error or only waste resources:
     process groups ignore DEEPSPEED_TIMEOUT                               process_group.use_one_timeout_for_all_groups
     a failing monitor or profiler ends the run                            monitors.survive_failing_monitors,
                                                                           monitors.survive_failing_profile
+    monitors get one point for each batch of an evaluation in a pipeline,
+       no loss without one, and wait for the device in every step         monitors.take_monitors
+    CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
 """
 

@@ -1,7 +1,7 @@
-"""Failing monitors and profilers end a run: DeepSpeed does not catch their exceptions, which occur on rank 0 alone.
-And the engines write to the monitors in every step, but not the same values.
+"""Two defects of DeepSpeed's monitors. A monitor or profiler that fails ends the run: DeepSpeed does not catch their
+exceptions, which occur on rank 0 alone. And what reaches the monitors depends on the engine.
 
-Guarded by tests/engine/test_monitors.py and tests/distributed/test_sinks.py.
+Guarded by tests/engine/test_monitors.py and tests/distributed/test_metrics.py.
 """
 
 import contextlib

@@ -110,9 +110,13 @@ def test_overhead_is_the_median_of_the_ratios_of_each_repetition() -> None:
     """The speed of the machine may change between repetitions. The overheads here are 10 %, 20 % and 90 %."""
     seconds = {LOOP: (1.1, 2.4, 5.7), BARE: (1.0, 2.0, 3.0)}
     answers = {name: [{"seconds": value} for value in values] for name, values in seconds.items()}
+    for answer, measurement_s in zip(answers[LOOP], (0.01, 0.02, 0.06), strict=True):
+        answer |= {"measurement_cpu_s": measurement_s, "thread_cpu_s": 2.0}
     section = overhead_section(InterleavedResults(answers=answers), steps=10)
     assert section.data["overhead"] == pytest.approx(0.2)
     assert section.data["step_time_ms"][LOOP] == pytest.approx([110, 240, 570])
+    assert section.data["measurements"] == pytest.approx([0.005, 0.01, 0.03])
+    assert section.rows[-1] == ["measurements (CPU time)", "2.00 ms", "250.0%", "+1.00%"]
 
 
 def test_overhead_of_the_guards_is_the_median_ratio_and_a_part_of_a_replica_check() -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.cases import CPU, case, config, flags
-from tests.support.launch import run_worker
+from tests.support.launch import ROOT, run_worker
 
 STEPS, LOGGED, EVALUATED, CLIP = 8, (1, 3, 6, 8), (3, 6, 8), 1.1
 MONITORS = {
@@ -75,6 +76,13 @@ def test_rows_equal_what_full_parameters_and_every_step_give(results: dict[str, 
         assert row["clip_norm"] == CLIP
         assert row["loss_max"] == pytest.approx(max(rank[step] for rank in own_means for step in steps), rel=1e-5)
     assert 0 < rows[2]["clip_rate"] < 1 or len({row["clip_rate"] for row in rows}) > 1, "CLIP separates no steps"
+
+
+def test_the_page_defines_every_key(results: dict[str, Any], folder: Path) -> None:
+    table = (ROOT / "tools" / "metrics.md").read_text().partition("| key |")[2].partition("\n\n")[0]
+    optional = {"z_loss", "noise_scale"}  # with their flags only
+    assert {key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split("|")[1])} - optional == \
+        training_rows(folder, "zero0")[0].keys()
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "zero0"])

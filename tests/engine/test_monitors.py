@@ -78,6 +78,21 @@ def test_a_failing_monitor_warns_once_and_the_others_continue(rank_0: None, tmp_
     assert line.startswith("warning: tensorboard: the monitor failed (OSError: [Errno 27] File too large")
 
 
+def test_a_resumed_run_continues_its_csv_files(rank_0: None, tmp_path: Path) -> None:
+    """If the first assertion fails, DeepSpeed has fixed this: then delete `_write_headers_once`."""
+    for _ in range(2):
+        _write(_master(tmp_path / "plain", "csv_monitor"), 2)
+    assert _csv_lines(tmp_path / "plain").count("step,lr") == 2
+    survive_failing_monitors()
+    for _ in range(2):
+        _write(_master(tmp_path / "ours", "csv_monitor"), 2)
+    assert _csv_lines(tmp_path / "ours") == ["step,lr", "0,0.001", "1,0.001", "0,0.001", "1,0.001"]
+
+
+def _csv_lines(folder: Path) -> list[str]:
+    return (folder / "csv_monitor" / "job" / "Train_Samples_lr.csv").read_text().splitlines()
+
+
 def test_a_monitor_that_cannot_be_made_warns_once(rank_0: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake package stands for W&B, which needs an account. It raises as W&B does without a login."""

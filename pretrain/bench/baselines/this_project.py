@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from pretrain import step_loop, trainer
+from pretrain.bench.baselines.measurement_time import MeasurementTime
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.checkpoint.save.saver import Saver
@@ -90,12 +91,13 @@ def bare_engine(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     """Run `train` of pretrain/trainer.py, with a train_batch that waits for a request before each step."""
-    world, plan = running_environment(), job.plan()
+    world, plan, measurements = running_environment(), job.plan(), MeasurementTime()
     losses: list[torch.Tensor] = []
 
     def train_batch_on_request(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:
         if losses:
-            requests.after_step(losses.pop())  # the time includes everything that the loop does between two steps
+            # the time includes everything that the loop does between two steps
+            requests.after_step(losses.pop(), figures=measurements.take)
         else:
             requests.report_build(**_facts(engine, plan))
         losses.append(train_batch(engine, micro_batches))

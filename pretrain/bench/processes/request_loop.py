@@ -5,6 +5,7 @@ import ctypes
 import gc
 import json
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 import torch
@@ -74,10 +75,11 @@ class RequestLoop:
         if self._cuda:
             torch.cuda.synchronize()
 
-    def after_step(self, loss: torch.Tensor | None) -> None:
+    def after_step(self, loss: torch.Tensor | None, figures: Callable[[], dict[str, Any]] = dict) -> None:
         """Count a step. Call this after each optimizer step.
 
-        After the last step of a request, this answers and waits for the next request. Raises NoMoreRequests.
+        After the last step of a request, this answers, with the result of `figures` too, and waits for the next
+        request. Raises NoMoreRequests.
         """
         if loss is not None:
             self._losses.append(loss.detach().reshape(()))
@@ -87,7 +89,7 @@ class RequestLoop:
             self.synchronize()
             self._start = time.perf_counter()
         if self._steps_done == untimed + self.request["steps"]:
-            self.end_repetition()
+            self.end_repetition(**figures())
 
     def end_repetition(self, **figures: Any) -> None:
         """Answer with time, losses and memory, then wait for the next request. Raises NoMoreRequests."""

@@ -31,6 +31,15 @@ def overhead_section(results: InterleavedResults, *, steps: int) -> BenchSection
         fraction = statistics.median(loop / bare - 1 for loop, bare in zip(times[LOOP], times[BARE], strict=True))
     rows = [[name, f"{statistics.median(values):,.1f} ms", f"{spread(values):.1%}",
              f"{fraction:+.2%}" if fraction is not None and name == LOOP else ""] for name, values in times.items()]
-    return BenchSection("overhead", "Overhead of the step loop", ["", "step", "spread", "overhead"], rows,
-                        [f"Medians over the repetitions of {steps} steps each."], results.failures,
-                        {"overhead": fraction, "step_time_ms": times})
+    measured = [answer for answer in results.answers.get(LOOP, ()) if "measurement_cpu_s" in answer]
+    measurements = [answer["measurement_cpu_s"] / answer["thread_cpu_s"] for answer in measured]
+    if measured:
+        per_step_ms = statistics.median(1e3 * answer["measurement_cpu_s"] / steps for answer in measured)
+        rows.append(["measurements (CPU time)", f"{per_step_ms:,.2f} ms", f"{spread(measurements):.1%}",
+                     f"{statistics.median(measurements):+.2%}"])
+    notes = [f"Medians over the repetitions of {steps} steps each.",
+             "The measurements are the rows of metrics.jsonl and the phase timers: their part of the CPU time of the "
+             "step loop, in the same run."]
+    return BenchSection("overhead", "Overhead of the step loop", ["", "step", "spread", "overhead"], rows, notes,
+                        results.failures,
+                        {"overhead": fraction, "step_time_ms": times, "measurements": measurements})
