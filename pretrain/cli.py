@@ -15,7 +15,8 @@ from pretrain.errors import ConfigError, shorten
 LARGEST_INT = 2**63 - 1
 LONGEST_SECONDS = 31_536_000.0  # a year; threading and select overflow on far longer timeouts
 _LONGEST_PROBLEM = 1000  # characters
-_TYPE_NAMES = {"int": "a whole number", "float": "a number"}
+_TYPE_NAMES = {"int": "a whole number", "float": "a number",
+               "tokens": "a whole number of tokens, such as 1000000 or 1e6"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -120,7 +120,8 @@ def fill_batch(file: DsFile, config: dict[str, Any], args: RunArguments, data_pa
     micro, steps, total = complete_batch_sizes(micro, steps, total, data_parallel_size)
     if not 0 < micro * steps * data_parallel_size == total:
         product = f"{total} != {micro or '?'} x {steps or '?'} x {data_parallel_size}"
-        raise ConfigError(file.where(keys[2]), found=product,
+        where = file.where(keys[2]) if scheduled is None or keys[2] in file.values else BATCH_SCHEDULE
+        raise ConfigError(where, found=product,
                           expected="train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
                           "data-parallel size (ranks / pipeline.stages)",
                           remedy='change one of them, or leave one at "auto"')

@@ -22,6 +22,17 @@ def test_exit_at_step_is_exit_step(tmp_path: Path) -> None:
         parse_arguments(["--config", str(path)])
 
 
+def test_tokens_can_be_written_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train_tokens: 3e9\nlr_warmup_tokens: 2.5e6\nlr_decay_tokens: 1000\n")
+    args = parse_arguments(["--config", str(path), "--lr_wsd_tokens=1e5"])
+    assert (args.train_tokens, args.lr_warmup_tokens, args.lr_decay_tokens) == (3 * 10**9, 2_500_000, 1000)
+    assert args.lr_wsd_tokens == 100_000
+    for wrong in ("1.5", "1e-3", "1e999", "many", ""):
+        with pytest.raises(ConfigError, match=r"--train_tokens: found '.*'; expected a whole number of tokens"):
+            parse_arguments([f"--train_tokens={wrong}"])
+
+
 def test_several_data_sets(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train_data: [0.5, data/a, 1e-1, data/007]\nvalid_data:\n- web=data/c\n- data/d\nsplit: 9,1\n")

@@ -131,6 +131,39 @@ def test_auto_values_of_the_optimizer_come_from_flags_or_defaults(tmp_path: Path
     assert resolved.schedule.peak == 1e-3
 
 
+def test_a_ramp_up_sets_the_batch_and_scales_the_rates(tmp_path: Path) -> None:
+    """At the end of the ramp 4 ranks have 3 micro-batches of 2 samples; 4 times the reference batch."""
+    muon = {"type": "Muon", "params": {"lr": 0.02, "muon_lr": 0.04, "adam_lr": 0.001}}
+    flags = {"batch_schedule": "0:8,640:16,6400:24", "lr_reference_batch": 6, "micro_batch_size": 2}
+    resolved = resolve(tmp_path, {"optimizer": muon, "zero_optimization": {"stage": 2}}, world_size=4,
+                       lr_scaling="sqrt", **flags)
+    assert (resolved.layout.gradient_accumulation_steps, resolved.get("train_batch_size")) == (3, 24)
+    assert resolved.length.batch_sizes.stages == ((0, 8), (10, 16), (100, 24))
+    assert resolved.length.samples == 2 * 8 + 6 * 16 + 92 * 24
+    rates = resolved.get("optimizer.params")
+    assert [rates[name] for name in ("lr", "muon_lr", "adam_lr")] == [0.04, 0.08, 0.002]
+    assert resolved.schedule.peak == 0.04
+    assert resolve(tmp_path, {}, world_size=4, learning_rate=1e-3, lr_scaling="linear", **flags).schedule.peak == 4e-3
+
+
+def test_min_lr_is_not_scaled(tmp_path: Path) -> None:
+    schedule = resolve(tmp_path, {}, learning_rate=1e-3, lr_scaling="linear", lr_reference_batch=2, micro_batch_size=8,
+                       min_lr=1e-4).schedule
+    assert (schedule.peak, schedule(99)) == (4e-3, pytest.approx(1e-4, rel=1e-12))
+
+
+@pytest.mark.parametrize(("values", "flags", "message"), [
+    ({"train_batch_size": 8}, {}, "ds.json:1: train_batch_size: found 8, but --batch_schedule 24"),
+    ({"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, {},
+     "--batch_schedule: found 24 != 2 x 2 x 4"),
+    ({}, {"micro_batch_size": 3}, "--batch_schedule: found a global batch of 8; expected a multiple of 12"),
+    ({}, {"global_batch_size": 16}, "--batch_schedule: found 24 as the last global batch"),
+])
+def test_a_ramp_up_must_fit_the_batch_sizes(tmp_path: Path, values: dict, flags: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(tmp_path, values, world_size=4, batch_schedule="0:8,640:24", **flags)
+
+
 def test_a_flag_fills_a_missing_key_or_repeats_the_value_of_the_json(tmp_path: Path) -> None:
     bare = {"type": "AdamW"}
     assert resolve(tmp_path, {"optimizer": bare}, weight_decay=0.3).get("optimizer.params.weight_decay") == 0.3

@@ -6,6 +6,8 @@ from typing import Any
 
 from pretrain.checkpoint.convert.inspect import layout_summary
 from pretrain.checkpoint.convert.plan_export import ExportPlan
+from pretrain.config.schedules.describe import schedule_text
+from pretrain.config.schedules.schedule import schedule_from_json
 from pretrain.model.hub import is_repository
 from pretrain.monitor.read_run_folder import newest_start, read_metrics
 
@@ -87,9 +89,18 @@ def _training_facts(plan: ExportPlan) -> dict[str, Any]:
         "training loss": _loss(plan, "loss"), "validation loss": _validation_loss(plan),
         "data fingerprint": manifest.data_fingerprint, **_data_facts(manifest.data or {}),
         "tokenizer fingerprint": manifest.tokenizer_fingerprint,
-        "global batch size": f"{manifest.global_batch_size:,} samples", "precision": manifest.precision,
+        "global batch size": f"{manifest.global_batch_size:,} samples",
+        "batch schedule": manifest.recipe.get("batch_schedule"), "precision": manifest.precision,
+        "learning rate": _schedule_text(manifest.schedule),
         "layout": layout_summary(manifest), "seed": manifest.seed, "initial weights": _origin(plan) or "random",
         "optimizer": ", ".join([str(manifest.optimizer.get("type")), *(f"{k} {v}" for k, v in settings.items())])}
+
+
+def _schedule_text(schedule: Mapping[str, Any] | None) -> str | None:
+    """Describe the schedule of a manifest: of the flags, or of the JSON."""
+    if schedule is None or "kind" not in schedule:
+        return None if schedule is None else schedule.get("type")
+    return schedule_text(schedule_from_json(schedule))
 
 
 def _data_facts(data: Mapping[str, Any]) -> dict[str, Any]:

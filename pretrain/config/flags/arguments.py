@@ -22,6 +22,7 @@ from pretrain.config.flags.running_flags import (
 )
 from pretrain.config.flags.training_flags import AutoArguments, RecipeArguments, ScheduleArguments, SpeedArguments
 from pretrain.data.datasets.data_spec import DataSpec, parse_data_spec
+from pretrain.data.datasets.token_count import parse_token_count
 from pretrain.errors import ConfigError, shorten
 
 
@@ -53,7 +54,22 @@ def _parser() -> Any:
         def format_help(self) -> str:
             return help_text(GROUPS)
 
-    return FlagParser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
+    parser = FlagParser([RunArguments], allow_abbrev=False, prog="pretrain/train.py")
+    for action in parser._actions:
+        if action.dest.endswith("_tokens") and action.type is int:
+            action.type = tokens
+    return parser
+
+
+def tokens(word: str) -> int:
+    """Return a number of tokens, such as 1000000000 or 1e9. Raises ValueError. argparse shows the function's name."""
+    try:
+        return int(word)
+    except ValueError:
+        count = parse_token_count(word)
+        if count is None:
+            raise
+        return count
 
 
 def flag_name(word: str) -> str:

@@ -14,6 +14,7 @@ from tests.support.launch import run_worker
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 LAYOUTS = ["zero1", "zero3", "pipeline2_zero0_fp32", "zero2_fp16", "zero3_nvme"]
+RAMP = "0:8,2560:16"  # after the bad steps and the skipped one, sample 40 begins the second stage
 SLOW = ["zero0_fp32", "zero0", "zero2", "zero2_cpu", "zero3_cpu", "zero3_nvme_all", "pipeline2_zero0",
         "pipeline2_zero1", "pipeline2_zero1_fp16"]
 
@@ -43,6 +44,8 @@ def results(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytes
         extra: dict[str, Any] = {"hidden": 256} if "nvme" in name else {}  # only sub-groups above 1 MiB are swapped
         if "fp16" in name:
             extra["emulate_fp16"] = True
+        if name == "zero3":
+            extra["batch_schedule"] = RAMP
         values = flags(corpus, layers=2, overrides=DROPOUT, steps=20, spike_window=16, spike_policy="skip",
                        rollback_skip_steps=1, **extra)
         cases.append(case(name, "compare", _config(name, folder / "swap"), values))

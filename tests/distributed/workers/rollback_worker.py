@@ -41,7 +41,7 @@ def train(engine: Any, plan: Plan, first: int, last: int, *, position: int, fact
         lr = learning_rate(engine)
         loss = float(train_batch(engine, micro_batches))
         rows.append([loss, grad_norm(engine), lr, loss_scale(engine), engine.skipped_steps])
-        position += plan.layout.global_batch_size
+        position += plan.length.batch_sizes.at(position)
     loader.close()
     return rows
 
@@ -63,20 +63,20 @@ def veto_spike(engine: Any, guard: Guard, plan: Plan) -> dict[str, Any]:
 def compare(case: Case) -> dict[str, Any]:
     """Roll back a run in which bad steps follow a checkpoint; then resume from this checkpoint in a new engine."""
     plan = plan_of(case)
-    batch = plan.layout.global_batch_size
+    samples_after = plan.length.samples_after
     folder, screen = RunFolder(Path(plan.args.save), active=dist.get_rank() == 0), Screen(active=False)
     engine, saver = engine_of(plan), Saver(plan, folder, screen)
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto)
     train(engine, plan, 0, SAVED, position=0)
-    saver.save(engine, step=SAVED, consumed_samples=SAVED * batch, eval_loss=None, wait=True)
+    saver.save(engine, step=SAVED, consumed_samples=samples_after(SAVED), eval_loss=None, wait=True)
     veto = veto_spike(engine, guard, plan)
-    train(engine, plan, SAVED, SAVED + 1, position=SAVED * batch)
-    poisoned = train(engine, plan, SAVED + 1, SAVED + BAD, position=(SAVED + 1) * batch, factor=float("nan"))
+    train(engine, plan, SAVED, SAVED + 1, position=samples_after(SAVED))
+    poisoned = train(engine, plan, SAVED + 1, SAVED + BAD, position=samples_after(SAVED + 1), factor=float("nan"))
     gc.collect()
     before_bytes = anonymous_bytes()
     step, consumed = roll_back(engine, plan, saver, folder, screen, BadSteps(
-        "a test", first_step=SAVED + 1, last_step=SAVED + BAD, consumed_samples=(SAVED + BAD) * batch,
+        "a test", first_step=SAVED + 1, last_step=SAVED + BAD, consumed_samples=samples_after(SAVED + BAD),
         weights_changed=True))
     gc.collect()
     grown_bytes = anonymous_bytes() - before_bytes
@@ -95,7 +95,7 @@ def compare(case: Case) -> dict[str, Any]:
     hashes.append(state_hash(engine))
     counters.append([engine.global_steps, engine.skipped_steps, engine.global_samples])
     end(engine)
-    return {"veto": veto, "position": [step, consumed], "expected": [SAVED, (SAVED + BAD + 1) * batch],
+    return {"veto": veto, "position": [step, consumed], "expected": [SAVED, samples_after(SAVED + BAD + 1)],
             "poisoned": poisoned, "rows": [rolled_back, resumed], "hashes": hashes, "counters": counters,
             "ranks_agree": all(rows == rolled_back for rows in gather(rolled_back)), "grown_bytes": grown_bytes}
 
