@@ -79,7 +79,6 @@ def _parse_known(text: str) -> list[Known | None]:
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    protocol_version = "HTTP/1.1"
     timeout = 60
 
     def do_GET(self) -> None:

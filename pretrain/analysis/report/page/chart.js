@@ -1,14 +1,15 @@
 // A panel with axes, curves and events on a canvas, and its read-out by mouse, touch or keyboard.
 
 const MARGIN = {left: 62, right: 14, top: 14, bottom: 34};
-const EVENT_KINDS = {  // kind: [colour, shape, whether a line crosses the plot]
+// kind: [colour, shape, whether a line crosses the plot]
+const EVENT_KINDS = new Map(Object.entries({
   skip: ["--bad", "triangle", true], spike: ["--bad", "triangle", true], rollback: ["--bad", "triangle", true],
   corruption: ["--bad", "triangle", true], hang: ["--bad", "triangle", true], data_changed: ["--bad", "triangle", true],
   data_replaced: ["--bad", "triangle", true], resume: ["--accent", "circle", true], start: ["--accent", "circle", false],
   init: ["--accent", "circle", false], override: ["--change", "diamond", true], branch: ["--change", "diamond", true],
   batch: ["--change", "diamond", true], other_data: ["--change", "diamond", true], stop: ["--end", "square", true],
   early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
-};
+}));
 const OTHER_KIND = ["--neutral", "circle", false];
 
 class Chart {
@@ -247,7 +248,7 @@ class Chart {
       const position = eventPosition(run, event, this.report.view);
       const at = isNumber(position) && !(this.x.log && position <= 0) ? this.x.pixel(position) : NaN;
       if (!(at >= MARGIN.left - 1 && at <= width - MARGIN.right + 1)) continue;
-      const [color, shape, line] = EVENT_KINDS[event[2]] || OTHER_KIND;
+      const [color, shape, line] = EVENT_KINDS.get(event[2]) || OTHER_KIND;
       this.events.push([at, run, event]);
       context.strokeStyle = context.fillStyle = cssValue(color);
       if (line) {

@@ -3,6 +3,12 @@
 
 const UNITS = [["", 1], ["k", 1e3], ["M", 1e6], ["G", 1e9], ["T", 1e12], ["P", 1e15]];
 
+/** Parse JSON. Its objects have no prototype: a key of a run, such as "constructor", then finds only data. */
+function parseData(text) {
+  const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+  return JSON.parse(text, (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value));
+}
+
 function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }

@@ -183,13 +183,13 @@ class Report {
 }
 
 function shapePicture(kind) {
-  const [color, shape] = EVENT_KINDS[kind] || OTHER_KIND;
+  const [color, shape] = EVENT_KINDS.get(kind) || OTHER_KIND;
   const text = {triangle: "▼", diamond: "◆", square: "■", circle: "●", tick: "▏"}[shape];
   const element = make("span", {"aria-hidden": "true"}, text);
   element.style.color = `var(${color})`;
   return element;
 }
 
-const report = new Report(JSON.parse(document.getElementById("data").textContent));
+const report = new Report(parseData(document.getElementById("data").textContent));
 window.report = report;
 if (report.data.watch) watch(report);

@@ -12,7 +12,7 @@ async function watch(report) {
       const known = report.data.runs.map((run) => [run.generation, run.base, run.lines, run.event_lines].join(".")).join(",");
       const answer = await fetch(`update?known=${known}`, {cache: "no-store"});
       if (!answer.ok) throw new Error(`status ${answer.status}`);
-      applyUpdate(report, await answer.json());
+      applyUpdate(report, parseData(await answer.text()));
       live.className = "";
       live.textContent = `live, updated ${new Date().toLocaleTimeString("en-GB")}`;
     } catch (error) {
@@ -35,7 +35,7 @@ function applyUpdate(report, update) {
       const {training, evaluations, events, ...values} = change.new;
       appendCurves(run.training, training);
       for (const [split, curves] of Object.entries(evaluations)) {
-        run.evaluations[split] ??= {values: {}, low: {}, high: {}};
+        run.evaluations[split] ??= parseData('{"values":{},"low":{},"high":{}}');
         appendCurves(run.evaluations[split], curves);
       }
       run.events.push(...events);

@@ -1,0 +1,90 @@
+"""Run folders with synthetic rows."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.launch import ROOT
+
+START = 1_795_000_000.0  # seconds
+OLD_KEYS = ("step", "consumed_samples", "consumed_tokens", "seq_length", "loss", "lr", "grad_norm", "loss_scale",
+            "skipped_steps", "step_time_ms", "data_time_ms", "tokens_per_second", "tflops_per_device", "mfu",
+            "memory_bytes", "peak_memory_bytes", "eta_seconds")  # of runs before rows had a time
+
+
+def training_row(step: int, generator: random.Random) -> dict[str, Any]:
+    """Return a row with all keys."""
+    step_ms, loss = 380 + 20 * generator.random(), 2 + 7 * math.exp(-step / 50) + generator.gauss(0, 0.05)
+    return {
+        "step": step, "time": START + step * 0.4 + generator.random() / 10, "consumed_samples": step * 16,
+        "consumed_tokens": step * 16384, "seq_length": 1024, "loss": loss, "loss_max": loss + 0.1,
+        "lr": 1e-3 / (1 + step / 100), "grad_norm": generator.random(), "grad_norm_max": 1 + generator.random(),
+        "clip_rate": generator.random(), "clip_norm": 1.0, "param_norm": 200.0 + step / 7, "update_ratio": 1e-3 / step,
+        "loss_scale": 1.0, "skipped_steps": 0, "step_time_ms": step_ms, "data_time_ms": 3.0 + generator.random(),
+        "forward_time_ms": step_ms * 0.3, "backward_time_ms": step_ms * 0.6, "reduce_time_ms": None,
+        "optimizer_time_ms": step_ms * 0.05, "save_time_ms": 10.0 * (step % 10 == 0), "eval_time_ms": 0.0,
+        "tokens_per_second": 16384 / step_ms * 1e3, "tflops_per_device": 5e4 / step_ms, "mfu": 150 / step_ms,
+        "tflops_exact_per_device": 4e4 / step_ms, "mfu_exact": 140 / step_ms, "pipeline_bubble": None,
+        "memory_bytes": 2**30 + step, "peak_memory_bytes": 2**31 + step, "host_memory_bytes": 2**32 + step,
+        "power_watts": 600 + generator.random(), "goodput": 0.9 + generator.random() / 100,
+        "noise_scale": 100 + generator.random(), "global_batch_size": 16 if step < 20 else 32, "eta_seconds": 5.0}
+
+
+def rows_of(steps: list[int], *, seed: int = 0, eval_interval: int = 10) -> list[dict[str, Any]]:
+    """Return training rows of the steps in this order, and after some of them evaluation rows of two splits."""
+    generator, rows = random.Random(seed), []
+    for step in steps:
+        row = training_row(step, generator)
+        rows.append(row)
+        if step % eval_interval == 0:
+            rows += [{"step": step, "time": row["time"] + 0.1, "consumed_samples": row["consumed_samples"],
+                      "split": split, "eval_loss": row["loss"] + more, "eval_ppl": 9.0}
+                     for split, more in (("valid", 0.25), ("valid/code", 0.5))]
+    return rows
+
+
+def event(kind: str, step: int, reason: str = "", **details: Any) -> dict[str, Any]:
+    return {"time": START + step * 0.4, "event": kind, "step": step, "reason": reason, **details}
+
+
+def record(seed: int = 1234, lr: float = 1e-3, **others: Any) -> dict[str, Any]:
+    return {"time": START, "flags": {"seed": seed, "train_data": "/data/corpus", "save": f"runs/{seed}"},
+            "deepspeed_config": {"optimizer": {"type": "AdamW", "params": {"lr": lr}}, "train_batch_size": 16},
+            "model_config": {"model_type": "gpt2", "n_layer": 2}, "num_parameters": 1000, "train_steps": 100,
+            "versions": {"torch": "2.7"}, "git_commit": "abc", "data": {"train": "e8ad"}, "hosts": ["vm"], **others}
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], events: list[dict[str, Any]] | None = None,
+              starts: list[dict[str, Any]] | None = None) -> Path:
+    """Write the three files of a run folder. NaN in a row is written as null, as a run does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    append_rows(folder / "metrics.jsonl", rows)
+    append_rows(folder / "events.jsonl", [event("start", 0)] if events is None else events)
+    (folder / "run.json").write_text(json.dumps([record()] if starts is None else starts))
+    return folder
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@contextlib.contextmanager
+def watching(*runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start tools/report.py --watch, and give its process and its address."""
+    process = subprocess.Popen([sys.executable, str(ROOT / "tools/report.py"), *map(str, runs), "--watch"], text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split(" ")[0]
+    finally:
+        process.kill()
+        process.wait()

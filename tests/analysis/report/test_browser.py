@@ -1,0 +1,201 @@
+"""Pages of tools/report.py in a real browser: curves have the values of metrics.jsonl, and untrusted text is inert."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.analysis.report.page import page_data, page_html, write_page
+from pretrain.analysis.report.run_table import RunTable
+from pretrain.monitor.read_run_folder import newest_path, read_metrics
+from tests.analysis.report.runs import OLD_KEYS, START, append_rows, event, record, rows_of, watching, write_run
+from tests.support.browser import Browser, Page
+
+STEPS = [*range(1, 61), *range(41, 101)]  # steps 41 to 60 were trained twice
+EVENTS = [event("start", 0), event("save", 40, path="c/global_step40", bytes=9), event("skip", 50, "loss is NaN"),
+          event("rollback", 60, "3 bad steps in a row", to_step=40), event("resume", 40), event("override", 70, "lr"),
+          event("stop", 100, "finished")]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    found = Browser(tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a run with a rollback, a NaN and a truncated last line."""
+    rows = rows_of(STEPS)
+    next(row for row in rows if row["step"] == 80 and "loss" in row)["loss"] = None
+    folder = write_run(tmp_path_factory.mktemp("runs") / "with rollback", rows, EVENTS, [record(), record(hosts=["b"])])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 101, "lo')
+    return folder
+
+
+def opened(browser: Browser, folder: Path, *runs: Path) -> Page:
+    """Write the page of the runs, and open it from its file."""
+    write_page(page_html(page_data([RunTable(run) for run in runs], watch=False)), folder / "report.html")
+    page = browser.page((folder / "report.html").as_uri())
+    page.wait_for("window.report && report.charts.every((chart) => chart.series)")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return page
+
+
+def drawn(page: Page, panel: str) -> list[dict[str, Any]]:
+    """Return the series that a panel draws, without smoothing: label, faint, x and y."""
+    return page.run(f"""(() => {{
+        Object.assign(report.view, {{smoothing: 0, axis: "step"}});
+        const panel = report.charts.find((chart) => chart.panel.id === {json.dumps(panel)}).panel;
+        return panelSeries(panel, report.data.runs, report.view).map(
+            ({{label, faint, x, y}}) => ({{label, faint: Boolean(faint), x, y}}));
+    }})()""")
+
+
+def test_every_curve_has_the_values_of_the_rows(browser: Browser, run: Path, tmp_path: Path) -> None:
+    page = opened(browser, tmp_path, run)
+    kept = newest_path([row for row in read_metrics(run) if "loss" in row])
+    assert [row["step"] for row in kept] == list(range(1, 101))
+    specs = page.run("report.charts.map((chart) => [chart.panel.id, chart.panel.metrics, chart.panel.total || null])")
+    compared = 0
+    for panel, metrics, total in specs:
+        if panel == "evaluation" or total:
+            continue
+        present = [key for key, _ in metrics if any(row.get(key) is not None for row in kept)]
+        series = [one for one in drawn(page, panel) if not one["faint"]]
+        for key, one in zip(present, series, strict=True):
+            assert one["x"] == [row["step"] for row in kept]
+            assert one["y"] == [row[key] for row in kept], key
+            compared += 1
+    assert compared >= 24, "every metric of the rows but the constant ones"
+    assert "loss scale 1" in page.run("document.getElementById('constants').textContent")
+    assert page.errors() == []
+    assert all(url.startswith("file:") for url in page.requests())
+
+
+def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Path, tmp_path: Path) -> None:
+    page = opened(browser, tmp_path, run)
+    faint = next(one for one in drawn(page, "loss") if one["faint"])
+    first = [row for row in read_metrics(run) if "loss" in row][40:60]
+    assert (faint["x"], faint["y"]) == ([*range(41, 61), None], [*(row["loss"] for row in first), None])
+    rows = [row for row in read_metrics(run) if row.get("split") == "valid"]
+    line = next(one for one in drawn(page, "evaluation") if one["label"] == "valid" and not one["faint"])
+    assert (line["x"], line["y"]) == ([row["step"] for row in newest_path(rows)],
+                                      [row["eval_loss"] for row in newest_path(rows)])
+    top = drawn(page, "phases 0")[-1]
+    kept = newest_path([row for row in read_metrics(run) if "loss" in row])
+    assert top["y"] == pytest.approx([row["step_time_ms"] for row in kept])
+    cells = page.run("[...document.querySelectorAll('#events tbody tr')]"
+                     ".map((row) => [...row.cells].map((cell) => cell.textContent))")
+    assert [[cell[0], cell[2]] for cell in cells] == [[str(one["step"]), one["event"]] for one in EVENTS[1:]]
+    assert "loss is NaN" in [cell[3] for cell in cells]
+    marked = page.run("report.charts[0].events.map(([x, run, event]) => event[2])")
+    assert marked == [one["event"] for one in EVENTS[1:]]
+    assert "hosts: [\"vm\"] → [\"b\"]" in page.run("document.getElementById('configuration').textContent")
+
+
+def test_axes_zoom_keyboard_and_pointer(browser: Browser, run: Path, tmp_path: Path) -> None:
+    page = opened(browser, tmp_path, run)
+    assert page.run("document.querySelector('input[value=tokens]').click(), report.xRange()") == [16384, 100 * 16384]
+    low, high = page.run("document.querySelector('input[value=time]').click(), report.xRange()")
+    assert 0.3 < low < 1
+    assert 39 < high < 41
+    page.run("document.querySelector('input[value=step]').click()")
+    page.run("report.charts[0].canvas.focus()")
+    page.press("End")
+    page.press("ArrowLeft")
+    page.wait_for("report.charts[0].tip.textContent.startsWith('step 99')")
+    assert page.run("report.charts[0].tip.hidden") is False
+    left, top, width, height = page.run("(({x, y, width, height}) => [x, y, width, height])"
+                                        "(report.charts[0].canvas.getBoundingClientRect())")
+    for kind, part in (("mousePressed", 0.4), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+        page.mouse(kind, left + width * part, top + height / 2, button="left", buttons=1, clickCount=1)
+    low, high = page.run("report.xRange()")
+    assert 30 < low < 45 < 55 < high < 70
+    page.press("0")
+    assert page.run("report.xRange()") == [1, 100]
+    page.run("report.view.logX = true, report.charts.forEach((c) => { c.logY = true; }), report.schedule()")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.errors() == []
+
+
+def test_several_runs_are_overlaid_and_their_differences_listed(browser: Browser, run: Path, tmp_path: Path) -> None:
+    old = [{key: row[key] for key in OLD_KEYS} for row in rows_of(list(range(1, 31)), seed=1) if "loss" in row]
+    other = write_run(tmp_path / "old", old, [], [record(lr=6e-4)])
+    empty = write_run(tmp_path / "empty", [], [], [])
+    page = opened(browser, tmp_path, run, other, empty)
+    series = [one for one in drawn(page, "loss") if not one["faint"] and one["label"] in ("with rollback: mean", "old")]
+    assert series[1]["y"] == [row["loss"] for row in old]
+    table = page.run("document.getElementById('differences').textContent")
+    assert "optimizer.params.lr" in table
+    assert "0.0006" in table
+    assert "n_layer" in table, "the empty run has no configuration"
+    assert page.run("document.getElementById('notices').textContent") == ""
+    time = page.run("positions(report.data.runs[1], report.data.runs[1].training.values, "
+                    "{axis: 'time', timeUnit: ['seconds', 1]})")
+    assert time[-1] == pytest.approx(sum(row["step_time_ms"] for row in old) / 1e3), "estimated from the step times"
+    assert page.errors() == []
+
+
+ATTACKS = ("</script><script>window.hit = 1</script>", "<img src=x onerror='window.hit = 1'>", "<!--<script>",
+           "javascript:window.hit=1", "'\"><svg onload=window.hit=1>", "$data ${data} $$", "__proto__", "constructor",
+           "\ud800 \u2028")
+
+
+def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path: Path) -> None:
+    """Names, keys, values and events that are HTML or JavaScript appear as text."""
+    rows = [{**row, **dict.fromkeys(ATTACKS, float(row["step"]))} for row in rows_of([1, 2, 3])]
+    rows += [{"step": 3, "split": attack, "eval_loss": 1.5} for attack in ATTACKS]
+    rows += [{"step": "4", "loss": 1}, {"step": 5, "loss": "<b>", "lr": [1], "mfu": 10**400}, {"loss": 1}]
+    events = [event(attack, 2, attack, **{attack: attack}) for attack in ATTACKS]
+    starts = [record(**{attack: {attack: attack} for attack in ATTACKS})]
+    evil = write_run(tmp_path / "<img src=x onerror=window.hit=1>", rows, events, starts)
+    page = opened(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
+    page.run("report.setCursor(2, report.charts[0])")
+    page.run("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
+    assert page.run("window.hit === undefined && ({}).hit === undefined && Array.isArray(({}).__proto__) === false")
+    assert page.run("document.querySelectorAll('img, #curves script, #events script, table script, b b').length") == 0
+    assert page.run("document.querySelectorAll('script').length") == 2
+    text = page.run("document.body.textContent")
+    assert all(attack in text for attack in ATTACKS[:-1])
+    assert page.errors() == []
+
+
+def test_a_page_without_rows_and_one_with_a_damaged_record(browser: Browser, tmp_path: Path) -> None:
+    page = opened(browser, tmp_path, write_run(tmp_path / "empty", [], []))
+    assert "There are no logged steps yet." in page.run("document.getElementById('curves').textContent")
+    damaged = write_run(tmp_path / "damaged", rows_of([1, 2]))
+    (damaged / "run.json").write_text("[{")
+    page = opened(browser, tmp_path, damaged)
+    assert "cannot read the record" in page.run("document.getElementById('notices').textContent")
+    assert drawn(page, "loss")[0]["x"] == [1, 2]
+    assert page.errors() == []
+
+
+def test_a_watched_page_follows_the_run_without_a_reload(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows_of(list(range(1, 21))))
+    with watching(run) as (process, url):
+        page = browser.page(url)
+        page.run("window.first = true")  # a reload would lose it
+        append_rows(run / "metrics.jsonl", rows_of([21, 22]))
+        append_rows(run / "events.jsonl", [event("save", 22)])
+        page.wait_for("report.data.runs[0].rows === 22 && report.data.runs[0].events.length === 2")
+        assert [one["x"][-1] for one in drawn(page, "loss")] == [22, 22]
+        append_rows(run / "metrics.jsonl", rows_of([11, 12], seed=5))  # after a rollback
+        page.wait_for("report.data.runs[0].abandoned_rows === 12")
+        expected = newest_path([row for row in read_metrics(run) if "loss" in row])
+        line = next(one for one in drawn(page, "loss") if not one["faint"])
+        assert (line["x"], line["y"]) == ([row["step"] for row in expected], [row["loss"] for row in expected])
+        (run / "run.json").write_text(json.dumps([record(), record(time=START + 9)]))
+        page.wait_for("report.data.runs[0].starts.length === 2")
+        assert page.run("window.first") is True
+        assert page.errors() == []
+        assert all(address.startswith(url) for address in page.requests())
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(60), process.communicate()[1]) == (0, "")
+    page.wait_for("document.getElementById('live').className === 'lost'")
