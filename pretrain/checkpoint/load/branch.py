@@ -80,9 +80,10 @@ def check_same_branch(args: RunArguments, folder: Path, manifest: Manifest) -> N
     _reject_own_run(where, path, args.save)
     source = manifest.lineage[-1] if manifest.lineage else None
     named = os.path.abspath(path)
-    if source is not None and step in (None, source["step"]) and named in (source["run"], source["folder"]):
+    is_recorded = source is not None and named in (source["run"], source["folder"])
+    if source is not None and is_recorded and step in (None, source["step"]):
         return
-    if source is not None and Path(named).is_dir() and \
+    if source is not None and not is_recorded and Path(named).is_dir() and \
             branch_of(*find_branch(args)[:2]).fingerprint == source["fingerprint"]:
         return
     began = f"branched from step {source['step']} of {source['run']}" if source else "did not begin with a branch"
@@ -127,4 +128,4 @@ def _no_such_step(where: str, path: Path, step: int) -> ConfigError:
     if not steps:
         return ConfigError(where, problem="the folder holds no checkpoint", remedy=_REMEDY)
     return ConfigError(where, problem=f"{path} has no checkpoint of step {step}",
-                       remedy=f"it has those of the step{'s' * (len(steps) > 1)} {', '.join(steps)}")
+                       remedy=f"the run has the step{'s' * (len(steps) > 1)} {', '.join(steps)}")
