@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-SAMPLE_ELEMENTS = 2**24  # of this rank's weights: their copy takes at most 64 MiB, during the optimizer's step only
+SAMPLE_ELEMENTS = 2**22  # of this rank's weights: their copy takes at most 16 MiB, during the optimizer's step only
 
 OwnedWeights = Callable[[], list[torch.Tensor] | None]
 """Return flat views of the weights that this rank counts; None if they are not in memory (NVMe)."""

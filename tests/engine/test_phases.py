@@ -1,9 +1,13 @@
-"""Phase timers with events of a device that lags behind, and the stride of the sample of weights."""
+"""Phase timers with events of a device that lags behind, and the update of a sample of the weights."""
+
+import types
 
 import pytest
+import torch
 
+from pretrain.engine import update_size
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, PhaseTimers
-from pretrain.engine.update_size import SAMPLE_ELEMENTS, _stride
+from pretrain.engine.update_size import SAMPLE_ELEMENTS, UpdateSize, _stride
 
 
 class Device:
@@ -73,3 +77,27 @@ def test_the_sample_of_weights_is_small_and_its_stride_odd(elements: int) -> Non
     assert stride % 2 == 1
     assert elements / stride <= SAMPLE_ELEMENTS
     assert stride == 1 or elements / (stride - 2) > SAMPLE_ELEMENTS
+
+
+@pytest.mark.parametrize("sample", [10**6, 4000])
+def test_a_sample_has_the_relative_update_of_all_weights(sample: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrices have different sizes of weights and updates, and each column other weights."""
+    monkeypatch.setattr(update_size, "SAMPLE_ELEMENTS", sample)
+    numbers = torch.Generator().manual_seed(0)
+    weights = [scale * torch.randn(100, 64, generator=numbers) * torch.arange(1, 65) for scale in (0.1, 1.0, 3.0)]
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    for number, weight in enumerate(weights):
+        weight.grad = torch.randn(weight.shape, generator=numbers) * (number + 1)
+    before = torch.cat([weight.flatten() for weight in weights])
+    engine = types.SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"))
+    due = [True, False]
+    measured = UpdateSize(engine, lambda: [weight.view(-1) for weight in weights],  # type: ignore[arg-type]
+                          is_due=lambda: due.pop(0))
+    engine.optimizer.step()
+    after = torch.cat([weight.flatten() for weight in weights])
+    squares = measured.take_squares()
+    assert float(squares[0].sqrt()) == pytest.approx(float(after.norm()), rel=1e-5)
+    ratio = float((squares[1] / squares[2]).sqrt())
+    assert ratio == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5 if sample == 10**6 else 0.1)
+    engine.optimizer.step()
+    assert measured.take_squares().isnan().all()
