@@ -11,6 +11,8 @@ from pretrain.analysis.report.run_table import RunTable
 from pretrain.analysis.report.server import ReportServer
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.errors import ConfigError
+from pretrain.monitor.read_run_folder import newest_start
+from pretrain.monitor.repeat_command import command_of
 from pretrain.paths import check_file
 
 _MAX_RUNS = 32  # a page with more curves cannot be read
@@ -26,11 +28,15 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true",
                         help="print the settings that differ, and where the losses diverge")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add_argument("--command", action="store_true",
+                        help="print a script that repeats the newest start of one run")
     args = parser.parse_args()
     _check_flags(args)
     if args.compare:
         comparison = compare_runs(args.runs)
         print(json.dumps(comparison.as_json(), indent=1) if args.json else "\n".join(comparison_lines(comparison)))
+    elif args.command:
+        print(_command(args.runs[0]), end="")
     elif args.watch:
         _watch(args.runs, args.port or 0)
     else:
@@ -40,7 +46,7 @@ def main() -> int:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ConfigError for flags that would have no effect."""
-    modes = [name for name in ("watch", "compare") if getattr(args, name)]
+    modes = [name for name in ("watch", "compare", "command") if getattr(args, name)]
     if len(modes) > 1:
         raise ConfigError(f"--{modes[1]}", problem=f"it cannot be combined with --{modes[0]}",
                           remedy="give one of them")
@@ -54,8 +60,19 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ConfigError("--output", found=str(args.output), expected="a file name that ends with .html")
     if args.compare and len(args.runs) < 2:
         raise ConfigError("--compare", problem="it needs at least two run folders")
+    if args.command and len(args.runs) > 1:
+        raise ConfigError("--command", problem="it takes one run folder", remedy="call the program once for each run")
     if len(args.runs) > _MAX_RUNS:
         raise ConfigError("command line", found=f"{len(args.runs)} run folders", expected=f"at most {_MAX_RUNS}")
+
+
+def _command(run: Path) -> str:
+    record = newest_start(run)
+    try:
+        return command_of(record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(str(run / "run.json"), problem=f"the newest record lacks what a repetition needs "
+                          f"({type(error).__name__}: {error})") from None
 
 
 def _write(runs: list[Path], target: Path) -> None:

@@ -13,7 +13,8 @@ _SECTIONS = ("flags", "deepspeed_config", "model_config", "num_parameters", "tra
 _LONGEST_VALUE = 2000  # characters; longer values are replaced by their hash
 _MAX_SETTINGS = 5000
 _MAX_DEPTH = 12
-_OF_ONE_START = ("time", "command")  # differ between any two starts, and have no effect on the result
+# differ between any two starts, or repeat other values
+_NOT_COMPARED = ("time", "command", "given_deepspeed_config")
 _PLACES = {("flags", "save"), ("flags", "local_rank")}
 
 
@@ -38,6 +39,8 @@ def settings(record: dict[str, Any]) -> dict[tuple[str, str], str]:
 def _flatten(section: str, key: str, value: Any, found: dict[tuple[str, str], str], *, depth: int) -> None:
     if len(found) >= _MAX_SETTINGS:
         return
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = dict(enumerate(value))
     if isinstance(value, dict) and value and depth < _MAX_DEPTH:
         for name, inner in value.items():
             _flatten(section, f"{key}.{name}" if key else str(name), inner, found, depth=depth + 1)
@@ -63,7 +66,7 @@ def differences(records: Sequence[dict[str, Any]]) -> list[Difference]:
     keys = dict.fromkeys(key for found in all_settings for key in found)
     order = {name: number for number, name in enumerate(_SECTIONS)}
     rows = [Difference(section, key, tuple(found.get((section, key)) for found in all_settings))
-            for section, key in keys if section not in _OF_ONE_START and (section, key) not in _PLACES]
+            for section, key in keys if section not in _NOT_COMPARED and (section, key) not in _PLACES]
     rows = [row for row in rows if len(set(row.values)) > 1]
     return sorted(rows, key=lambda row: order.get(row.section, len(order)))
 
