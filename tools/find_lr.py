@@ -41,8 +41,8 @@ pretrain/train.py
 def _own_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of this program, and those of pretrain/train.py. Raises ConfigError."""
     parser = Parser(add_help=False)
-    parser.add_argument("--from", dest="low", type=number(above=True), default=1e-6)
-    parser.add_argument("--to", dest="high", type=number(above=True), default=1.0)
+    parser.add_argument("--from", dest="low", type=number(0, 1e6, above=True), default=1e-6)
+    parser.add_argument("--to", dest="high", type=number(0, 1e6, above=True), default=1.0)
     parser.add_argument("--steps", type=whole_number(3, 10**6), default=100)
     parser.add_argument("--json", type=path)
     parser.add_argument("--plot", type=path)

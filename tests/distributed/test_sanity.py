@@ -129,3 +129,20 @@ def test_a_failed_check_rejects_the_run_and_is_the_exit_code_of_the_tool(corpus:
     rows = read_rows(tmp_path / "run" / "events.jsonl")
     assert [row["event"] for row in rows] == ["sanity"]
     assert "initial loss" in rows[0]["reason"]
+
+
+def test_find_lr_in_a_pipeline(corpus: str, tmp_path: Path) -> None:
+    """A rate that is too high makes the loss diverge; the JSON, the table and the plot hold the same rates."""
+    (tmp_path / "ds.json").write_text(json.dumps(config(1, precision="bf16", stages=2)))
+    done = run_ranks([str(ROOT / "tools" / "find_lr.py"), "--from=1e-5", "--to=30", "--steps=40", "--json=lr.json",
+                      "--plot=lr.svg", "--deepspeed_config=ds.json", "--model=tiny", f"--train_data={corpus}",
+                      "--model_overrides=vocab_size=256,n_layer=2,n_embd=64", "--seq_length=64", "--train_steps=3",
+                      "--split=80,20,0", "--save=run"], 2, cwd=tmp_path)
+    assert [process.returncode for process in done] == [0, 0], done[0].stdout
+    found = json.loads((tmp_path / "lr.json").read_text())
+    assert 1e-4 < found["suggested"] <= found["steepest"] < found["diverged_at"] < 30
+    assert found["suggested"] <= found["diverged_at"] / 10 * (1 + 1e-9)
+    assert len(found["points"]) < 40, "the test did not stop at the divergence"
+    assert f"suggested peak rate {found['suggested']:.2e}" in done[0].stdout
+    assert f"divergence: {found['diverged_at']:.1e}" in (tmp_path / "lr.svg").read_text()
+    assert not (tmp_path / "run").exists()
