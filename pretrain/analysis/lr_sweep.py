@@ -20,12 +20,13 @@ def sweep(engine: DeepSpeedEngine, plan: Plan, *, low: float, high: float, steps
           report: Callable[[str], None]) -> list[Point]:
     """Train at most `steps` steps on the run's batches, and stop when the loss has diverged. Collective."""
     guard_updates(engine)
-    loader, samples = open_loader(engine, plan, "train"), plan.layout.global_batch_size
+    loader, consumed_samples = open_loader(engine, plan, "train"), plan.args.first_sample
     points, smoother = list[Point](), Smoother()
     try:
         for step in range(steps):
             lr = rate_at(step, low=low, high=high, steps=steps)
-            loss = _step(engine, loader.step(plan.args.first_sample + step * samples), lr)
+            loss = _step(engine, loader.step(consumed_samples), lr)
+            consumed_samples += plan.length.batch_sizes.at(consumed_samples)
             points.append(Point(lr, loss, smoother.add(loss)))
             report(f"step {step + 1} of {steps}: rate {lr:.1e}, loss {loss:.3f}")
             if has_diverged(points):

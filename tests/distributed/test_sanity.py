@@ -28,6 +28,7 @@ MORE = {
     "zero2_cpu_untied": (config(2, precision="bf16", offload_optimizer=CPU), "gpt2_untied"),
     "zero3_cpu_neox": (config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU), "neox_parallel"),
     "pipeline_llama_recomputed": (config(1, precision="bf16", stages=2, checkpoint_every=1), "llama"),
+    "zero3_recipe": (config(3, precision="bf16"), "llama"),
     "zero2_lion_gemma2": ({**config(2, offload_optimizer=CPU), "optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
                           "gemma2"),
     "zero1_sgd_mistral": ({**config(1), "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
@@ -52,6 +53,10 @@ def sanity_case(name: str, values: dict[str, Any], corpus: str, folder: Path, sh
         model = folder / f"{name}_model.json"
         model.write_text(json.dumps({**SHAPES[shape], "vocab_size": 256}))
         run_flags |= {"model": str(model), "model_overrides": "vocab_size=256"}
+    if name == "zero3_recipe":
+        run_flags |= {"label_smoothing": 0.3, "z_loss": 0.01, "gradient_value_clipping": 0.001, "adaptive_clipping": 50,
+                      "batch_schedule": "0:8,1024:16", "seq_length_schedule": "0:32,2048:64", "eod_mask_loss": True,
+                      "document_attention": True}
     if plant == "wrong_vocabulary":
         run_flags["model_overrides"] = run_flags["model_overrides"].replace("256", "200")
     return case(name, "check", values, run_flags, plant=plant, steps=steps)

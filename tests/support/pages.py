@@ -10,7 +10,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
-    "tools/metrics.md", "tools/profiling.md",
+    "tools/metrics.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/schedules.md", "ds_configs/loss.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
@@ -52,6 +52,14 @@ COVERED: dict[str, tuple[str, str]] = {
     "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml --batch_schedule 0:4,2e4:8,1e5:16 "
     "--save runs/ramp":
         ("tests/distributed/test_inspect_data.py", '"batch_schedule"'),
+    # sanity checks: the tests run the same programs with a smaller model
+    "deepspeed --num_accelerators 2 tools/sanity_check.py --config launch/quickstart.yaml --save runs/checked":
+        ("tests/distributed/test_sanity.py", '"sanity_check.py"'),
+    "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml --sanity_check --save runs/checked":
+        ("tests/distributed/test_sanity.py", '"--sanity_check"'),
+    "deepspeed --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --plot runs/lr.svg "
+    "--config launch/quickstart.yaml --save runs/checked":
+        ("tests/distributed/test_sanity.py", '"find_lr.py"'),
     # faults: the test runs the same program with a smaller model
     "python tools/chaos.py --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
     "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "

@@ -73,9 +73,12 @@ def check_gradient_scale(checked: CheckedEngine, batches: list[MicroBatch], grad
     """Compare the gradients with a finite difference: move the weights along them, and measure the change of the loss.
 
     The difference is central, and is divided by the actual change of the rounded weights. A loss scale that is not
-    undone, or gradients that are summed instead of averaged, give a wrong factor.
+    undone, or gradients that are summed instead of averaged, give a wrong factor. Matrices whose gradients Muon has
+    normalized are left out.
     """
-    chosen = _largest(gradients.norms)
+    normalized = {name for names in gather([name for name, parameter in checked.parameters()
+                                            if getattr(parameter, "use_muon", False)]) for name in names}
+    chosen = _largest({name: norm for name, norm in gradients.norms.items() if name not in normalized})
     kept = checked.gradients(batches, keep=frozenset(chosen)).kept
     square = sum(gradients.norms[name] ** 2 for name in chosen)
     if not chosen or not math.isfinite(square):

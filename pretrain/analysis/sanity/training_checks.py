@@ -42,8 +42,10 @@ class OneBatch:
 
 def first_steps(checked: CheckedEngine, consumed_samples: int) -> FirstSteps:
     """Train the first steps of the run, at its peak rate."""
-    samples, lr = checked.plan.layout.global_batch_size, peak_learning_rate(checked.plan)
-    losses = [checked.train(checked.batches(consumed_samples + step * samples), lr) for step in range(REAL_STEPS)]
+    losses, lr = list[float](), peak_learning_rate(checked.plan)
+    for _ in range(REAL_STEPS):
+        losses.append(checked.train(checked.batches(consumed_samples), lr))
+        consumed_samples += checked.plan.length.batch_sizes.at(consumed_samples)
     return FirstSteps(losses, checked.weights_checksum())
 
 
