@@ -8,29 +8,22 @@ holds NaN or infinity. This module does not read the files; `verify.find_damage`
 import contextlib
 import hashlib
 import json
-import math
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.checkpoint.format.files import FileRecord
-from pretrain.config.flags.overrides import RECIPE_FLAGS
-from pretrain.config.initialization import DROPOUTS, initialization_of
 from pretrain.config.layout import Layout
 from pretrain.errors import ConfigError, printable, shorten
-
-if TYPE_CHECKING:  # validate.py imports numpy, which the background writer does not need
-    from pretrain.config.validate import Plan
 
 MANIFEST = "manifest.json"
 LATEST_FILE = "latest"  # in the checkpoints folder: the name of the newest checkpoint, for plain DeepSpeed
 NOT_FINITE = "the weights or optimizer states have NaN or infinite values"  # in messages about such a checkpoint
 _FOLDER_NAME = re.compile(r"global_step(\d+)")
 _HASH_KEY = "sha256"
-SCHEDULED_BY_FLAGS = "the flags"  # value of `Manifest.scheduler` if flags set the learning-rate schedule
 
 
 @dataclass(frozen=True)
@@ -130,53 +123,6 @@ class Manifest:
 def _with_hash(values: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
     return json.dumps({**values, _HASH_KEY: digest}, indent=1)
-
-
-def manifest_of(plan: "Plan", *, step: int, consumed_samples: int, versions: dict[str, str],
-                eval_loss: float | None = None, loss_scale: dict[str, float] | None = None,
-                recipe_states: dict[str, Any] | None = None, save_id: str = "") -> Manifest:
-    """Return the manifest of a checkpoint that the run `plan` writes after `step` steps. Its `files` are empty."""
-    layout = plan.layout
-    return Manifest(
-        step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
-        data_parallel_size=layout.data_parallel_size, pipeline_stages=layout.pipeline_stages,
-        zero_stage=layout.zero_stage, precision=layout.precision, grad_accum_dtype=layout.grad_accum_dtype,
-        offload_optimizer=layout.offload_optimizer, offload_param=layout.offload_param,
-        optimizer=plan.ds_config["optimizer"], global_batch_size=layout.global_batch_size, seed=plan.args.seed,
-        seq_length=layout.seq_length, model=plan.model.hf_config,
-        data_fingerprint=plan.datasets["train"].fingerprint, tokenizer_fingerprint=tokenizer_fingerprint(plan),
-        versions=versions, eval_loss=eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None,
-        loss_scale=loss_scale, recipe_states=recipe_states or {}, initialization=asdict(initialization_of(plan.args)),
-        no_weight_decay=sorted({*(plan.args.no_weight_decay or ())}),
-        dropouts={name: getattr(plan.model, name) for name in DROPOUTS}, scheduler=scheduler_source(plan),
-        document_attention=layout.document_attention, save_id=save_id,
-        origin=asdict(plan.origin) if plan.origin else None, data=plan.datasets["train"].record(),
-        schedule=schedule_record(plan), schedule_flags=plan.schedule_flags, recipe=recipe_of(plan),
-        overrides=list(plan.overrides), lineage=list(plan.lineage))
-
-
-def tokenizer_fingerprint(plan: "Plan") -> str | None:
-    """Return the fingerprint of the run's tokenizer; None for a run without --tokenizer."""
-    return plan.tokenizer.fingerprint if plan.tokenizer else None
-
-
-def schedule_record(plan: "Plan") -> dict[str, Any]:
-    """Return the learning-rate schedule as JSON values: fields of Schedule, or the JSON's "scheduler" block."""
-    values = plan.ds_config.get("scheduler", {}) if plan.schedule is None else asdict(plan.schedule)
-    record: dict[str, Any] = json.loads(json.dumps(values))  # tuples become lists
-    return record
-
-
-def recipe_of(plan: "Plan") -> dict[str, Any]:
-    """Return gradient clipping and the values of the flags in RECIPE_FLAGS."""
-    return {"gradient_clipping": plan.ds_config.get("gradient_clipping"),
-            **{name: getattr(plan.args, name, None) for name in RECIPE_FLAGS}}
-
-
-def scheduler_source(plan: "Plan") -> str:
-    """Return the source of the learning rate: the type of the JSON's scheduler, or SCHEDULED_BY_FLAGS."""
-    return str(plan.ds_config.get("scheduler", {}).get("type", "")) if plan.schedule is None else \
-        SCHEDULED_BY_FLAGS
 
 
 def files_in(folder: Path) -> list[str]:

@@ -5,7 +5,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, recipe_of, scheduler_source
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.format.run_manifest import recipe_of, scheduler_source
 from pretrain.config.flags.overrides import RECIPE_FLAGS, Change
 from pretrain.config.initialization import DROPOUTS, initialization_of
 from pretrain.config.validate import Plan

@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.manifest import Manifest, schedule_record
+from pretrain.checkpoint.format.manifest import Manifest
+from pretrain.checkpoint.format.run_manifest import schedule_record
 from pretrain.config.flags.overrides import Change
 from pretrain.config.schedules.schedule import Schedule, schedule_from_json
 from pretrain.config.validate import Plan

@@ -5,13 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.format.manifest import (
-    MANIFEST,
-    Manifest,
-    checkpoint_folders,
-    newest_good,
-    tokenizer_fingerprint,
-)
+from pretrain.checkpoint.format.manifest import MANIFEST, Manifest, checkpoint_folders, newest_good
+from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.branch import Branch, branch_of, check_same_branch, find_branch
 from pretrain.checkpoint.load.changes import changes_of
 from pretrain.checkpoint.load.init_from import check_origin

@@ -14,8 +14,9 @@ from deepspeed import DeepSpeedEngine
 
 from pretrain.checkpoint.format.files import FileRecord, HashedFile
 from pretrain.checkpoint.format.fragments import flat_tensors
-from pretrain.checkpoint.format.manifest import Manifest, manifest_of
+from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.rng_state import rng_file, rng_state
+from pretrain.checkpoint.format.run_manifest import manifest_of
 from pretrain.checkpoint.format.shard_index import index_json, index_name
 from pretrain.checkpoint.save.commit import check_space, commit, discard, temporary_folder, write_part
 from pretrain.checkpoint.save.file_engine import FileEngine, OpenFile, save_pickle
