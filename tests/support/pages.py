@@ -8,6 +8,7 @@ from tests.support.launch import ROOT
 README = ROOT / "README.md"
 # The commands run in this order. A page may use the files that earlier pages created.
 PAGES = [README, *(ROOT / name for name in (
+    "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
     "tools/metrics.md", "tools/profiling.md", "tools/sanity_check.md",

@@ -31,8 +31,9 @@ def find_step(run: Path, step: int) -> StepPosition:
     rows = [row for row in newest_path([row for row in read_metrics(run) if "loss" in row])
             if isinstance(row.get("consumed_samples"), int)]
     last = rows[-1]["step"] if rows else 0
-    if not 1 <= step <= last:
-        raise ConfigError(f"STEP {step}", problem=f"{run} has logged the steps 1 to {last}" if last else
+    first = 1 + min((first for first, _ in starts), default=0)  # a branch begins after step 0
+    if not first <= step <= last:
+        raise ConfigError(f"STEP {step}", problem=f"{run} has logged the steps {first} to {last}" if last else
                           f"{run} has logged no step", remedy="give a step that the run has trained")
     start = trained[-1]
     try:
@@ -49,7 +50,7 @@ def find_step(run: Path, step: int) -> StepPosition:
 
 def _starts_with_steps(run: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the starts of the run that trained, each with the number of steps that were done before."""
-    steps = [row["step"] for row in read_rows(run / "events.jsonl") if row.get("event") in ("start", "resume")]
+    steps = [row["step"] for row in read_rows(run / "events.jsonl") if row.get("event") == "start"]
     return list(zip(steps, read_starts(run), strict=False))
 
 

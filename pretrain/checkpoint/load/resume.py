@@ -59,7 +59,7 @@ def choose_resume(plan: Plan) -> Resume | None:
     checkpoints, has_mirror = checkpoints_folder(plan), plan.args.checkpoint_mirror is not None
     if plan.args.resume == "never":
         reject_overwrite(checkpoint_folders(checkpoints))
-        return None if plan.args.resume_from is None else make_resume(*find_branch(plan.args), plan)
+        return None if plan.args.resume_from is None else _branch_if_found(plan)
     try:
         found = newest_good(checkpoints)
     except ConfigError:
@@ -69,11 +69,22 @@ def choose_resume(plan: Plan) -> Resume | None:
     if found is not None:
         return make_resume(*found, plan)
     if plan.args.resume_from is not None:
-        return make_resume(*find_branch(plan.args), plan)
+        return _branch_if_found(plan)
     if plan.args.resume == "required" and not has_mirror and not checkpoints.is_dir():
         raise ConfigError("--resume required", problem=f"there is no checkpoint in {checkpoints}",
                           remedy="to begin at step 0, use --resume auto")
     return None
+
+
+def _branch_if_found(plan: Plan) -> Resume | None:
+    """Return the checkpoint of --resume_from. With a mirror, which may have later ones, it need not exist any more."""
+    try:
+        found = find_branch(plan.args)
+    except ConfigError:
+        if plan.args.checkpoint_mirror is None:
+            raise
+        return None
+    return make_resume(*found, plan)
 
 
 def reject_overwrite(found: Sequence[Path | str]) -> None:
@@ -140,8 +151,8 @@ def _override_notes(plan: Plan, manifest: Manifest, named: frozenset[str],
 
     A requeued job repeats its command: its checkpoint has the new values then, and there is nothing to say.
     """
-    notes = [f"--override {change.name}: {change.setting} was {change.before}, and is {change.now} from step "
-             f"{manifest.step + 1} on" for change in changes if change.name != "data"]
+    notes = [f"--override {change.name}: from step {manifest.step + 1} on, {change.setting} is {change.now}; it was "
+             f"{change.before}" for change in changes if change.name != "data"]
     idle = named - {change.name for change in changes} - {each["name"] for each in manifest.overrides}
     if plan.args.allow_other_data and not any("data" in text.split(",") for text in plan.args.override or []):
         idle -= {"data"}

@@ -45,6 +45,8 @@ def check_start(args: RunArguments, *, world_size: int, device: Device) -> Start
     plan = check_run(args, world_size=world_size, device=device, saved_model=saved_model)
     plan = replace(plan, notes=(*plan.notes, *check_sampled_blocks(plan)))
     resume = choose_resume(plan)
+    if resume is None and args.override is not None and args.checkpoint_mirror is None:
+        plan = replace(plan, notes=(*plan.notes, "--override has no effect: the run begins at step 0"))
     if weights is None or resume is not None:
         return Start(plan, resume, None)
     notes = check_same_parameters(weights.model.config, plan.model, folder=Path(weights.origin.folder),
@@ -59,12 +61,12 @@ def _newest_checkpoint(args: RunArguments) -> tuple[Path, Manifest] | None:
     """
     try:
         found = newest_good(Path(args.save) / "checkpoints") if args.resume != "never" else None
+        if found is None and args.resume_from is not None:
+            found = find_branch(args)
     except ConfigError:
         if args.model or args.init_from or args.checkpoint_mirror:
             return None
         raise
-    if found is None and args.resume_from is not None:
-        found = find_branch(args)
     return found[:2] if found else None
 
 
