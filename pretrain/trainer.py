@@ -54,7 +54,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     if resume is not None and resume.manifest.step >= resume.plan.last_step:
         return _report_complete(resume.plan, resume)
     if resume is not None and _early_stopping(resume).is_over:
-        return _report_early_stop(resume)
+        return _report_early_stop(resume, world, guards)
     if resume is not None:
         plan = replace(resume.plan, origin=origin_of(resume.folder, resume.manifest))
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
@@ -165,9 +165,12 @@ def _early_stopping(resume: Resume) -> EarlyStopping:
     return stopping
 
 
-def _report_early_stop(resume: Resume) -> int:
-    if dist.get_rank() == 0:
+def _report_early_stop(resume: Resume, world: World, guards: RankGuards) -> int:
+    if world.rank == 0:
         print(early_end_line(resume.plan, resume.manifest.step, _early_stopping(resume).reason()))
+    # the supervisor would take an end without this event for a crash
+    folder = RunFolder(Path(resume.plan.args.save), active=world.rank == 0, before_write=guards.lock.confirm)
+    folder.event("stop", step=resume.manifest.step, reason=EARLY_STOP)
     dist.destroy_process_group()
     return FINISHED
 

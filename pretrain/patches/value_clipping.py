@@ -26,8 +26,9 @@ def clip_gradient_values(engine: DeepSpeedEngine, limit: float, loss_scale: Call
     optimizer = engine.optimizer
 
     def clip(tensors: Iterable[torch.Tensor]) -> None:
+        scaled_limit = limit * loss_scale()
         for tensor in tensors:
-            _clip_(tensor, limit * loss_scale())
+            _clip_(tensor, scaled_limit)
 
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
         name = "_get_norm_groups" if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else "scaled_global_norm"

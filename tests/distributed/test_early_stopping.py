@@ -57,8 +57,10 @@ def test_the_state_survives_a_resume_in_another_layout_with_lost_metrics(outputs
 
 
 def test_the_same_command_reports_the_end_and_how_to_continue(outputs: Any) -> None:
-    _, (_, _, third, fourth), _ = outputs
+    folder, (_, _, third, fourth), _ = outputs
     assert "run ended early at step 6 of 20" in third
     assert "give --early_stopping_patience above 2, or 0 for no early stopping" in third
     assert "loss" not in third.replace("validation loss", ""), "the run trained"
     assert "run ended early at step 8 of 20" in fourth
+    ends = [(row["step"], row["reason"]) for row in rows(folder, "events.jsonl") if row["event"] == "stop"]
+    assert ends == [(4, "--exit_step"), *[(6, "early_stop")] * 2, (8, "early_stop")]  # the supervisor reads them

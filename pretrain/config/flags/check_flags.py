@@ -38,7 +38,7 @@ _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_
             "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
             "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
             "spike_window": 2**20, "label_smoothing": 1, "z_loss": 1,
-            "gradient_value_clipping": 1e6, "adaptive_clipping": 100, "adaptive_clipping_window": 2**16,
+            "gradient_value_clipping": 1e6, "adaptive_clipping": 100, "adaptive_clipping_window": 10_000,
             "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,
             "deepspeed_log_level": LOG_LEVELS,
