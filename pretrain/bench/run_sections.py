@@ -12,6 +12,7 @@ from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead
 from pretrain.bench.sections.pipeline import STAGES, pipeline
 from pretrain.bench.sections.profile import profile
+from pretrain.bench.sections.recompute import recompute
 from pretrain.bench.sections.scaling import scaling
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 from pretrain.bench.sections.startup import startup
@@ -20,8 +21,8 @@ from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
     "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_stall,
-    "startup": startup, "scaling": scaling, "offload": offload, "data": data,
-    "profile": profile,
+    "startup": startup, "scaling": scaling, "offload": offload,
+    "recompute": recompute, "data": data, "profile": profile,
 }
 
 

@@ -11,7 +11,8 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "offload", "data")
+SECTIONS = ("step", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "offload", "recompute",
+            "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 

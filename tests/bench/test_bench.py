@@ -20,6 +20,7 @@ from pretrain.bench.sections.guards import LOOP as STEP_LOOP
 from pretrain.bench.sections.guards import guards_section
 from pretrain.bench.sections.overhead import BARE, LOOP, overhead_section
 from pretrain.bench.sections.pipeline import highest_speedup
+from pretrain.bench.sections.recompute import MODES
 from pretrain.bench.sections.step import PEERS, PRODUCTS, PROJECT, step_section
 from pretrain.bench.settings import PRESETS, BenchSettings, add_flags, validate_flags
 from pretrain.cli import Parser
@@ -200,7 +201,7 @@ def test_explain_profiles_a_step() -> None:
 def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload,data",
+    done = bench(*SMALL, "--what", "overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data",
                  "--nvme_path", str(disk), "--ranks", "1,2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["sections"]
@@ -221,6 +222,9 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert found["offload"]["aio"].items() >= {key: found["offload"]["settings"][0][key] for key in
                                                ("block_size", "queue_depth", "intra_op_parallelism")}.items()
     assert not list(disk.iterdir())
+    modes = found["recompute"]["modes"]
+    assert list(modes) == list(MODES)
+    assert len({mode["first_loss"] for mode in modes.values()}) == 1
     assert all(figure["ratio"] > 0 for figure in found["data"]["figures"].values())
 
 

@@ -35,12 +35,12 @@ COVERED: dict[str, tuple[str, str]] = {
     # benchmarks: the tests run the same sections with a smaller model
     "python tools/bench.py --preset cpu-small --rounds 2": ("tests/bench/test_bench.py", '"--preset", "cpu-small"'),
     "python tools/bench.py --what all --nvme_path /tmp --write tools/performance.md":
-        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,data"'),
+        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"'),
     "python tools/bench.py --what all --nvme_path /tmp":  # the heading of the tables has this command
-        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,data"'),
+        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"'),
     **{f"tools/bench.py --what {section}":
-       ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,data"')
-       for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data",
+       ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
+       for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data", "recompute",
                        "offload --nvme_path FOLDER")},
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
     "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),

@@ -103,6 +103,16 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (z("cpu_offload", True) | {"zero_optimization.offload_optimizer": {"device": "cpu"}}, {}, "of the same setting"),
     ({"pipeline": {"partition_method": "type:GPTBlock"}}, {}, "pipeline.partition_method"),
     ({"pipeline": {"partition_method": "type:("}}, {}, "pipeline.partition_method"),
+    # recomputation
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "mlp"}, "found 1 with --recompute mlp"),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute": "none"}, "found 1 with --recompute none"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"recompute": "attention"},
+     "cpu_checkpointing: found true; expected false with --recompute attention"),
+    ({"activation_checkpointing": {"cpu_checkpointing": 1}}, {}, "cpu_checkpointing: found 1"),
+    ({}, {"recompute": "selective"}, "--recompute: found selective; expected none, blocks, attention, mlp"),
+    ({}, {"recompute_every": 2}, "--recompute_every: found 2 without a part"),
+    ({}, {"recompute": "none", "recompute_every": 2}, "--recompute_every: found 2 without a part"),
+    ({}, {"recompute": "blocks", "recompute_every": 1000}, "--recompute_every: found 1000; expected at most"),
     # ZeRO, offload, pipeline
     (z("stage", 2) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
     (z("stage", 3) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),

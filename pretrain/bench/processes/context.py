@@ -26,7 +26,7 @@ class BenchContext:
 
     def job(self, name: str, baseline: str, *, ranks: int = 1, first_part: int = 0, core_parts: int | None = None,
             micro_batch_size: int | None = None, gradient_accumulation_steps: int = 1, stages: int = 1,
-            **options: Any) -> BaselineJob:
+            train_flags: tuple[str, ...] = (), blocks: dict[str, Any] | None = None, **options: Any) -> BaselineJob:
         """Return a job, after writing its DeepSpeed JSON.
 
         Args:
@@ -35,17 +35,20 @@ class BenchContext:
                 (default: `ranks`).
             first_part: index of rank 0's part; on CUDA, index of its device.
             stages: pipeline stages.
+            train_flags: flags of pretrain/train.py for this job only.
+            blocks: further blocks of its DeepSpeed JSON.
             options: further values for the baseline, which reads them with `BaselineJob.option`.
         """
         settings = self.settings
         path = self.folder / f"{name.replace(' ', '_').replace('/', '_')}.json"
-        path.write_text(json.dumps(ds_config(
+        path.write_text(json.dumps({**ds_config(
             settings, micro_batch_size=micro_batch_size or settings.preset.micro_batch_size, stages=stages,
-            gradient_accumulation_steps=gradient_accumulation_steps)))
+            gradient_accumulation_steps=gradient_accumulation_steps), **(blocks or {})}))
         flags = [f"--deepspeed_config={path}", *self._model_flags, f"--train_data={self.folder / 'corpus'}",
                  "--split=1", f"--seq_length={settings.preset.seq_length}", "--train_steps=1000000",
                  "--lr_schedule=constant", "--lr_warmup_steps=0", "--save_interval=0", "--eval_interval=0",
-                 f"--save={path.with_suffix('')}-run", *(settings.train_flags if baseline in PROJECT_BASELINES else ())]
+                 f"--save={path.with_suffix('')}-run", *train_flags,
+                 *(settings.train_flags if baseline in PROJECT_BASELINES else ())]
         cores = tuple(tuple(settings.cores_of(first_part + rank, core_parts or ranks)) for rank in range(ranks))
         return BaselineJob(name, baseline, tuple(flags), settings.device.kind, cores,
                            {"ds_config": str(path), "precision": settings.precision,

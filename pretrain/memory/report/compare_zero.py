@@ -212,7 +212,8 @@ def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list
     return [f"recommended: {best.candidate.name}, micro-batch {layout.micro_batch_size} x "
             f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
             f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
-            f"{layout.tokens_per_step:,} tokens, MFU {best.time.mfu:.0%}",
+            f"{layout.tokens_per_step:,} tokens, MFU {best.time.mfu:.0%}"
+            f"{_flags_of(best)}",
             *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
 
 
@@ -250,4 +251,10 @@ def _write_recommended(path: str, report: ComparisonReport) -> None:
         raise ConfigError("--write", problem="there is no layout that fits and that this project can run",
                           remedy="Use more GPUs, larger GPUs, or a smaller model")
     write_config(path, report.recommended.candidate.config)
-    print(f"wrote {path}: {report.recommended.candidate.name}", file=sys.stderr)
+    print(f"wrote {path}: {report.recommended.candidate.name}{_flags_of(report.recommended)}", file=sys.stderr)
+
+
+def _flags_of(row: ComparisonRow) -> str:
+    """Return the flags of train.py that the layout needs in addition to its JSON."""
+    part = row.candidate.layout.recompute
+    return "" if part == "none" else f"; train it with --recompute {part}"

@@ -9,7 +9,7 @@ from pretrain.config.initialization import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
-from pretrain.memory.search.axes import OFFLOADS, Axes
+from pretrain.memory.search.axes import OFFLOADS, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.search.candidates import SAMPLES_PER_RANK
 from pretrain.memory.search.largest_fit import FIND_TARGETS
 from pretrain.memory.sizes import UNITS
@@ -36,6 +36,10 @@ _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
     "activation_checkpoint_interval": (
         "activation_checkpoint_intervals", int, None,
         "number of layers that are recomputed together; 0: no recomputation (default: 0 1)"),
+    "recompute": (
+        "recomputes", str, RECOMPUTE_CHOICES,
+        "parts of blocks that --recompute of train.py recomputes; offload: with an interval, the inputs of recomputed "
+        "groups are in host memory (default: none attention mlp)"),
     "micro_batch_size": ("micro_batch_sizes", int, None, "samples per micro-batch (default: the best power of two)"),
     "seq_length": ("seq_lengths", int, None,
                    f"tokens per sample (default: {DEFAULT_SEQ_LENGTH}, or the model's positions if there are fewer)"),
@@ -157,7 +161,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
             check_file(Path(getattr(flags, name)), f"--{name}")
     if flags.num_parameters is not None:
         _reject(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
-                        "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write",
+                        "recompute", "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write",
                         "document_attention"],
                 "with --num_parameters")
 

@@ -14,10 +14,11 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.report.memory_watch import sizes_by_role
-from pretrain.memory.search.axes import OFFLOADS, Axes
+from pretrain.memory.search.axes import OFFLOADS, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.search.candidates import Candidate, generate_candidates
 from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.memory.sizes import with_unit
+from pretrain.model.recompute import Recompute
 
 if TYPE_CHECKING:
     from pretrain.memory.report.memory_watch import MemoryWatch
@@ -77,16 +78,18 @@ def changes_that_fit(watch: "MemoryWatch", budget_bytes: int) -> list[str]:
 def alternatives(layout: Layout, workload: Workload) -> list[Candidate]:
     """Return layouts with the same ranks, model and global batch, and with one or more changes.
 
-    The changes are higher ZeRO stages, offload to the host, activation checkpointing, twice the pipeline stages, and
-    smaller micro-batches.
+    The changes are higher ZeRO stages, offload to the host, recomputation of attention, of the MLP, or of blocks, with
+    or without their inputs in host memory, twice the pipeline stages, and smaller micro-batches.
     """
     micro_batch_sizes = [size for size in range(1, layout.micro_batch_size + 1) if layout.micro_batch_size % size == 0]
     interval = layout.activation_checkpoint_interval
+    on_device = ("none", "attention", "mlp")
     axes = Axes(
         zero_stages=tuple(stage for stage in range(4) if stage >= layout.zero_stage),
         offloads=tuple(choice for choice in OFFLOADS if "nvme" not in choice),
         pipeline_stages=tuple({layout.pipeline_stages, 2 * layout.pipeline_stages}),
         precisions=(layout.precision,), activation_checkpoint_intervals=tuple({interval, 1}),
+        recomputes=on_device if layout.device_kind == "cpu" else RECOMPUTE_CHOICES,
         micro_batch_sizes=tuple(micro_batch_sizes), seq_lengths=(layout.seq_length,),
         global_batch_size=layout.global_batch_size, grad_accum_dtypes=(layout.grad_accum_dtype or "",))
     kept = {name: getattr(layout, name) for name in ("optimizer", "optimizer_moments", "device_kind", "overlap_comm",
@@ -100,8 +103,8 @@ def differences(old: Layout, new: Layout) -> dict[str, str]:
     changed = {}
     if new.micro_batch_size != old.micro_batch_size:
         changed["micro"] = f"micro-batch {new.micro_batch_size} x {new.gradient_accumulation_steps} accumulation steps"
-    if new.activation_checkpoint_interval != old.activation_checkpoint_interval:
-        changed["recompute"] = f'"pipeline": {{"activation_checkpoint_interval": {new.activation_checkpoint_interval}}}'
+    if _mode(new.recomputation) != _mode(old.recomputation):
+        changed["recompute"] = _recompute_settings(old, new)
     for short, field, key in (("zero", "zero_stage", "zero_optimization.stage"),
                               ("optimizer", "offload_optimizer", "zero_optimization.offload_optimizer.device"),
                               ("param", "offload_param", "zero_optimization.offload_param.device"),
@@ -109,6 +112,25 @@ def differences(old: Layout, new: Layout) -> dict[str, str]:
         if getattr(new, field) != getattr(old, field):
             changed[short] = f"{key} {getattr(new, field)}"
     return changed
+
+
+def _mode(recompute: Recompute) -> Recompute:
+    """Return the settings in one spelling: recomputing every block is the same as an interval of 1."""
+    return replace(recompute, part="none", interval=1) if recompute.part == "blocks" and recompute.every == 1 \
+        else recompute
+
+
+def _recompute_settings(old: Layout, new: Layout) -> str:
+    """Return the keys and flags that change the recomputation from that of the old to that of the new layout."""
+    if new.recompute != "none":
+        return f"--recompute {new.recompute}"
+    settings = []
+    if new.activation_checkpoint_interval != old.activation_checkpoint_interval and old.recompute != "blocks":
+        settings.append(f'"pipeline": {{"activation_checkpoint_interval": {new.activation_checkpoint_interval}}}')
+        settings += ["without --recompute"] if old.recompute != "none" else []
+    if new.offload_activations and not old.offload_activations:
+        settings.append('"activation_checkpointing": {"cpu_checkpointing": true}')
+    return " and ".join(settings) or "--recompute blocks"
 
 
 def print_advice(lines: list[str], world: World) -> None:

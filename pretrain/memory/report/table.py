@@ -208,5 +208,6 @@ def _csv_row(row: ComparisonRow) -> dict[str, Any]:
 def _layout_columns(candidate: Candidate) -> dict[str, Any]:
     names = ("zero_stage", "offload_optimizer", "offload_param", "pipeline_stages", "tensor_parallel_size",
              "sequence_parallel_size", "expert_parallel_size", "data_parallel_size", "precision", "grad_accum_dtype",
-             "activation_checkpoint_interval", "micro_batch_size", "gradient_accumulation_steps", "seq_length")
+             "activation_checkpoint_interval", "recompute", "offload_activations", "micro_batch_size",
+             "gradient_accumulation_steps", "seq_length")
     return {name: getattr(candidate.layout, name) for name in names}

@@ -70,7 +70,8 @@ def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: Mod
             base = lenient_layout(config, world_size=cluster.world_size, seq_length=choice.seq_length,
                                   hidden_size=shape.hidden_size if shape else None, device_kind=device_kind,
                                   name=_name(choice, axes))
-            base = replace(base, expert_parallel_size=choice.expert_parallel_size)
+            part = choice.recompute if choice.recompute != "offload" else "none"  # the JSON has the offload
+            base = replace(base, expert_parallel_size=choice.expert_parallel_size, recompute=part)
         layout = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
         yield Candidate(base.name, config, layout)
 
@@ -118,6 +119,8 @@ def _name(choice: Combination, axes: Axes) -> str:
     interval = choice.activation_checkpoint_interval
     if interval:
         parts.append(f"checkpoint{interval if interval > 1 else ''}")
+    if choice.recompute != "none":
+        parts.append("cpu" if choice.recompute == "offload" else f"recompute_{choice.recompute}")
     if len(axes.seq_lengths) > 1:
         parts.append(f"seq{choice.seq_length}")
     return "_".join(parts)

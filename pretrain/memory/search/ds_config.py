@@ -36,6 +36,8 @@ def make_config(choice: Combination, *, micro_batch_size: int, accumulation_step
     if choice.activation_checkpoint_interval:
         pipeline = config.setdefault("pipeline", {})
         pipeline["activation_checkpoint_interval"] = choice.activation_checkpoint_interval
+    if choice.recompute == "offload":
+        config["activation_checkpointing"] = {"cpu_checkpointing": True}
     if choice.tensor_parallel_size > 1:
         config["tensor_parallel"] = {"autotp_size": choice.tensor_parallel_size}
     if choice.sequence_parallel_size > 1:

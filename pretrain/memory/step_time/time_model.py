@@ -10,7 +10,8 @@ from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.pipeline_stages import layer_work, pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer, forward_passes
+from pretrain.memory.step_time.recomputed_work import fraction_in_blocks, recomputed_fraction
+from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer
 from pretrain.model.flops import keys_per_query
 
 KERNEL_EFFICIENCY = 0.55  # fraction of the peak rate while the device computes: an assumption
@@ -92,8 +93,8 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, tran
                        kernel_efficiency: float = KERNEL_EFFICIENCY) -> StepTime:
     """Estimate the time of a step.
 
-    Recomputation repeats the forward pass, a third of the FLOPs. The bubble of a pipeline with p stages and m
-    micro-batches is (p - 1) / m of the computation.
+    Recomputation repeats the forward pass of blocks or of parts of them; the forward pass is a third of the FLOPs. The
+    bubble of a pipeline with p stages and m micro-batches is (p - 1) / m of the computation.
 
     Args:
         parameters: of the rank of the largest pipeline stage, before ZeRO divides them.
@@ -101,7 +102,7 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, tran
     flops, peak = flops_per_token * layout.tokens_per_step, cluster.peak_flops(layout.precision)
     compute = flops / layout.world_size / (peak * kernel_efficiency)
     compute *= pipeline_imbalance(layout, shape, flops_per_token)
-    recomputed = compute / 3 * (forward_passes(layout) - 1)
+    recomputed = compute / 3 * recomputed_fraction(layout, shape) * fraction_in_blocks(shape, layout.seq_length)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}
     for phase in PHASES:
         phase_compute = compute * _COMPUTE_FRACTION.get(phase, 0.0) + (recomputed if phase == "backward" else 0.0)

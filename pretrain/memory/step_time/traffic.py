@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pretrain.config.layout import DTYPE_BYTES, Layout
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.pipeline_stages import local_size, pipeline_stage_tensors
+from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 
 LINKS = ("network", "pcie", "disk")  # "network": between ranks, also those of one node
 PHASES = ("forward", "backward", "step")  # "step": once, after the last micro-batch
@@ -58,18 +59,13 @@ def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelShape |
     """List all transfers of a rank in one step. Activations are included only if the shape is known."""
     transfers = _zero_collectives(layout, parameters) + _offload(layout, parameters)
     if shape is not None:
-        transfers += _pipeline(layout, shape) + _model_parallel(layout, shape)
+        transfers += _pipeline(layout, shape) + _model_parallel(layout, shape) + _offloaded_activations(layout, shape)
     return [transfer for transfer in transfers if transfer.bytes > 0]
 
 
 def link_bytes(transfers: list[Transfer], link: str) -> float:
     """Bytes of one rank on a link in a step."""
     return sum(transfer.bytes for transfer in transfers if transfer.link == link)
-
-
-def forward_passes(layout: Layout) -> float:
-    """Forward passes of a block per micro-batch: recomputation adds one."""
-    return 2.0 if layout.activation_checkpoint_interval else 1.0
 
 
 def _reduced_element_bytes(layout: Layout) -> int:
@@ -212,6 +208,17 @@ def _pipeline(layout: Layout, shape: ModelShape) -> list[Transfer]:
     return transfers
 
 
+def _offloaded_activations(layout: Layout, shape: ModelShape) -> list[Transfer]:
+    """Inputs of recomputed blocks or groups, to host memory and back (model/host_offload.py)."""
+    recompute = layout.recomputation
+    if not recompute.offload:
+        return []
+    groups = shape.num_layers / layout.pipeline_stages / (recompute.interval or recompute.every)
+    size = groups * _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
+    return [Transfer("activations to the host", "pcie", "forward", size, overlaps=True),
+            Transfer("activations from the host", "pcie", "backward", size, overlaps=True)]
+
+
 def _model_parallel(layout: Layout, shape: ModelShape) -> list[Transfer]:
     """Collectives inside the blocks, in every pass.
 
@@ -221,7 +228,7 @@ def _model_parallel(layout: Layout, shape: ModelShape) -> list[Transfer]:
     blocks = shape.num_layers / layout.pipeline_stages
     hidden = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
     transfers = []
-    for phase, passes in (("forward", 1.0), ("backward", forward_passes(layout))):
+    for phase, passes in (("forward", 1.0), ("backward", 1.0 + recomputed_fraction(layout, shape))):
         for what, ranks, stride, size in (
                 ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,

@@ -43,6 +43,10 @@ MEASURED = {  # number of ranks -> names of the files
 SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "zero2_bf16", "zero3_bf16"),
              2: ("zero0_fp32", "zero1_bf16", "zero2_offload_optimizer_cpu", "zero3_offload_all_nvme",
                  "pipeline2_zero0_bf16")}
+# flags of train.py after the name of a file; micro-batches are larger, so that activations are most of the memory
+RECOMPUTED = {1: ("zero1_bf16 --recompute=attention", "zero3_bf16 --recompute=mlp"),
+              2: ("zero2_bf16 --recompute=attention", "zero3_bf16 --recompute=blocks --recompute_every=2",
+                  "pipeline2_zero1_bf16 --recompute=mlp", "pipeline2_zero1_bf16 --recompute=blocks")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # NVMe offload swaps only partitions of 1 MiB and more
 SLACK_BYTES = 64  # tolerance for scalar tensors
@@ -63,17 +67,23 @@ def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
 
 
 CASES, SIMULATED_CASES = params(MEASURED), params(SIMULATED)
+CASES += [pytest.param((ranks, name), id=f"{name}-{ranks}") for ranks, names in RECOMPUTED.items() for name in names]
 
 
 def arguments(name: str, folder: Path) -> RunArguments:
+    name, *words = name.split()
     path = ROOT / "ds_configs" / f"{name}.json"
+    given: dict[str, Any] = dict(word.removeprefix("--").split("=") for word in words)
+    if "recompute_every" in given:
+        given["recompute_every"] = int(given["recompute_every"])
     if name == "zero3_offload_all_nvme":  # this file has buffers of 1 GB, which take seconds to fill
         text = path.read_text().replace('"buffer_size": 1e8', '"buffer_size": 2e6')
         path = folder / path.name
         path.write_text(text)
     return RunArguments(deepspeed_config=str(path), model="tiny", model_overrides=LARGE if "nvme" in name else SMALL,
-                        seq_length=64, train_steps=10, micro_batch_size=2, gradient_accumulation_steps=2,
-                        emulate_fp16="fp16" in name, nvme_path=str(folder) if "nvme" in name else None)
+                        seq_length=64, train_steps=10, micro_batch_size=16 if given else 2,
+                        gradient_accumulation_steps=2, **given, emulate_fp16="fp16" in name,
+                        nvme_path=str(folder) if "nvme" in name else None)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +158,8 @@ def test_the_inventory_has_every_live_tensor(case: Case, measured: dict[Case, Ru
 
     This tensor is the logits of one micro-batch in the last pipeline stage, or a matrix that is being written to NVMe.
     """
-    in_flight_bytes = 2 * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
+    samples = 16 if "--recompute" in case[1] else 2
+    in_flight_bytes = samples * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
     for rank in measured[case].ranks:
         assert rank.unaccounted_bytes <= SLACK_BYTES + in_flight_bytes
         assert rank.rss_bytes > rank.peak_bytes > 0

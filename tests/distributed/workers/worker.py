@@ -128,6 +128,30 @@ def losses(case: Case) -> dict[str, Any]:
     return rows
 
 
+def kept(case: Case) -> dict[str, Any]:
+    """Train, and return the losses and the bytes that autograd kept for the backward passes of the first step.
+
+    The bytes do not include what a recomputed part keeps while it is recomputed, nor its copies in host memory.
+    """
+    plan = plan_of(case)
+    engine = engine_of(plan)
+    weights = {weight.untyped_storage()._cdata for weight in engine.module.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rows: dict[str, Any] = steps(engine, plan, 0, 1)
+    rows["kept_bytes"] = sum(storage.nbytes() for storage in storages.values())
+    tail = steps(engine, plan, 1, plan.train_steps)
+    rows = {name: values + tail[name] if name in tail else values for name, values in rows.items()}
+    end(engine)
+    return rows
+
+
 def resume(case: Case) -> dict[str, Any]:
     """Train 2n steps without interruption. Then resume from the checkpoint of step n in a new engine."""
     plan = plan_of(case)

@@ -14,7 +14,7 @@ from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.hardware import make_cluster
 from pretrain.memory.measure.out_of_memory import is_out_of_memory
 from pretrain.memory.report.out_of_memory_advice import alternatives, differences, print_advice
-from pretrain.memory.search.compare import Workload
+from pretrain.memory.search.compare import Workload, estimate_candidate
 from pretrain.model.config import load_model_config
 from tests.support.launch import ROOT
 from tests.test_train import _environment
@@ -70,6 +70,40 @@ def test_alternatives_have_the_same_global_batch_and_ranks() -> None:
     assert {other.zero_stage for other in layouts} == {1, 2, 3}
     assert {} in [differences(layout, other) for other in layouts]  # the layout itself
     assert {"micro": "micro-batch 2 x 16 accumulation steps"} in [differences(layout, other) for other in layouts]
+
+
+def test_changes_of_the_recomputation_are_described_by_flags_and_keys() -> None:
+    plain, interval = Layout(), Layout(activation_checkpoint_interval=1)
+    blocks, attention = Layout(recompute="blocks"), Layout(recompute="attention")
+    offloaded = Layout(activation_checkpoint_interval=1, offload_activations=True)
+    key, offload = '"pipeline": {"activation_checkpoint_interval": 1}', \
+        '"activation_checkpointing": {"cpu_checkpointing": true}'
+    for old, new, expected in (
+            (plain, attention, "--recompute attention"), (plain, interval, key),
+            (plain, offloaded, f"{key} and {offload}"), (blocks, offloaded, offload), (interval, offloaded, offload),
+            (attention, interval, f"{key} and without --recompute"), (attention, Layout(recompute="mlp"),
+                                                                       "--recompute mlp")):
+        assert differences(old, new) == {"recompute": expected}
+    assert differences(blocks, interval) == {}
+
+
+def test_recomputation_is_advised_by_its_cost() -> None:
+    model = load_model_config("gpt2")
+    workload = Workload(make_cluster(gpu="h100", world_size=1, nodes=None, gpus_per_node=1), model.num_parameters(),
+                        shape_of(model), model)
+    layout = Layout(zero_stage=3, micro_batch_size=8, gradient_accumulation_steps=1, seq_length=1024)
+    rows = [estimate_candidate(candidate, workload) for candidate in alternatives(layout, workload)
+            if candidate.layout.micro_batch_size == 8 and candidate.layout.offload_optimizer == "none"]
+    assert not [row.rejection for row in rows if row.rejection]
+    rows.sort(key=lambda row: row.time.total_seconds if row.time else 0.0)
+    names = [row.candidate.name for row in rows]
+    assert names == ["zero3", "zero3_recompute_attention", "zero3_recompute_mlp", "zero3_checkpoint",
+                     "zero3_checkpoint_cpu"]
+    device = {row.candidate.name: row.estimate.device_bytes for row in rows}
+    assert device["zero3"] > device["zero3_recompute_attention"] > device["zero3_checkpoint"]
+    assert device["zero3_checkpoint"] > device["zero3_checkpoint_cpu"]
+    inputs = 12 * 8 * 1024 * 768 * 2  # of 12 blocks; pinned memory is rounded up to powers of two
+    assert inputs <= rows[-1].estimate.host_bytes - rows[0].estimate.host_bytes <= 2 * inputs
 
 
 @pytest.mark.parametrize(("error", "is_memory"), [

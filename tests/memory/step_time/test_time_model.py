@@ -1,9 +1,20 @@
 """FLOPs of the step-time estimate."""
 
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import shape_of
+from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 from pretrain.memory.step_time.time_model import model_flops_per_token
-from pretrain.model.config import load_model_config, preset_names
+from pretrain.model.config import load_model_config, model_config_from, preset_names
 from pretrain.model.flops import flops_per_token
+from pretrain.model.layers import Block
+from pretrain.model.rope import Rope
+from tests.support.model_shapes import SHAPES
 
 
 def test_flops_equal_those_of_the_progress_line() -> None:
@@ -12,3 +23,37 @@ def test_flops_equal_those_of_the_progress_line() -> None:
         for length in (1024, 16384):  # some presets have a window of 4096
             found = model_flops_per_token(shape_of(config), 0, length)
             assert found == flops_per_token(config, length), (name, length)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gptj", "olmo2", "gemma_multi_query"])
+@pytest.mark.parametrize("part", ["attention", "mlp", "blocks"])
+def test_recomputed_flops_equal_those_that_torch_counts(name: str, part: str) -> None:
+    """Without torch's attention operators, whose recomputation cannot be separated from the first computation."""
+    config = replace(model_config_from(SHAPES[name], "test"), hidden_size=64, head_size=16, intermediate_size=160,
+                     max_positions=2048)
+    batch, length = 1, 8
+    counted = {}
+    for recomputed in ("none", part):
+        block = Block(config, Rope(config) if config.position == "rope" else None, recompute=recomputed)
+        x_BTD = torch.randn(batch, length, config.hidden_size, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            if recomputed == "blocks":
+                y_BTD = torch.utils.checkpoint.checkpoint(block, x_BTD, use_reentrant=False)
+            else:
+                y_BTD = block(x_BTD)
+            y_BTD.sum().backward()
+        counted[recomputed] = counter.get_total_flops()
+    forward = counted["none"] / 3
+    layout = Layout(recompute=part, seq_length=length)
+    assert (counted[part] - counted["none"]) / forward == pytest.approx(
+        recomputed_fraction(layout, shape_of(config)), rel=0.12)
+
+
+def test_every_second_block_is_half_of_the_work() -> None:
+    shape = shape_of(load_model_config("gpt2"))
+    assert recomputed_fraction(Layout(), shape) == 0.0
+    assert recomputed_fraction(Layout(recompute="blocks", recompute_every=2), shape) == pytest.approx(0.5)
+    assert recomputed_fraction(Layout(activation_checkpoint_interval=3), shape) == 1.0
+    parts = [recomputed_fraction(Layout(recompute=part), shape) for part in ("attention", "mlp", "blocks")]
+    assert parts == sorted(parts)
+    assert parts[2] == 1.0

@@ -1,0 +1,40 @@
+"""FLOPs that recomputation adds to a step."""
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.model_shape import ModelShape
+from pretrain.memory.estimate.pipeline_stages import layer_work
+from pretrain.model.flops import keys_per_query
+
+
+def recomputed_fraction(layout: Layout, shape: ModelShape | None) -> float:
+    """Return the recomputed FLOPs as a fraction of the blocks' forward pass; without a shape, all or nothing.
+
+    The recomputation of attention ends before its output projection, whose output the backward pass does not need,
+    unless a norm follows. (Korthikanti et al., arXiv 2205.05198, recompute only the core of attention. The kernels do
+    that in their own backward pass, so it is not counted here.)
+    """
+    recompute = layout.recomputation
+    if not recompute.is_on or recompute.interval or shape is None:
+        return float(recompute.is_on)
+    recomputed = total = 0.0
+    blocks = [layer for layer in shape.layers() if layer.kind == "block"]
+    for index, layer in enumerate(blocks):
+        work = layer_work(shape, layer, layout.seq_length)
+        attention = _attention_work(shape, layer.window, layout.seq_length)
+        output = 0 if shape.post_norm else shape.num_heads * shape.head_size * shape.hidden_size
+        by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
+        recomputed += by_part[recompute.part_of(index)]
+        total += work
+    return recomputed / total
+
+
+def fraction_in_blocks(shape: ModelShape, seq_length: int) -> float:
+    """Return the fraction of the model's FLOPs that its blocks have; the head has the rest."""
+    work = [(layer.kind, layer_work(shape, layer, seq_length)) for layer in shape.layers()]
+    return sum(each for kind, each in work if kind == "block") / sum(each for _, each in work)
+
+
+def _attention_work(shape: ModelShape, window: int, seq_length: int) -> float:
+    """Return the weights that attention multiplies a token with, and its scores, in the unit of `layer_work`."""
+    query, keys = shape.num_heads * shape.head_size, 2 * shape.num_kv_heads * shape.head_size
+    return shape.hidden_size * (2 * query + keys) + 2 * query * keys_per_query(window, seq_length)
