@@ -12,7 +12,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
     "tools/metrics.md", "tools/profiling.md", "tools/sanity_check.md",
-    "ds_configs/README.md", "ds_configs/schedules.md", "ds_configs/loss.md",
+    "ds_configs/README.md", "ds_configs/recomputation.md", "ds_configs/schedules.md", "ds_configs/loss.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 
@@ -42,6 +42,7 @@ COVERED: dict[str, tuple[str, str]] = {
        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
        for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data", "recompute",
                        "offload --nvme_path FOLDER")},
+    "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", "modes = found"),
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
     "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
     # evaluation: the tests use another task, without a download, and start the ranks themselves

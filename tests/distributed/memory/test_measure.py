@@ -33,7 +33,8 @@ NO_NVME = why_not_compilable("AsyncIOBuilder")
 FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (NO_NVME and "nvme" in path.stem)]
 MEASURED = {  # number of ranks -> names of the files
     1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero1_fp16_static", "zero2_fp16", "zero3_fp16",
-        "zero3_activation_checkpointing", "zero3_offload_optimizer_cpu", "zero3_offload_optimizer_nvme"),
+        "zero3_activation_checkpointing", "zero3_activation_offload", "zero3_offload_optimizer_cpu",
+        "zero3_offload_optimizer_nvme"),
     2: ("zero0_fp32", "zero1_bf16", "zero1_fp16", "zero2_offload_optimizer_cpu", "zero3_offload_all_cpu",
         "zero3_offload_all_nvme", "pipeline2_activation_checkpointing", "pipeline2_offload_optimizer_cpu",
         "pipeline2_zero0_bf16", "pipeline2_zero0_fp16", "pipeline2_zero1_bf16", "pipeline2_zero1_fp16",
