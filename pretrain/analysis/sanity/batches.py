@@ -57,19 +57,32 @@ def only_at(batch: MicroBatch, first: int, last: int) -> MicroBatch:
     return with_labels(batch, labels_BT, weights_BT)
 
 
-def small_batch(batches: list[MicroBatch], data_parallel_size: int) -> list[MicroBatch]:
-    """Cut each micro-batch to a few rows of at most 32 tokens. All their tokens count equally."""
+def small_batch(read: Callable[[int], list[MicroBatch]], data_parallel_size: int) -> list[MicroBatch]:
+    """Return the first micro-batches of the run, cut to a few rows of at most 32 tokens that all count equally.
+
+    `read` returns the batch of step number n of the run, from 0. It is called for more steps if one has too few tokens.
+    """
+    batches = read(0)
     rows = math.ceil(_ROWS / (len(batches) * data_parallel_size))
-    return [_cut(batch, rows) for batch in batches]
+    length = min(_LENGTH, tokens_of(batches[0]).shape[1])
+    parts = [[_rows_of(batch, length) for batch in batches]]
+    while sum(len(part[0][0]) for part in parts) < rows:
+        parts.append([_rows_of(batch, length) for batch in read(len(parts))])
+    return [_micro_batch(*(torch.cat(columns)[:rows] for columns in zip(*of_steps, strict=True)),
+                         has_positions=not torch.is_tensor(batches[0][0]))
+            for of_steps in zip(*parts, strict=False)]
 
 
-def _cut(batch: MicroBatch, rows: int) -> MicroBatch:
-    tokens_BT, (labels_BT, _) = tokens_of(batch), batch[1]
-    length = min(_LENGTH, tokens_BT.shape[1])
-    tokens, labels = (column[:, :column.shape[1] // length * length].reshape(-1, length)[:rows].contiguous()
-                      for column in (tokens_BT, labels_BT))
-    weights = torch.full(labels.shape, 1 / labels.numel())
-    if torch.is_tensor(batch[0]):
-        return tokens, (labels, weights)
-    positions = torch.arange(length).repeat(len(tokens), 1)  # each row is one document
-    return (tokens, positions), (labels, weights)
+def _rows_of(batch: MicroBatch, length: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens and labels of a micro-batch in rows of `length`."""
+    columns = (tokens_of(batch), batch[1][0])
+    tokens, labels = (column[:, :column.shape[1] // length * length].reshape(-1, length) for column in columns)
+    return tokens, labels
+
+
+def _micro_batch(tokens_BT: Tensor, labels_BT: Tensor, *, has_positions: bool) -> MicroBatch:
+    """Return a micro-batch whose loss is the mean over all tokens; each row is one document."""
+    weights_BT = torch.full(labels_BT.shape, 1 / labels_BT.numel())
+    if not has_positions:
+        return tokens_BT, (labels_BT, weights_BT)
+    return (tokens_BT, torch.arange(tokens_BT.shape[1]).repeat(len(tokens_BT), 1)), (labels_BT, weights_BT)

@@ -56,16 +56,17 @@ def _check_first(checked: CheckedEngine, steps: int,
                 forward_checks.check_layout(checked, batches, consumed_samples),
                 forward_checks.check_activations(checked, batches)]
     report("gradients")
-    results += _check_gradients(checked, batches)
+    small = small_batch(lambda step: checked.batches(consumed_samples + step * checked.plan.layout.global_batch_size),
+                        data_parallel_size(checked.engine))
+    results += _check_gradients(checked, small)
     if not all(math.isfinite(result.value) for result in results if result.value is not None):
         return [*results, not_made("training", "a loss or gradient is not finite")], None
     training_checks.first_steps(checked, consumed_samples)
-    learned = training_checks.learn_one_batch(checked, batches, steps, report)
+    learned = training_checks.learn_one_batch(checked, small, steps, report)
     return [*results, training_checks.check_one_batch(learned)], learned
 
 
-def _check_gradients(checked: CheckedEngine, batches: list[MicroBatch]) -> list[Result]:
-    small = small_batch(batches, data_parallel_size(checked.engine))
+def _check_gradients(checked: CheckedEngine, small: list[MicroBatch]) -> list[Result]:
     gradients = checked.gradients(small)
     return [forward_checks.check_modes(checked, small),
             gradient_checks.check_gradients_reach(checked, gradients),

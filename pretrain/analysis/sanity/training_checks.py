@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pretrain.analysis.sanity.batches import shuffled, small_batch, zeroed
+from pretrain.analysis.sanity.batches import shuffled, zeroed
 from pretrain.analysis.sanity.checked_engine import CheckedEngine
 from pretrain.analysis.sanity.result import Result, not_made
 from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.learning_rate import peak_learning_rate
-from pretrain.engine.steps import data_parallel_size
 
 REAL_STEPS = 2  # with the run's batches, before the training on one small batch
 _REPORTED_STEPS = 10  # steps between two reports of the progress
@@ -61,14 +60,13 @@ def check_determinism(first: FirstSteps, second: FirstSteps, *, is_exact: bool) 
                   difference)
 
 
-def learn_one_batch(checked: CheckedEngine, batches: list[MicroBatch], steps: int,
+def learn_one_batch(checked: CheckedEngine, small: list[MicroBatch], steps: int,
                     report: Callable[[str], None]) -> OneBatch:
     """Train on one small batch until its loss is below the bound, at most `steps` steps.
 
     The rate begins at the run's peak. It grows after each step with a lower loss, and is halved after each step with a
     higher one ("bold driver", Battiti 1989), so that the check does not depend on a well-chosen rate.
     """
-    small = small_batch(batches, data_parallel_size(checked.engine))
     rate, bound = peak_learning_rate(checked.plan), _LEARNED * _entropy_of_labels(small)
     losses, rates = list[float](), list[float]()
     for step in range(steps):
