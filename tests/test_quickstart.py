@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.monitor.read_run_folder import newest_path, read_metrics
+from tests.analysis.report.runs import open_report
+from tests.support.browser import Browser
 from tests.support.launch import ROOT
 from tests.support.pages import PAGES, README, block_commands, blocks, runnable
 
@@ -168,6 +171,23 @@ def test_the_guides_run_has_resumed_and_used_the_mirror(guide: tuple[Path, Path]
         _run_page(ROOT / "tools/checkpoints.md", clone, home)
     rows = [json.loads(line) for line in (clone / "runs/first/events.jsonl").read_text().splitlines()]
     assert {"resume", "snapshot", "save", "mirror"} <= {row["event"] for row in rows}
+
+
+def test_the_report_on_the_guides_runs_has_their_losses(guide: tuple[Path, Path], tmp_path: Path) -> None:
+    """The page of two real runs, opened in a browser: one with pipeline stages, one resumed in another layout."""
+    browser = Browser(tmp_path / "profile")
+    try:
+        runs = [guide[0] / "runs" / name for name in ("quickstart", "first")]
+        page = open_report(browser, tmp_path, *runs)
+        for index, run in enumerate(runs):
+            rows = newest_path([row for row in read_metrics(run) if "loss" in row])
+            for key in ("step", "loss", "grad_norm", "forward_time_ms", "goodput"):
+                assert page.run(f"report.data.runs[{index}].training.values.{key}") == [row[key] for row in rows]
+        shown = page.run("document.getElementById('events').textContent")
+        assert "global_step" in shown
+        assert page.errors() == []
+    finally:
+        browser.close()
 
 
 def _run_page(page: Path, clone: Path, home: Path) -> None:

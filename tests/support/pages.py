@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
-    "tools/metrics.md", "tools/profiling.md", "tools/sanity_check.md",
+    "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/recomputation.md", "ds_configs/schedules.md", "ds_configs/loss.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
@@ -45,6 +45,7 @@ COVERED: dict[str, tuple[str, str]] = {
     "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", "modes = found"),
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
     "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
+    "python tools/report.py runs/quickstart --watch": ("tests/analysis/report/runs.py", '"--watch"'),
     # evaluation: the tests use another task, without a download, and start the ranks themselves
     "python tools/evaluate.py runs/quickstart --tasks hellaswag,arc_easy --num_fewshot 5 --limit 200":
         ("tests/analysis/test_evaluate.py", '"--tasks"'),

@@ -1,4 +1,4 @@
-"""Run folders with synthetic rows."""
+"""Run folders with synthetic rows, and programs that show them."""
 
 import contextlib
 import json
@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pretrain.analysis.report.page import page_data, page_html, write_page
+from pretrain.analysis.report.run_table import RunTable
+from tests.support.browser import Browser, Page
 from tests.support.launch import ROOT
 
 START = 1_795_000_000.0  # seconds
@@ -88,3 +91,12 @@ def watching(*runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.kill()
         process.wait()
+
+
+def open_report(browser: Browser, folder: Path, *runs: Path) -> Page:
+    """Write the page of the runs, and open it from its file."""
+    write_page(page_html(page_data([RunTable(run) for run in runs], watch=False)), folder / "report.html")
+    page = browser.page((folder / "report.html").as_uri())
+    page.wait_for("window.report && report.charts.every((chart) => chart.series)")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return page

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from pretrain.analysis.report.page import page_data, page_html, write_page
-from pretrain.analysis.report.run_table import RunTable
 from pretrain.monitor.read_run_folder import newest_path, read_metrics
-from tests.analysis.report.runs import OLD_KEYS, START, append_rows, event, record, rows_of, watching, write_run
+from tests.analysis.report.runs import (
+    OLD_KEYS,
+    START,
+    append_rows,
+    event,
+    open_report,
+    record,
+    rows_of,
+    watching,
+    write_run,
+)
 from tests.support.browser import Browser, Page
 
 STEPS = [*range(1, 61), *range(41, 101)]  # steps 41 to 60 were trained twice
@@ -38,15 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(browser: Browser, folder: Path, *runs: Path) -> Page:
-    """Write the page of the runs, and open it from its file."""
-    write_page(page_html(page_data([RunTable(run) for run in runs], watch=False)), folder / "report.html")
-    page = browser.page((folder / "report.html").as_uri())
-    page.wait_for("window.report && report.charts.every((chart) => chart.series)")
-    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    return page
-
-
 def drawn(page: Page, panel: str) -> list[dict[str, Any]]:
     """Return the series that a panel draws, without smoothing: label, faint, x and y."""
     return page.run(f"""(() => {{
@@ -58,7 +57,7 @@ def drawn(page: Page, panel: str) -> list[dict[str, Any]]:
 
 
 def test_every_curve_has_the_values_of_the_rows(browser: Browser, run: Path, tmp_path: Path) -> None:
-    page = opened(browser, tmp_path, run)
+    page = open_report(browser, tmp_path, run)
     kept = newest_path([row for row in read_metrics(run) if "loss" in row])
     assert [row["step"] for row in kept] == list(range(1, 101))
     specs = page.run("report.charts.map((chart) => [chart.panel.id, chart.panel.metrics, chart.panel.total || null])")
@@ -79,7 +78,7 @@ def test_every_curve_has_the_values_of_the_rows(browser: Browser, run: Path, tmp
 
 
 def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Path, tmp_path: Path) -> None:
-    page = opened(browser, tmp_path, run)
+    page = open_report(browser, tmp_path, run)
     faint = next(one for one in drawn(page, "loss") if one["faint"])
     first = [row for row in read_metrics(run) if "loss" in row][40:60]
     assert (faint["x"], faint["y"]) == ([*range(41, 61), None], [*(row["loss"] for row in first), None])
@@ -100,7 +99,7 @@ def test_abandoned_rows_evaluations_phases_and_events(browser: Browser, run: Pat
 
 
 def test_axes_zoom_keyboard_and_pointer(browser: Browser, run: Path, tmp_path: Path) -> None:
-    page = opened(browser, tmp_path, run)
+    page = open_report(browser, tmp_path, run)
     assert page.run("document.querySelector('input[value=tokens]').click(), report.xRange()") == [16384, 100 * 16384]
     low, high = page.run("document.querySelector('input[value=time]').click(), report.xRange()")
     assert 0.3 < low < 1
@@ -128,7 +127,7 @@ def test_several_runs_are_overlaid_and_their_differences_listed(browser: Browser
     old = [{key: row[key] for key in OLD_KEYS} for row in rows_of(list(range(1, 31)), seed=1) if "loss" in row]
     other = write_run(tmp_path / "old", old, [], [record(lr=6e-4)])
     empty = write_run(tmp_path / "empty", [], [], [])
-    page = opened(browser, tmp_path, run, other, empty)
+    page = open_report(browser, tmp_path, run, other, empty)
     series = [one for one in drawn(page, "loss") if not one["faint"] and one["label"] in ("with rollback: mean", "old")]
     assert series[1]["y"] == [row["loss"] for row in old]
     table = page.run("document.getElementById('differences').textContent")
@@ -155,7 +154,7 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
     events = [event(attack, 2, attack, **{attack: attack}) for attack in ATTACKS]
     starts = [record(**{attack: {attack: attack} for attack in ATTACKS})]
     evil = write_run(tmp_path / "<img src=x onerror=window.hit=1>", rows, events, starts)
-    page = opened(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
+    page = open_report(browser, tmp_path, evil, write_run(tmp_path / "plain", rows_of([1, 2, 3])))
     page.run("report.setCursor(2, report.charts[0])")
     page.run("document.querySelectorAll('details').forEach((element) => { element.open = true; })")
     assert page.run("window.hit === undefined && ({}).hit === undefined && Array.isArray(({}).__proto__) === false")
@@ -167,11 +166,11 @@ def test_text_of_a_run_folder_cannot_inject_anything(browser: Browser, tmp_path:
 
 
 def test_a_page_without_rows_and_one_with_a_damaged_record(browser: Browser, tmp_path: Path) -> None:
-    page = opened(browser, tmp_path, write_run(tmp_path / "empty", [], []))
+    page = open_report(browser, tmp_path, write_run(tmp_path / "empty", [], []))
     assert "There are no logged steps yet." in page.run("document.getElementById('curves').textContent")
     damaged = write_run(tmp_path / "damaged", rows_of([1, 2]))
     (damaged / "run.json").write_text("[{")
-    page = opened(browser, tmp_path, damaged)
+    page = open_report(browser, tmp_path, damaged)
     assert "cannot read the record" in page.run("document.getElementById('notices').textContent")
     assert drawn(page, "loss")[0]["x"] == [1, 2]
     assert page.errors() == []
