@@ -100,5 +100,5 @@ def test_each_validation_set_is_logged_by_name(data: Path, tmp_path: Path) -> No
     parts = open_data(source, DataFlags(split=("train", "valid")), ConfigError("--tokenizer"))
     assert [one.name.replace(f"{data}/", "") for one in parts] == [
         "train of web", "train of code", "train of books", "valid/web", "valid/code"]
-    [written] = (tmp_path / "csv").rglob("*valid_code*.csv")
+    [written] = (tmp_path / "csv").rglob("*valid_code_loss.csv")
     assert len(list(csv.reader(written.open()))) == 3, "a header and two evaluations"
