@@ -11,8 +11,8 @@ from pretrain.model.recompute import Recompute
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Optimizer-state tensors of a parameter's size, by optimizer.type in lower case.
-STATE_TENSORS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2, "adadelta": 2, "lion": 1,
-                 "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}
+STATE_TENSORS = {"adam": 2, "adamw": 2, "adamw8bit": 2, "nadam": 2, "radam": 2, "lamb": 2, "adamax": 2, "adadelta": 2,
+                 "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "sgd": 0}
 SIZE_KEYS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold",
              "model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
 
@@ -37,7 +37,7 @@ class Layout:
     grad_accum_dtype: str | None = None  # None: the same as `precision`
     optimizer: str = "adamw"  # lower case
     optimizer_moments: int = 2  # optimizer-state tensors of a parameter's size
-    torch_optimizer: bool = False  # True: a class of torch.optim, which needs temporary memory, unlike DeepSpeed's
+    torch_optimizer: bool = False  # True: a class of torch.optim, not fused, which needs temporary memory
     masters_in_16bit: bool = False  # master weights: bf16_master_weights_and_grads, fp16_master_weights_and_grads
     moments_in_16bit: bool = False  # optimizer states: bf16_optimizer_states, or fp32_optimizer_states: false
     offload_optimizer: str = "none"  # none, cpu, nvme
@@ -228,9 +228,10 @@ def _optimizer(get: _Getter) -> dict[str, Any]:
     tensors = STATE_TENSORS.get(kind, 2)
     if kind == "sgd" and get("optimizer.params.momentum", 0):
         tensors = 1
-    has_kernel = kind in ("adam", "adamw", "lion", "lamb", "adagrad", "muon")
+    has_kernel = kind in ("adam", "adamw", "adamw8bit", "lion", "lamb", "adagrad", "muon")
     return {"optimizer": kind, "optimizer_moments": tensors,
-            "torch_optimizer": not has_kernel or bool(get("optimizer.params.torch_adam", False))}
+            "torch_optimizer": not has_kernel or bool(get("optimizer.params.torch_adam", False)
+                                                      and not get("optimizer.params.fused", False))}
 
 
 def _offload(get: _Getter, zero_stage: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def json_notes(resolved: ResolvedConfig) -> tuple[str, ...]:
     layout, notes = resolved.layout, ignored_key_notes(resolved.ignored_keys)
     if "optimizer" not in resolved.file.values:
         params = ", ".join(f"{name} {value}" for name, value in resolved.get("optimizer.params").items()
-                           if name != "torch_adam")
+                           if name not in ("torch_adam", "fused"))
         notes.append(f'the JSON has no "optimizer": AdamW with {params}, from the flags and their defaults')
     if layout.pipeline_stages == 1 and layout.partition_method != DEFAULT_PARTITION_METHOD:
         notes.append("pipeline.partition_method: no effect with one stage")

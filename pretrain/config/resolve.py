@@ -6,7 +6,7 @@ from typing import Any
 
 from pretrain.config.ds_json.check_keys import check_json_keys
 from pretrain.config.ds_json.clean import IgnoredKey, clean, drop_ignored_keys
-from pretrain.config.ds_json.optimizers import ELEMENTWISE_TORCH_OPTIMIZERS
+from pretrain.config.ds_json.optimizers import ELEMENTWISE_OTHERS
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.ds_json.schema import DEFAULT_PARTITION_METHOD, PARTITION_METHODS
 from pretrain.config.fill import (
@@ -87,9 +87,12 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     rate = scale_rates(config, fill_optimizer(completed, config, args), args)
     if not device.compiles and config["optimizer"]["type"].lower() in ("adam", "adamw") and \
             get_value(config, "zero_optimization.offload_optimizer.device", "none") == "none":
-        config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
-    if zero_stage > 0 and config["optimizer"]["type"].lower() in ELEMENTWISE_TORCH_OPTIMIZERS:
-        config["zero_allow_untested_optimizer"] = True  # otherwise DeepSpeed rejects optimizers of torch with ZeRO
+        params = config["optimizer"]["params"]
+        params["torch_adam"] = True  # DeepSpeed's FusedAdam must be compiled with nvcc
+        if params.get("foreach") is None:
+            params["fused"] = True  # one kernel for all operations, and no temporary memory
+    if zero_stage > 0 and config["optimizer"]["type"].lower() in ELEMENTWISE_OTHERS:
+        config["zero_allow_untested_optimizer"] = True  # otherwise DeepSpeed rejects them with ZeRO
     fill_model_sizes(config, model, zero_stage)
     fill_scheduler(file, config, args, length.train_steps, rate)
     fill_nvme_path(file, config, args)

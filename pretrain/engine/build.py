@@ -21,6 +21,7 @@ from pretrain.config.validate import Plan
 from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
+from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.recipe import add_recipe
@@ -82,8 +83,9 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
     survive_failing_monitors()
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
-                                      config=plan.ds_config, lr_scheduler=_scheduler(plan))
+    make_optimizer, ds_config = eight_bit_optimizer(plan)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan), config=ds_config,
+                                      optimizer=make_optimizer, lr_scheduler=_scheduler(plan))
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
     add_recipe(engine, plan.args)
@@ -121,7 +123,7 @@ def _check_groups(parameters: list[torch.nn.Parameter], groups: list[dict[str, A
                           remedy='use "partition_method": "uniform", or fewer "stages"')
     layout = plan.layout
     unfused = layout.zero_stage == 0 and layout.precision == "fp16" and \
-        (layout.torch_optimizer or layout.optimizer not in ("adam", "adamw"))
+        (plan.ds_config["optimizer"]["params"].get("torch_adam") or layout.optimizer not in ("adam", "adamw"))
     counts = gather(sum(bool(group["params"]) for group in groups))
     if unfused and len({*counts}) > 1:
         raise ConfigError("--no_weight_decay" if plan.args.mup_base_width is None else "--mup_base_width",

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from pretrain.config.layout import parse_layout
+from pretrain.memory.estimate.optimizer_wrappers import eight_bit_state_bytes, optimizer_states
+from pretrain.memory.estimate.rank_parameters import ParameterGroup
 from tests.support.cases import CPU, case, flags
 from tests.support.layouts import dp2, pp2, relative_difference, run_layouts
 
@@ -79,3 +82,36 @@ def test_q_plain_deepspeed_divides_the_updates_of_muon(muon: dict[str, Any], sub
             ratios = [muon[f"{stage}-plain"]["changes"][name] / muon[f"{stage}-unclipped"]["changes"][name]
                       for name in muon[stage]["muon"]]
             assert max(ratios) < 0.2, "DeepSpeed fixed defect Q: remove muon.clip_only_adam_with_muon"
+
+
+def test_8_bit_adamw_with_a_mock_of_its_package(corpus: str, tmp_path: Path) -> None:
+    """The package needs CUDA. torch's AdamW stands in for its class, so losses must be those of AdamW.
+
+    This tests how the class is called, saved and loaded, and nothing of the 8-bit kernels.
+    """
+    params = {"lr": 1e-3, "weight_decay": 0.1}
+    layouts = {name: LAYOUTS[name] for name in ("zero2", "zero3")}
+    cases = {name: _case(name, values, "AdamW", {**params, "torch_adam": True}, corpus) for name, values in
+             layouts.items()}
+    for name in layouts:
+        ranks, same = _case(f"{name}-8bit", layouts[name], "AdamW", params, corpus)
+        cases[f"{name}-8bit"] = (ranks, {**same, "job": "eight_bit"})
+    results = run_layouts(cases, tmp_path)
+    for name in layouts:
+        found = results[f"{name}-8bit"]
+        assert found["optimizer"].endswith("/AdamW8bit")
+        assert found["again"] == found["loss"]
+        assert relative_difference(found["loss"], results[name]["loss"][2:]) < 1e-6
+
+
+def test_memory_of_8_bit_states() -> None:
+    """bitsandbytes keeps a byte for each element of a state, and an fp32 maximum for each block of 256 elements."""
+    assert eight_bit_state_bytes(1_000_000) == 2 * (1_000_000 + 4 * 3907)
+    assert eight_bit_state_bytes(4095) == 8 * 4095
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 0}}
+    states = {}
+    for kind in ("AdamW", "AdamW8bit"):
+        layout = parse_layout({**config, "optimizer": {"type": kind}}, world_size=1, seq_length=64, device_kind="cuda")
+        group = ParameterGroup(sizes=(1_000_000,), ranks=1)
+        states[kind] = sum(size for _, size in optimizer_states(group, group.size, layout))
+    assert states == {"AdamW": 8_000_000, "AdamW8bit": eight_bit_state_bytes(1_000_000)}

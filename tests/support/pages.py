@@ -12,7 +12,8 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
-    "ds_configs/README.md", "ds_configs/recomputation.md", "ds_configs/schedules.md", "ds_configs/loss.md",
+    "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md",
+    "ds_configs/schedules.md", "ds_configs/loss.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
 

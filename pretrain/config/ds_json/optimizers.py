@@ -14,12 +14,15 @@ _NO_AMSGRAD = Key(rejected="DeepSpeed's optimizers do not have it; remove the ke
 _ADAM: Tree = {
     "lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "bias_correction": _BOOL,
     "amsgrad": _NO_AMSGRAD, "adam_w_mode": _BOOL, "torch_adam": _BOOL, "fp32_optimizer_states": _BOOL,
-    "set_grad_none": _BOOL, "foreach": Key("bool", null=True), "max_grad_norm": _NO_CLIPPING,
+    "set_grad_none": _BOOL, "foreach": Key("bool", null=True), "fused": Key("bool", null=True),
+    "max_grad_norm": _NO_CLIPPING,
 }
 # By the lower-case name: DeepSpeed compares the names of its own optimizers in lower case.
 OPTIMIZERS: dict[str, Tree] = {
     "adam": _ADAM,
     "adamw": _ADAM,
+    # of the package bitsandbytes: engine/eight_bit.py
+    "adamw8bit": {"lr": _RATE, "betas": _BETAS, "eps": _SMALL, "weight_decay": _DECAY, "max_grad_norm": _NO_CLIPPING},
     "lion": {"lr": _RATE, "betas": _BETAS, "weight_decay": _DECAY, "set_grad_none": _BOOL,
              "fp32_optimizer_states": _BOOL, "max_grad_norm": _NO_CLIPPING},
     "adagrad": {"lr": _RATE, "eps": _SMALL, "weight_decay": _DECAY, "amsgrad": _NO_AMSGRAD,
@@ -73,7 +76,7 @@ DEEPSPEED_REJECTED = {
     "cpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "deepspeedcpuadam": 'write type "AdamW" and "zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
 }
-KNOWN_NAMES = ("Adam", "AdamW", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMIZERS)
+KNOWN_NAMES = ("Adam", "AdamW", "AdamW8bit", "Lion", "Muon", "Lamb", "Adagrad", *TORCH_OPTIMIZERS)
 
 
 def optimizer_params(kind: str) -> Tree | None:
@@ -85,9 +88,10 @@ def optimizer_params(kind: str) -> Tree | None:
 CPU_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
 # Optimizers that DeepSpeed tests with ZeRO.
 ZERO_OPTIMIZERS = ("adam", "adamw", "lion", "adagrad", "muon")
-# Optimizers of torch that update each weight from its own gradient and states alone. ZeRO gives an optimizer flat parts
-# of the parameters, which changes nothing for these; tests/engine/test_optimizers.py compares them in all layouts.
-ELEMENTWISE_TORCH_OPTIMIZERS = ("sgd", "rmsprop", "adamax", "nadam", "radam", "adadelta", "asgd", "rprop")
+# Optimizers of torch and bitsandbytes that update each weight from its own gradient and states alone. ZeRO gives an
+# optimizer flat parts of the parameters, which changes nothing for these (but for the blocks of 8-bit states);
+# tests/engine/test_optimizers.py compares those of torch in all layouts.
+ELEMENTWISE_OTHERS = ("sgd", "rmsprop", "adamax", "nadam", "radam", "adadelta", "asgd", "rprop", "adamw8bit")
 
 _RESUME_STEP = Key(rejected="the checkpoint sets the step to resume from; remove the key", neutral=(-1,))
 _STEPS = Key("int", low=1, auto=True)

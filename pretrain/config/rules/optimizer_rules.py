@@ -1,6 +1,7 @@
 """Rules for optimizers and schedulers."""
 
 import dataclasses
+from importlib.util import find_spec
 
 from pretrain.config.ds_json.optimizers import CPU_OPTIMIZERS, OPTIMIZERS, REQUIRED_SCHEDULER_PARAMS, ZERO_OPTIMIZERS
 from pretrain.config.flags.arguments import RunArguments
@@ -11,7 +12,7 @@ _ZERO = "zero_optimization"
 _OFFLOAD_DEVICE = f"{_ZERO}.offload_optimizer.device"
 # DeepSpeed's GPU optimizers take these parameters, its CPU optimizers do not.
 _GPU_ONLY_PARAMS = ("set_grad_none", "lr_decay", "initial_accumulator_value")
-_TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "torch_adam", "adam_w_mode")
+_TORCH_ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "torch_adam", "adam_w_mode")
 
 
 def optimizer_of_device(run: ResolvedConfig) -> None:
@@ -33,6 +34,17 @@ def optimizer_of_device(run: ResolvedConfig) -> None:
                         remedy=f"use AdamW{offload}")
     if layout.optimizer == "lamb" and layout.precision == "fp16" and run.get("fp16.loss_scale"):
         raise run.error("optimizer.type", expected="dynamic loss scaling (fp16.loss_scale 0) for Lamb")
+
+
+def eight_bit(run: ResolvedConfig) -> None:
+    """AdamW8bit needs CUDA and a package, and has no states in host memory."""
+    if run.layout.optimizer != "adamw8bit":
+        return
+    if run.device.kind != "cuda":
+        raise run.error("optimizer.type", expected="AdamW on this device: 8-bit states need CUDA")
+    if find_spec("bitsandbytes") is None:
+        raise run.error("optimizer.type", problem="AdamW8bit needs the package bitsandbytes, which is not installed",
+                        remedy="pip install bitsandbytes, or use AdamW")
 
 
 def muon(run: ResolvedConfig) -> None:
@@ -70,7 +82,7 @@ def optimizer_params(run: ResolvedConfig) -> None:
         if torch_adam and optimizer != "muon" and name not in _TORCH_ADAM_PARAMS:
             raise run.error(key, problem='torch.optim.AdamW, which "torch_adam": true selects, does not take it',
                             remedy="remove it")
-        if name == "foreach" and not torch_adam:
+        if name in ("foreach", "fused") and not torch_adam:
             raise run.error(key, problem='it needs "torch_adam": true', remedy="remove it")
         if name == "fp32_optimizer_states" and not offloaded:
             raise run.error(key, problem="it has no effect without offload_optimizer", remedy="remove it")

@@ -58,6 +58,17 @@ def optimizer_state_bytes(layout: Layout) -> int:
     return tensors * (2 if layout.moments_in_16bit else FP32)
 
 
+def eight_bit_state_bytes(elements: int) -> int:
+    """Bytes of both states of one tensor of bitsandbytes' AdamW8bit (optim/optimizer.py, Optimizer2State.init_state).
+
+    Each state has a byte for each element, and an fp32 maximum for each block of 256 elements. Tensors of less than
+    4,096 elements have fp32 states. The two tables of 256 values that all tensors share are not counted.
+    """
+    if elements < 4096:
+        return 2 * FP32 * elements
+    return 2 * (elements + FP32 * -(-elements // 256))
+
+
 def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> Iterator[Allocation]:
     """Yield the optimizer states of `elements` elements of a group.
 
@@ -66,6 +77,9 @@ def optimizer_states(group: ParameterGroup, elements: int, layout: Layout) -> It
     Embeddings, head and vectors use Adam.
     """
     location = unpinned_location(layout)
+    if layout.optimizer == "adamw8bit":
+        yield ("optimizer_states", location), eight_bit_state_bytes(elements)
+        return
     if layout.optimizer != "muon":
         yield ("optimizer_states", location), elements * optimizer_state_bytes(layout)
         return

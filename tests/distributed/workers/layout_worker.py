@@ -1,7 +1,10 @@
 """One rank of the layout tests: train and save in one layout, or resume from a checkpoint of another layout."""
 
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -169,6 +172,31 @@ def updates(case: Case) -> dict[str, Any]:
     return {**{key: rows[key] + last[key] for key in rows}, "muon": sorted({name for names in muon for name in names}),
             "changes": {name: sum(squares.get(name, 0.0) for squares in found) ** 0.5
                         for squares in found for name in squares}}
+
+
+def eight_bit(case: Case) -> dict[str, Any]:
+    """Train, save and resume with AdamW8bit, for which torch's AdamW stands in: no CUDA is needed."""
+    class AdamW8bit(torch.optim.AdamW):
+        """The mock of the class in bitsandbytes."""
+
+    sys.modules["bitsandbytes"], sys.modules["bitsandbytes.optim"] = ModuleType("bitsandbytes"), ModuleType("optim")
+    sys.modules["bitsandbytes.optim"].AdamW8bit = AdamW8bit  # type: ignore[attr-defined]
+    plan = plan_of(case)
+    plan = replace(plan, layout=replace(plan.layout, optimizer="adamw8bit"), ds_config={
+        **plan.ds_config, "optimizer": {**plan.ds_config["optimizer"], "type": "AdamW8bit"},
+        "zero_allow_untested_optimizer": True})
+    engine = engine_of(plan)
+    optimizer = _class(engine)
+    steps(engine, plan, 0, 2)
+    folder = save_checkpoint(engine, plan, Path(plan.args.save) / "checkpoints", step=2,
+                             consumed_samples=2 * plan.layout.global_batch_size, versions={}).folder
+    rows = steps(engine, plan, 2, 4)
+    end(engine)
+    engine = engine_of(plan)
+    load_checkpoint(engine, plan, folder, read_manifest(folder))
+    again = steps(engine, plan, 2, 4)
+    end(engine)
+    return {"loss": rows["loss"], "again": again["loss"], "optimizer": optimizer}
 
 
 def _squares(engine: Any) -> dict[str, float]:
