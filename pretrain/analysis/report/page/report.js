@@ -5,7 +5,8 @@ const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_has
 class Report {
   constructor(data) {
     this.data = data;
-    this.view = {axis: "step", logX: false, smoothing: 0.6, raw: true, clip: false, abandoned: true, zoom: null, cursor: null,
+    const smoothing = data.runs.some((run) => run.rows >= 100) ? 0.6 : 0;  // it would distort a short curve
+    this.view = {axis: "step", logX: false, smoothing, raw: true, clip: false, abandoned: true, zoom: null, cursor: null,
                  cursorChart: null, runs: new Set(data.runs), hidden: new Set(HIDDEN_KINDS), timeUnit: timeUnit(data.runs)};
     this.charts = [];
     this.applyTheme("auto");
