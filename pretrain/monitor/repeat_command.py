@@ -1,6 +1,10 @@
-"""The command that repeats a start of a run, from its record in run.json alone. Imports no torch."""
+"""The command that repeats a start of a run, from its record in run.json alone. Imports no torch.
+
+The record may come from somebody else. No text of it is code of the shell: it is quoted, or a comment in one line.
+"""
 
 import json
+import re
 import shlex
 import time
 from dataclasses import fields
@@ -8,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.errors import printable
 
 # given anew by the command, or of no effect on the result
 _LEFT_OUT = ("save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror", "local_rank", "resume",
              "resume_from")
 _OF_LAUNCHER = ("CUDA_VISIBLE_DEVICES",)  # the launcher sets its own
 _END = "END_OF_FILE"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def command_of(record: dict[str, Any]) -> str:
@@ -27,21 +33,23 @@ def command_of(record: dict[str, Any]) -> str:
     old = Path(record.get("command", {}).get("directory", "."), flags["save"])
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record["time"]))
     config = record.get("given_deepspeed_config") or record["deepspeed_config"]
+    remarks = [f"Repeats the start of {old} at {when}.", *_remarks(record, old)]
     return "\n".join([
-        "#!/bin/sh", f"# Repeats the start of {old} at {when}.", *_remarks(record, old), "set -e",
-        f"run=$(realpath -m \"${{1:-{old}-repeat}}\")", 'files="$run-files"', 'mkdir -p "$files"',
+        "#!/bin/sh", *(f"# {printable(line)}" for line in remarks), "set -e",
+        f"default={shlex.quote(f'{old}-repeat')}", 'run=$(realpath -m -- "${1:-$default}")',
+        'files="$run-files"', 'mkdir -p -- "$files"',
         _file("deepspeed.json", config), _file("config.json", record["model_config"]),
         _file("run.yaml", _yaml(record)),  # JSON is YAML
         *_launch(record)]) + "\n"
 
 
 def _remarks(record: dict[str, Any], old: Path) -> list[str]:
-    """Return what has to be the same, as comments."""
+    """Return what has to be the same, a line each."""
     code, versions = record.get("code") or {}, record.get("versions", {})
     changes = f", with the changes in {old / code['diff']}" if code.get("diff") else ""
-    return [f"# Code: commit {record.get('git_commit') or 'not known'}{changes}.",
-            "# Versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
-            "# Hosts: " + "; ".join(f"{host['host']}: {host['ranks']} ranks, {_devices(host)}"
+    return [f"Code: commit {record.get('git_commit') or 'not known'}{changes}.",
+            "Versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
+            "Hosts: " + "; ".join(f"{host['host']}: {host['ranks']} ranks, {_devices(host)}"
                                     for host in record.get("hardware", [])) + "."]
 
 
@@ -71,12 +79,12 @@ def _file(name: str, values: dict[str, Any]) -> str:
 def _launch(record: dict[str, Any]) -> list[str]:
     """Return the lines that set the environment and start the ranks."""
     variables = [f"export {name}={shlex.quote(value)}" for name, value in record.get("environment", {}).items()
-                 if name not in _OF_LAUNCHER]
-    hosts, ranks = record.get("hardware", []), record["layout"]["world_size"]
-    slots = [f"{host['host']} slots={host['ranks']}" for host in hosts]
-    hostfile = [f"cat > \"$files/hostfile\" <<'{_END}'", *slots, _END] if len(hosts) > 1 else []
+                 if name not in _OF_LAUNCHER and _VARIABLE.fullmatch(name)]
+    hosts, ranks = record.get("hardware", []), int(record["layout"]["world_size"])
+    slots = shlex.join(f"{host['host']} slots={host['ranks']}" for host in hosts)
+    hostfile = [f"printf '%s\\n' {slots} > \"$files/hostfile\""] if len(hosts) > 1 else []
     where = '--hostfile "$files/hostfile"' if hostfile else f"--num_accelerators {ranks}"
     directory = record.get("command", {}).get("directory", ".")
-    return [*variables, *hostfile, f"cd {shlex.quote(directory)}",
+    return [*variables, *hostfile, f"cd -- {shlex.quote(directory)}",
             f'exec ds-pretrain {where} --config "$files/run.yaml" --deepspeed_config "$files/deepspeed.json" '
             '--model "$files/config.json" --save "$run"']
