@@ -100,6 +100,7 @@ class StepLoop:
         self.requests.close()
         self.data_watch.close()
         self.profiler.close()
+        self.meter.close()
         announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
 
     def _is_due(self, step: int, interval: int) -> bool:

@@ -52,7 +52,7 @@ class Meter:
         self._consumed_samples = self._batch_size = 0
         self._since = _SinceRow(first_step, 0)
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
-        self._sinks = Sinks(engine, rank=rank)
+        self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio)
         self._phases, self._highest_loss, self._gradients = time_phases(engine), HighestLoss(engine), \
             GradientStats(engine)
         self._update_size = UpdateSize(engine, owned_weights, is_due=lambda: self.due(self._step + 1))
@@ -147,6 +147,10 @@ class Meter:
         self.losses[f"{name} loss"] = loss
         self.screen.line(evaluation_line(row))
         return loss
+
+    def close(self) -> None:
+        """Let the monitors write their last values."""
+        self._sinks.close()
 
     def _show_progress(self, step: int) -> None:
         """Show the status line. Until there is a row, estimate the step time from the time since the start."""

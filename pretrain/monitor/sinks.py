@@ -1,29 +1,36 @@
-"""DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) get the values of metrics.jsonl."""
+"""DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) and Trackio get the values of metrics.jsonl."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from pretrain.patches.monitors import take_monitors
-
-Event = tuple[str, float, int]
-"""(name, value, consumed samples)"""
+from pretrain.monitor.trackio import Event, TrackioMonitor
+from pretrain.patches.monitors import SurvivingMonitor, take_monitors
 
 _NAMES = {"loss": "train_loss"}  # DeepSpeed's name
 _NOT_SENT = ("consumed_samples", "time")  # the x-axis; the monitors record the time themselves
 
 
 class Sinks:
-    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON enables, on rank 0."""
+    """Writes each row of metrics.jsonl to the monitors that the DeepSpeed JSON and --trackio select, on rank 0."""
 
-    def __init__(self, engine: DeepSpeedEngine, *, rank: int) -> None:
+    def __init__(self, engine: DeepSpeedEngine, *, rank: int, run: Path, trackio: str | None) -> None:
         monitors = take_monitors(engine)
-        self._monitors = monitors if monitors.enabled and rank == 0 else None
+        self._monitors: list[Any] = [monitors] if monitors.enabled and rank == 0 else []
+        self._trackio = SurvivingMonitor(lambda: TrackioMonitor(trackio, run), "trackio") \
+            if trackio is not None and rank == 0 else None
+        if self._trackio is not None:
+            self._monitors.append(self._trackio)
 
     def write(self, row: dict[str, Any]) -> None:
-        if self._monitors is not None:
-            self._monitors.write_events(events_of(row))
+        for monitor in self._monitors:
+            monitor.write_events(events_of(row))
+
+    def close(self) -> None:
+        if self._trackio is not None:
+            self._trackio.finish()
 
 
 def events_of(row: dict[str, Any]) -> list[Event]:

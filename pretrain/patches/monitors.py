@@ -61,11 +61,11 @@ class _Constructor:
     def __init__(self, constructor: Callable[[Any], Any], block: str) -> None:
         self._constructor, self._block = constructor, block
 
-    def __call__(self, config: Any) -> "_SurvivingMonitor":
-        return _SurvivingMonitor(lambda: self._constructor(config), self._block)
+    def __call__(self, config: Any) -> "SurvivingMonitor":
+        return SurvivingMonitor(lambda: self._constructor(config), self._block)
 
 
-class _SurvivingMonitor:
+class SurvivingMonitor:
     """A monitor that is dropped at its first exception."""
 
     def __init__(self, construct: Callable[[], Any], block: str) -> None:
@@ -84,6 +84,13 @@ class _SurvivingMonitor:
             return
         try:
             self._monitor.write_events(events)
+        except Exception as error:
+            self._drop(error)
+
+    def finish(self) -> None:
+        """Let a monitor that has such a method write its last values."""
+        try:
+            getattr(self._monitor, "finish", lambda: None)()
         except Exception as error:
             self._drop(error)
 

@@ -40,7 +40,8 @@ def results(corpus: str, folder: Path) -> dict[str, Any]:
     for name, values in LAYOUTS.items():
         monitors = {key: {**block, "output_path": f"{name}/{block['output_path']}"} if "output_path" in block else block
                     for key, block in MONITORS.items()} if name in WATCHED else {}
-        cases.append(case(name, "run", {**values, "gradient_clipping": CLIP, **monitors}, run_flags,
+        own_flags = {**run_flags, "trackio": "project"} if name in WATCHED else run_flags
+        cases.append(case(name, "run", {**values, "gradient_clipping": CLIP, **monitors}, own_flags,
                           count_waits=name not in ("zero0", *WATCHED)))
     two_steps = flags(corpus, steps=2)
     cases += [case(f"plain_{name}", "plain_monitors", {**LAYOUTS[name], "wandb": {"enabled": True}}, two_steps)
@@ -144,7 +145,7 @@ def test_every_monitor_gets_the_values_of_the_rows(name: str, results: dict[str,
         {label.replace("/", "_"): points for label, points in expected.items()}
     assert read_tensorboard(folder / name / "tb" / "job") == \
         {label: [(x, float(np.float32(value))) for x, value in points] for label, points in expected.items()}
-    for service in ("wandb", "comet"):  # fake packages: tests/distributed/workers/fake_services.py
+    for service in ("wandb", "comet", "trackio"):  # fake packages: tests/distributed/workers/fake_services.py
         found: dict[str, list[tuple[int, float]]] = {}
         for label, value, x in results[name]["sent"][service]:
             found.setdefault(label, []).append((x, value))

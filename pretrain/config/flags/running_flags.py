@@ -13,6 +13,8 @@ class LoggingArguments:
     log_interval: int = flag(10, "steps between two logged steps: a line of output and a row of metrics.jsonl")
     eval_interval: int = flag(1000, "steps between two evaluations; 0: only at the end")
     eval_steps: int = flag(10, "global batches in an evaluation")
+    trackio: str | None = flag(None, "Trackio project that gets the values of metrics.jsonl, as the monitors of the "
+                                     "DeepSpeed JSON do; needs the package trackio", metavar="PROJECT")
     deepspeed_log_level: str = flag("error", "DeepSpeed's own messages: debug, info, warning or error",
                                     metavar="LEVEL")
 

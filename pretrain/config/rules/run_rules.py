@@ -36,6 +36,9 @@ def measuring(run: ResolvedConfig) -> None:
         if run.get(f"{name}.enabled") and importlib.util.find_spec(package) is None:
             raise run.error(f"{name}.enabled", problem=f"it needs the package {package}, which is not installed",
                             remedy=f"pip install {package}")
+    if run.args.trackio is not None and importlib.util.find_spec("trackio") is None:
+        raise ConfigError("--trackio", problem="it needs the package trackio, which is not installed",
+                          remedy="pip install trackio")
     if run.get("aio.use_gds") and run.device.kind == "cpu":
         raise run.error("aio.use_gds", expected="false on a CPU")
 

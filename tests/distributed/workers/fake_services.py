@@ -1,4 +1,4 @@
-"""Fake packages of W&B and Comet, which need accounts. They record what DeepSpeed's monitors send."""
+"""Fake packages of W&B and Comet, which need accounts, and of Trackio, which is large. They record what they get."""
 
 import importlib.machinery
 import sys
@@ -11,7 +11,7 @@ Sent = dict[str, list[tuple[str, float, int]]]
 
 def install_fake_services() -> Sent:
     """Make `import wandb` and `import comet_ml` return packages that record. Returns the record, empty at first."""
-    sent: Sent = {"wandb": [], "comet": []}
+    sent: Sent = {"wandb": [], "comet": [], "trackio": []}
 
     def log(data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         del commit
@@ -21,6 +21,14 @@ def install_fake_services() -> Sent:
         def __internal_api__log_metric__(self, name: str, value: float, step: int) -> None:
             sent["comet"].append((name, value, step))
 
+    class Run:
+        def log(self, row: dict[str, Any], step: int) -> None:
+            self.points = [*getattr(self, "points", []), *((name, value, step) for name, value in row.items())]
+
+        def finish(self) -> None:
+            sent["trackio"] += self.points
+
+    _install("trackio", init=lambda **_: Run())
     _install("wandb", init=lambda **_: None, log=log)
     _install("comet_ml", __version__="3.50.0", start=lambda **_: Experiment())
     return sent
