@@ -118,9 +118,11 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
     move_abandoned(checkpoints)  # if the run was killed during a rollback
     local = {step_of(folder): folder for folder in checkpoint_folders(checkpoints)}
     mirrored: dict[int, str] = {}
+    mirror_is_read = True
     try:
         mirrored = _mirrored_tags(mirror, checkpoints)
     except ConfigError as error:
+        mirror_is_read = False
         yield str(error)  # the run can still resume from a local checkpoint
     if plan.args.resume == "never":
         reject_overwrite([*local.values(), *(f"{without_credentials(str(mirror))}/{tag}" for tag in mirrored.values())])
@@ -141,7 +143,8 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
             log(f"fetching {mirrored[step]} from {without_credentials(str(mirror))}")
             yield _fetch_candidate(str(mirror), checkpoints, mirrored[step])
     yield from not_finite_lines(not_finite)
-    if plan.args.resume_from is not None and not local and not mirrored:
+    # an unreadable mirror may hold later checkpoints of the branch: a second begin would overwrite them
+    if plan.args.resume_from is not None and not local and not mirrored and mirror_is_read:
         folder, manifest, notes = find_branch(plan.args)
         for note in notes:
             log(note)
