@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
+from pretrain.checkpoint.load.agree import _candidates
 from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.load.start import check_start
 from pretrain.config.flags.arguments import parse_arguments
@@ -182,6 +183,14 @@ def test_the_steps_that_tokens_leave_after_a_change_of_the_batch(tmp_path: Path,
         resumed("8")
     changed = resumed("8", "--override=batch")
     assert changed.train_steps == 10 + 320 // 16
+    assert changed.schedule == plan.schedule
+    # a schedule that is planned again ends with the run; its lengths in tokens count from the run's begin
+    planned = resumed("8", "--override=batch,schedule", "--lr_warmup_tokens", str(5 * 8 * 64)).schedule
+    assert planned is not None
+    assert (planned.warmup_steps, planned.decay_steps) == (5, 30)
+    planned = resumed("8", "--override=batch,schedule", "--lr_decay_tokens", str((80 + 5 * 16) * 64)).schedule
+    assert planned is not None
+    assert planned.decay_steps == 15
     write_checkpoint(changed, step=11, consumed_samples=96)
     (tmp_path / "checkpoints" / "global_step10").rename(tmp_path / "checkpoints" / "global_step11")
     assert resumed("8", "--override=batch").train_steps == 30
@@ -209,6 +218,18 @@ def test_a_branch_is_the_state_of_the_other_run(tmp_path: Path, flags: list[str]
         _resumed(tmp_path / "new", *flags, LONGER, "--resume_from", f"{source}@11")
     assert [path.name for path in source.rglob("*") if path.is_file()] == [MANIFEST]
     assert json.loads((step10 / MANIFEST).read_text())["save_id"] == manifest.save_id
+
+
+def test_a_branch_does_not_begin_again_without_its_mirror(tmp_path: Path, flags: list[str]) -> None:
+    """The mirror may hold later checkpoints of the branch, which a second begin would overwrite."""
+    _saved(tmp_path / "run", flags)
+    (tmp_path / "file").write_text("")
+    plan = start_run(tmp_path / "new", *flags, f"--resume_from={tmp_path}/run").plan
+    without = replace(plan, args=replace(plan.args, checkpoint_mirror=str(tmp_path / "mirror")))
+    assert [found[0] for found in _candidates(without, print)] == [tmp_path / "run" / "checkpoints" / "global_step10"]
+    unreadable = replace(plan, args=replace(plan.args, checkpoint_mirror=str(tmp_path / "file" / "mirror")))
+    problem, = _candidates(unreadable, print)
+    assert isinstance(problem, str)
 
 
 def test_wrong_branches_are_rejected(tmp_path: Path, flags: list[str], corpus: str) -> None:

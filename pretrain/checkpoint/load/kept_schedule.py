@@ -7,6 +7,7 @@ from typing import Any
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.run_manifest import schedule_record
 from pretrain.config.flags.overrides import Change
+from pretrain.config.schedules.make import default_warmup_steps, make_schedule
 from pretrain.config.schedules.schedule import Schedule, schedule_from_json
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
@@ -47,6 +48,18 @@ def keep_schedule(plan: Plan, manifest: Manifest, folder: Path, named: frozenset
         note += f"; the steps after {end} train at the lowest rate"
     note += f". --override schedule plans it again, for {plan.train_steps} steps: {_text(plan, planned)}"
     return _with_note(_with_schedule(plan, kept, manifest), note), []
+
+
+def schedule_for_length(plan: Plan) -> Plan:
+    """Return the plan with the schedule that its flags or the JSON plan for its length. Raises ConfigError."""
+    if plan.schedule is not None:
+        return replace(plan, schedule=make_schedule(plan.args, peak=plan.schedule.peak, length=plan.length))
+    scheduler = plan.ds_config["scheduler"]
+    lengths = {"total_num_steps": plan.train_steps, "warmup_num_steps": default_warmup_steps(plan.train_steps)}
+    params = scheduler.get("params", {})
+    given = {*plan.schedule_flags} | (set() if plan.args.lr_warmup_steps is None else {"warmup_num_steps"})
+    automatic = {name: steps for name, steps in lengths.items() if name in params and name not in given}
+    return replace(plan, ds_config={**plan.ds_config, "scheduler": {**scheduler, "params": {**params, **automatic}}})
 
 
 def _at_this_rate(saved: dict[str, Any], planned: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pretrain.checkpoint.format.run_manifest import tokenizer_fingerprint
 from pretrain.checkpoint.load.branch import Branch, branch_of, check_same_branch, find_branch
 from pretrain.checkpoint.load.changes import changes_of
 from pretrain.checkpoint.load.init_from import check_origin
-from pretrain.checkpoint.load.kept_schedule import keep_schedule
+from pretrain.checkpoint.load.kept_schedule import keep_schedule, schedule_for_length
 from pretrain.checkpoint.load.same_data import (
     blend_note,
     check_same_data,
@@ -110,8 +110,8 @@ def _continue(found: Resume) -> Resume:
     """Compare the run with a checkpoint that has its state. Returns it with warnings, changes, and its plan."""
     folder, manifest, named = found.folder, found.manifest, named_overrides(found.plan.args)
     changes = changes_of(manifest, found.plan, folder, named)
-    plan, schedule_changes = keep_schedule(found.plan, manifest, folder, named)
-    plan = continued_length(plan, manifest, changes)
+    plan = continued_length(found.plan, manifest, changes, named)
+    plan, schedule_changes = keep_schedule(plan, manifest, folder, named)
     if manifest.step >= plan.last_step:
         if found.branch is not None:
             raise ConfigError("--resume_from", problem=f"{folder} is at step {manifest.step} of {plan.last_step}",
@@ -135,14 +135,25 @@ def _continue(found: Resume) -> Resume:
                    changes=named_changes)
 
 
-def continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change]) -> Plan:
-    """Return the plan with the steps that --train_tokens leaves after the global batch size was changed."""
+def continued_length(plan: Plan, manifest: Manifest, changes: Sequence[Change], named: frozenset[str]) -> Plan:
+    """Return the plan with the steps that --train_tokens leaves after the global batch size was changed.
+
+    Its learning-rate schedule is planned for these steps. Raises ConfigError if --override schedule asks for a schedule
+    that does not fit them.
+    """
     batches = [change.record(0) for change in changes] + manifest.overrides
     if plan.args.train_tokens is None or not any(each["name"] == "batch" for each in batches):
         return plan
-    end = plan.args.first_sample - (-plan.args.train_tokens // plan.length.seq_length)
-    steps = plan.length.batch_sizes.steps_until(end, first_sample=manifest.consumed_samples)
-    return replace(plan, length=replace(plan.length, train_steps=manifest.step + max(steps, 0)))
+    length = replace(plan.length, steps_before=manifest.step,
+                     samples_before=manifest.consumed_samples - plan.args.first_sample)
+    length = replace(length, train_steps=max(length.steps_of(plan.args.train_tokens), manifest.step))
+    plan = replace(plan, length=length)
+    try:
+        return schedule_for_length(plan)
+    except ConfigError:
+        if "schedule" in named:
+            raise
+        return plan  # the schedule of the checkpoint remains
 
 
 def _override_notes(plan: Plan, manifest: Manifest, named: frozenset[str],

@@ -13,6 +13,8 @@ class RunLength:
     batch_sizes: BatchSizes
     seq_length: int  # tokens in a sample
     first_sample: int = 0  # data position of step 0
+    steps_before: int = 0  # first steps, which had other batch sizes
+    samples_before: int = 0  # that these steps read
 
     @property
     def samples(self) -> int:
@@ -21,7 +23,10 @@ class RunLength:
 
     def samples_after(self, steps: int) -> int:
         """Return the number of samples that the run reads in its first `steps` steps."""
-        return self.batch_sizes.samples_after(steps, first_sample=self.first_sample) - self.first_sample
+        if steps < self.steps_before:
+            return round(steps * self.samples_before / self.steps_before)
+        position = self.first_sample + self.samples_before
+        return self.batch_sizes.samples_after(steps - self.steps_before, first_sample=position) - self.first_sample
 
     def samples_between(self, step: int, last_step: int, *, position: int) -> int:
         """Return the number of samples that the steps after `step` read, if the data position is `position` there.
@@ -37,7 +42,10 @@ class RunLength:
     def steps_of(self, tokens: int) -> int:
         """Return the smallest number of first steps that read at least this number of tokens."""
         samples = -(-tokens // self.seq_length)
-        return self.batch_sizes.steps_until(self.first_sample + samples, first_sample=self.first_sample)
+        if samples < self.samples_before:
+            return -(-samples * self.steps_before // self.samples_before)
+        position = self.first_sample + self.samples_before
+        return self.steps_before + self.batch_sizes.steps_until(self.first_sample + samples, first_sample=position)
 
 
 def run_length(train_steps: int | None, train_tokens: int | None, *, batch_sizes: BatchSizes, seq_length: int,
