@@ -24,8 +24,8 @@ from pretrain.cli import Parser, path, path_text, run_main, text, whole_number
 from pretrain.data.inputs.chunk import FORMATS
 from pretrain.data.tokenizers.tokenizer import Tokenizer
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.print_error import print_error
-from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.distributed.print_error import run_or_reject
+from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_file
@@ -130,13 +130,7 @@ def _run(args: argparse.Namespace, world: World) -> int:
 
 def main() -> int:
     """Run the program and return its exit code."""
-    world = ALONE
-    try:
-        world = running_environment()
-        return _run(_parser().parse_args(), world)
-    except ConfigError as error:
-        print_error(world, error)
-        return 2
+    return run_or_reject(lambda world: _run(_parser().parse_args(), world))
 
 
 if __name__ == "__main__":

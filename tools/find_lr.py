@@ -20,8 +20,8 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, number, path, run_main, whole_number
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.print_error import print_error
-from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.distributed.print_error import run_or_reject
+from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
 from pretrain.errors import ConfigError
 from pretrain.paths import check_file
@@ -87,13 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(words):
         print(_USAGE)
-    world = ALONE
-    try:
-        world = running_environment()
-        return _run(words, world)
-    except ConfigError as error:
-        print_error(world, error)
-        return 2
+    return run_or_reject(lambda world: _run(words, world))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ from pretrain.checkpoint.load.start import check_start
 from pretrain.cli import Parser, path, run_main, whole_number
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.distributed.device import detect_device
-from pretrain.distributed.print_error import print_error
-from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.distributed.print_error import run_or_reject
+from pretrain.distributed.world import World
 from pretrain.engine.prepare import prepare_deepspeed
-from pretrain.errors import ConfigError
 from pretrain.paths import check_file
 from pretrain.terminal.status import clear_status, status
 
@@ -34,7 +33,7 @@ _USAGE = """tools/sanity_check.py [--overfit_steps N] [--json FILE] and the flag
 
 
 def _run(words: list[str], world: World) -> int:
-    """Validate the run, then import torch and make the checks. Raises ConfigError."""
+    """Validate the run, then import torch and run the checks. Raises ConfigError."""
     own = Parser(add_help=False)
     own.add_argument("--overfit_steps", type=whole_number(2, 10**6), default=100)
     own.add_argument("--json", type=path)
@@ -65,13 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(words):
         print(_USAGE)
-    world = ALONE
-    try:
-        world = running_environment()
-        return _run(words, world)
-    except ConfigError as error:
-        print_error(world, error)
-        return 2
+    return run_or_reject(lambda world: _run(words, world))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 
-from pretrain.distributed.world import World
+from pretrain.distributed.world import ALONE, World, running_environment
+from pretrain.errors import REJECTED, ConfigError
 from pretrain.terminal.status import clear_status
 
 _ENDED_WITHIN_S = 5.0  # time in which a launcher ends the other ranks after one has failed
@@ -24,6 +26,17 @@ ended.register(int(sys.argv[1]), select.POLLIN)
 ended.poll(60_000)
 os.write(2, os.fsencode(sys.argv[2] + "\\n"))
 """
+
+
+def run_or_reject(run: Callable[[World], int]) -> int:
+    """Run a program on this rank. Returns its exit code; a ConfigError is printed, and gives exit code 2."""
+    world = ALONE
+    try:
+        world = running_environment()
+        return run(world)
+    except ConfigError as error:
+        print_error(world, error)
+        return REJECTED
 
 
 def print_error(world: World, error: Exception) -> None:
