@@ -132,7 +132,7 @@ class StepLoop:
         with self.meter.outside_steps("save"):
             self.replicas.check(step, force=True)
             self.lock.confirm(now=True)
-            # a checkpoint between bad steps has the weights from before them: it must not replace those to roll back to
+            # a checkpoint between bad steps has the weights from before them: it must not replace a rollback's
             self.saver.save(self.engine, step=step, consumed_samples=consumed_samples, eval_loss=eval_loss, wait=wait,
                             prune=not self.guard.in_bad_steps)
 

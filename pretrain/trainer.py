@@ -72,7 +72,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
 
 
 def _check_sanity(plan: Plan, world: World, guards: RankGuards, build: Callable[[Plan], DeepSpeedEngine]) -> None:
-    """Make the sanity checks on engines of their own. Raises ConfigError if one fails."""
+    """Run the sanity checks on engines of their own. Raises ConfigError if one fails."""
     def report(activity: str) -> None:
         guards.watchdog.enter("sanity", 0)
         status(f"sanity check: {activity}")
@@ -157,7 +157,7 @@ def _report_complete(plan: Plan, resume: Resume) -> int:
 
 
 def _early_stopping(resume: Resume) -> EarlyStopping:
-    """Return early stopping as it was when the checkpoint was saved, with this run's flags. A branch begins anew."""
+    """Return the state of early stopping in the checkpoint, with this run's flags. A branch counts from 0."""
     args = resume.plan.args
     stopping = EarlyStopping(patience=args.early_stopping_patience, min_delta=args.early_stopping_min_delta)
     if resume.branch is None:

@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="run folder (--save of the run)")
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first run folder")
     parser.add_argument("--watch", action="store_true",
-                        help="serve the page on 127.0.0.1, and update it while the runs go on, until Ctrl-C")
+                        help="serve the page on 127.0.0.1, and update it while the runs train, until Ctrl-C")
     parser.add_argument("--port", type=whole_number(1, 65535), help="of --watch; default: a free port")
     parser.add_argument("--compare", action="store_true",
                         help="print the settings that differ, and where the losses diverge")

@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def recomputation(self) -> Recompute:
-        """What is recomputed in the backward pass. Only complete blocks can have their inputs in host memory."""
+        """Settings of recomputation in the backward pass. Only complete blocks can have their inputs in host memory."""
         complete = self.activation_checkpoint_interval > 0 or self.recompute == "blocks"
         return Recompute(self.recompute, self.recompute_every, self.activation_checkpoint_interval,
                          offload=self.offload_activations and complete)

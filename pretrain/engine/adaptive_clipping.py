@@ -75,7 +75,7 @@ class AdaptiveClipping:
         return list(self._norms)
 
     def set_state(self, norms: Sequence[float] | None) -> None:
-        """Replace the norms; None: by none. Of more norms than the window holds, the newest are kept."""
+        """Replace the norms; None removes them. Of more norms than the window holds, the newest are kept."""
         self._norms.clear()
         self._norms.extend(norms or ())
         self._set_limit()

@@ -1,4 +1,4 @@
-"""Settings of the optimizer's parameter groups that are this run's, although a checkpoint brings its own."""
+"""Keep this run's settings of the optimizer's parameter groups when a checkpoint is loaded."""
 
 from typing import Any
 

@@ -91,6 +91,6 @@ class NoiseScale:
         return list(self._averages.tolist())
 
     def set_state(self, averages: Sequence[float] | None) -> None:
-        """Continue from the averages of a checkpoint; None: from none. The engine has loaded its counters."""
+        """Continue from the averages of a checkpoint; None: without any. The engine has loaded its counters."""
         self._averages = torch.tensor(averages or [0.0, 0.0], device=self._engine.device)
         self._prepare(self._engine.global_steps + 1)

@@ -99,7 +99,7 @@ class PhaseTimers:
     def _add_up(self, *, wait: bool) -> None:
         """Add the times between marks that the device has reached: so few events exist, however rare logged steps are.
 
-        The last mark stays: a later one ends its phase.
+        The last mark remains: a later one ends its phase.
         """
         while len(self._marks) > 1:
             (phase, start), (_, end) = self._marks[0], self._marks[1]

@@ -44,7 +44,7 @@ def recipe_states(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def set_recipe_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:
-    """Restore what `recipe_states` returned, in any layout. A part without a saved state starts anew."""
+    """Restore what `recipe_states` returned, in any layout. A part without a saved state starts without one."""
     parts: dict[str, RecipePart] = engine.recipe_parts
     for name, part in parts.items():
         part.set_state(states.get(name))

@@ -49,7 +49,7 @@ class TrainingLoss:
     def take_squares(self) -> torch.Tensor | None:
         """Return the mean squared logsumexp of the training micro-batches since the last call; None without any.
 
-        The mean is one over tokens if it is then averaged over the data-parallel ranks, as the mean of the losses is.
+        Averaged over the data-parallel ranks, it is the mean over all tokens, as for the losses.
         """
         mean = None if self._squares is None else self._squares / self._micro_batches
         self._squares, self._micro_batches = None, 0

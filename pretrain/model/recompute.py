@@ -1,4 +1,4 @@
-"""Which activations of a model are recomputed in the backward pass, as plain values (no torch)."""
+"""Settings of recomputation: plain values, without torch."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ PARTS = ("none", "blocks", "attention", "mlp")  # choices of --recompute
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are recomputed in the backward pass instead of kept, and where the kept inputs are.
+    """Choice of the activations that the backward pass recomputes, and of the memory that keeps their inputs.
 
     `part` and `interval` exclude each other (config/rules/recompute_rules.py).
     """

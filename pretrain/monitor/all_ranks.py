@@ -19,11 +19,11 @@ class HighestLoss:
         self._start = self._highest = torch.full((), -torch.inf, device=engine.device)
 
     def observe(self) -> None:
-        """Add the step that the engine has just trained. Does not wait for the device. NaN stays NaN."""
+        """Add the step that the engine has just trained. Does not wait for the device. NaN remains NaN."""
         self._highest = torch.maximum(self._highest, rank_loss(self._engine).float())
 
     def take(self) -> torch.Tensor:
-        """Return the value, and begin anew. Does not wait for the device."""
+        """Return the value, and restart. Does not wait for the device."""
         highest, self._highest = self._highest, self._start
         return highest
 

@@ -28,7 +28,7 @@ from pretrain.terminal.screen import Screen
 
 @dataclass
 class _SinceRow:
-    """What has passed since the last row."""
+    """Steps, samples and times since the last row."""
 
     step: int  # of the last row
     consumed_samples: int  # at the last row

@@ -1,6 +1,6 @@
 """The command that repeats a start of a run, from its record in run.json alone. Imports no torch.
 
-The record may come from somebody else. No text of it is code of the shell: it is quoted, or a comment in one line.
+The record may be from an untrusted source. The shell executes no text of it: all text is quoted, or a comment.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.errors import printable
 
-# given anew by the command, or of no effect on the result
+# set by the new command, or without effect on the result
 _LEFT_OUT = ("save", "deepspeed_config", "model", "model_overrides", "checkpoint_mirror", "local_rank", "resume",
              "resume_from")
 _OF_LAUNCHER = ("CUDA_VISIBLE_DEVICES",)  # the launcher sets its own

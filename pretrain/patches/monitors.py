@@ -1,5 +1,5 @@
-"""Two defects of DeepSpeed's monitors. A monitor or profiler that fails ends the run: DeepSpeed does not catch their
-exceptions, which occur on rank 0 alone. And what reaches the monitors depends on the engine.
+"""Defects of DeepSpeed's monitors. A monitor or profiler that fails ends the run: DeepSpeed does not catch their
+exceptions, which occur on rank 0 alone. The values that reach the monitors depend on the engine.
 
 Guarded by tests/engine/test_monitors.py and tests/distributed/test_metrics.py.
 """

@@ -1,4 +1,4 @@
-"""Changes at a resume, judged before the ranks start: the kept schedule, --override, --resume_from."""
+"""Changes at a resume, validated before the ranks start: the kept schedule, --override, --resume_from."""
 
 import json
 import re

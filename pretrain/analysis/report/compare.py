@@ -116,7 +116,7 @@ def _letter(number: int) -> str:
 
 
 def _difference_lines(row: Difference, letters: Sequence[str]) -> list[str]:
-    """Return one line if all values fit beside the key, else one line per value. Runs with the same value share it."""
+    """Return one line if all values fit next to the key, else one line per value. Runs with the same value share it."""
     groups: dict[str, list[str]] = {}
     for letter, value in zip(letters, row.values, strict=True):
         groups.setdefault("(not set)" if value is None else value, []).append(letter)

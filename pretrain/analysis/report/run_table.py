@@ -130,7 +130,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class RunTable:
-    """What a run folder holds: training rows, evaluation rows by split, events, and the records of run.json.
+    """Contents of a run folder: training rows, evaluation rows by split, events, and the records of run.json.
 
     Raises ConfigError if the folder has neither a run.json nor a metrics.jsonl, or if a file cannot be read.
     """

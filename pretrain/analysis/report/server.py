@@ -1,4 +1,4 @@
-"""Server of a page that is updated while its runs go on. It listens on 127.0.0.1 only."""
+"""Server of a page that is updated while its runs train. It listens on 127.0.0.1 only."""
 
 import re
 import threading

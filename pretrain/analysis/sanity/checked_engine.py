@@ -162,7 +162,7 @@ class CheckedEngine:
 
 
 def _whole(parameter: torch.nn.Parameter) -> Any:
-    """Return a context in which this rank holds the whole parameter. Changes become those of all ranks."""
+    """Return a context in which this rank holds the complete parameter. Changes become those of all ranks."""
     if hasattr(parameter, "ds_id"):
         return zero.GatheredParameters([parameter], modifier_rank=0)
     return contextlib.nullcontext()

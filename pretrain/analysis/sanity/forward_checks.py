@@ -177,4 +177,4 @@ def check_modes(checked: CheckedEngine, batches: list[MicroBatch]) -> Result:
     passed = all(gather(right and 0 < num_eval < len(modes)))
     return Result("modes", passed, f"training after an evaluation runs in {seen}",
                   "evaluation mode in the evaluation, training mode after it",
-                  "call train() before the training step: without it, dropout stays off after the first evaluation")
+                  "call train() before the training step: without it, dropout remains off after the first evaluation")

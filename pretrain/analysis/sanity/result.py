@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """What one check measured, next to its bound."""
+    """Result of one check: the measured value next to its bound."""
 
     check: str  # short name, such as "causal mask"
-    passed: bool | None  # None: the check was not made, and `measured` says why
+    passed: bool | None  # None: the check was not run, and `measured` says why
     measured: str
     bound: str
     remedy: str  # what to do if the check failed

@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 def run_checks(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], *, steps: int = DEFAULT_STEPS,
                report: Report = lambda line: None) -> list[Result]:
-    """Make all checks of a run; collective. Returns the same results on all ranks.
+    """Run all checks; collective. Returns the same results on all ranks.
 
     Each training begins with a new engine: `build` returns one with the weights that the run begins with. No engine of
     the checks exists after this function, so that the run itself begins with a state that they have not touched.
@@ -41,7 +41,7 @@ def run_checks(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], *, steps: i
 
 def _check_first(checked: CheckedEngine, steps: int,
                  report: Report) -> tuple[list[Result], training_checks.OneBatch | None]:
-    """Make the checks that need one engine, and train it on one batch; None if it could not be trained."""
+    """Run the checks that need one engine, and train it on one batch; None if it could not be trained."""
     consumed_samples = checked.plan.args.first_sample
     report("reading the first batch")
     batches = checked.batches(consumed_samples)

@@ -1,4 +1,4 @@
-"""Make the checks at the start of a run (--sanity_check)."""
+"""Run the sanity checks at the start of a run (--sanity_check)."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pretrain.terminal.status import clear_status
 
 def check_before_start(plan: Plan, build: Callable[[Plan], DeepSpeedEngine], folder: RunFolder, report: Report, *,
                        active: bool) -> None:
-    """Make all checks, print the table if `active`, and append the event "sanity"; collective.
+    """Run all checks, print the table if `active`, and append the event "sanity"; collective.
 
     Raises ConfigError on all ranks if a check failed.
     """

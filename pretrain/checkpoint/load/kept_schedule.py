@@ -12,7 +12,7 @@ from pretrain.config.schedules.schedule import Schedule, schedule_from_json
 from pretrain.config.validate import Plan
 from pretrain.errors import ConfigError
 
-# flag -> the field of Schedule that it sets; the keys of the JSON's scheduler set themselves
+# flag -> the field of Schedule that it sets; keys of the JSON's scheduler have their own names
 _FIELDS = {
     "lr_schedule": "kind", "lr_warmup_steps": "warmup_steps", "lr_warmup_tokens": "warmup_steps",
     "lr_decay_steps": "decay_steps", "lr_decay_tokens": "decay_steps", "lr_wsd_steps": "wsd_steps",

@@ -85,7 +85,7 @@ class SteeringArguments:
 class InstrumentArguments:
     title: ClassVar[str] = "checks, measurements and profiles"
 
-    sanity_check: bool = flag(False, "before step 1: make the checks of tools/sanity_check.py, and reject the run if "
+    sanity_check: bool = flag(False, "before step 1: run the checks of tools/sanity_check.py, and reject the run if "
                                      "one fails; a run that resumes is not checked again")
 
     profile_steps: str | None = flag(None, "steps to profile, the first and the last one, such as 10:12: each rank "

@@ -26,7 +26,7 @@ def adaptive_clipping(run: ResolvedConfig) -> None:
 
 
 def noise_scale(run: ResolvedConfig) -> None:
-    """Reject layouts in which the norms of micro-batch gradients and of the whole gradient cannot be compared."""
+    """Reject layouts in which the norms of the micro-batches' and of the global batch's gradient cannot be compared."""
     layout, flag = run.layout, "--noise_scale_interval"
     if not run.args.noise_scale_interval:
         return

@@ -36,7 +36,7 @@ from pretrain.model.recompute import Recompute
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers that are recomputed together, or a single layer that is not recomputed as a whole."""
+    """Consecutive layers that are recomputed together, or a single layer that is not completely recomputed."""
 
     saved: int  # device bytes that one micro-batch saves from its forward to its backward pass
     layers: tuple[Layer, ...]

@@ -63,7 +63,7 @@ def test_comparisons_as_text_and_json(runs: tuple[Path, Path]) -> None:
     assert json.loads(values.stdout)["losses"][0]["first_step"] == 21
 
 
-def test_the_page_is_written_beside_the_run_or_elsewhere(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_page_is_written_in_the_run_folder_or_elsewhere(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = report(runs[0])
     assert re.fullmatch(rf"wrote {runs[0]}/report.html \(0\.\d MB, 30 rows, .* s\)\n", done.stdout), done.stderr
     done = report(*runs, "--output", tmp_path / "both.html")

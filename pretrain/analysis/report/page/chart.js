@@ -1,16 +1,6 @@
 // A panel with axes, curves and events on a canvas, and its read-out by mouse, touch or keyboard.
 
 const MARGIN = {left: 62, right: 14, top: 14, bottom: 34};
-// kind: [colour, shape, whether a line crosses the plot]
-const EVENT_KINDS = new Map(Object.entries({
-  skip: ["--bad", "triangle", true], spike: ["--bad", "triangle", true], rollback: ["--bad", "triangle", true],
-  corruption: ["--bad", "triangle", true], hang: ["--bad", "triangle", true], data_changed: ["--bad", "triangle", true],
-  data_replaced: ["--bad", "triangle", true], resume: ["--accent", "circle", true], start: ["--accent", "circle", false],
-  init: ["--accent", "circle", false], override: ["--change", "diamond", true], branch: ["--change", "diamond", true],
-  batch: ["--change", "diamond", true], other_data: ["--change", "diamond", true], stop: ["--end", "square", true],
-  early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
-}));
-const OTHER_KIND = ["--neutral", "circle", false];
 
 class Chart {
   constructor(panel, report) {
@@ -265,7 +255,7 @@ class Chart {
     }
   }
 
-  /** Names of the series. Of several runs, the colours stand beside the run's names; here are the dashes. */
+  /** Names of the series. Of several runs, the colours are next to the runs' names; here are the dashes. */
   drawLegend() {
     const main = this.series.filter((series) => !series.faint), single = this.report.data.runs.length === 1;
     const entries = new Map(main.map((series) => [series.metric, series]));

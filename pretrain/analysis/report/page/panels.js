@@ -1,10 +1,21 @@
-// The panels of the page, and the series of points that each one draws.
+// The panels of the page, the kinds of events, and the series of points that each one draws.
 
 const COLORS = 8;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 const number = (value) => plain(value, 5);
 const milliseconds = (value) => (isNumber(value) ? (value >= 1e4 ? `${plain(value / 1e3, 4)} s` : `${plain(value, 4)} ms`) : "–");
 const watts = (value) => `${plain(value, 4)} W`;
+
+// kind: [colour, shape, whether a line crosses the plot]
+const EVENT_KINDS = new Map(Object.entries({
+  skip: ["--bad", "triangle", true], spike: ["--bad", "triangle", true], rollback: ["--bad", "triangle", true],
+  corruption: ["--bad", "triangle", true], hang: ["--bad", "triangle", true], data_changed: ["--bad", "triangle", true],
+  data_replaced: ["--bad", "triangle", true], resume: ["--accent", "circle", true], start: ["--accent", "circle", false],
+  init: ["--accent", "circle", false], override: ["--change", "diamond", true], branch: ["--change", "diamond", true],
+  batch: ["--change", "diamond", true], other_data: ["--change", "diamond", true], stop: ["--end", "square", true],
+  early_stop: ["--end", "square", true], signal: ["--end", "square", true], save: ["--neutral", "tick", false],
+}));
+const OTHER_KIND = ["--neutral", "circle", false];
 
 // metrics: [key of metrics.jsonl, label]; smooth: noisy values; stacked: areas on top of each other, one panel per run
 const PANELS = [

@@ -1,4 +1,4 @@
-// The report: its state, the controls, and the updates of a run that goes on. The other files define what it uses.
+// The report: its state, the controls, and the updates of a run that trains. The other files define what it uses.
 
 const HIDDEN_KINDS = new Set(["start", "verify", "snapshot", "hashed", "data_hashed", "init"]);
 
