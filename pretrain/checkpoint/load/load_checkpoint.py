@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.rng_state import rng_file, set_rng_state
-from pretrain.checkpoint.load.reshard import load_resharded, same_shards, set_loss_scale
+from pretrain.checkpoint.load.reshard import load_resharded, same_shards, seed_generators, set_loss_scale
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
@@ -40,6 +40,8 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))
     else:
         load_resharded(engine, folder, manifest)
+    if plan.args.seed != manifest.seed:  # --override seed
+        seed_generators(plan.args.seed, manifest.step)
     restore_settings(engine)
     set_recipe_states(engine, manifest.recipe_states)
     assert engine.global_steps == manifest.step, (engine.global_steps, manifest.step)

@@ -51,7 +51,12 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
     with torch.no_grad():
         _update_16bit_weights(engine)
     set_loss_scale(engine, manifest.loss_scale)
-    digest = hashlib.sha256(f"{manifest.seed} {manifest.step} {dist.get_rank()}".encode()).digest()
+    seed_generators(manifest.seed, manifest.step)
+
+
+def seed_generators(seed: int, step: int) -> None:
+    """Seed this rank's random number generators from (seed, step, rank)."""
+    digest = hashlib.sha256(f"{seed} {step} {dist.get_rank()}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
 
 

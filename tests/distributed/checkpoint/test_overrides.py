@@ -74,6 +74,7 @@ def test_overridden_settings_act_on_every_engine(results: dict[str, dict[str, An
             if name != "other_layout":
                 assert len(set(result["states"])) == 1, "weights or optimizer states differ at the end"
             assert expected["lr"][0] > result["before"]["lr"][-1], "the rate was not raised"
+            assert result["dropout_follows_seed"]
 
 
 def test_every_change_is_recorded(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:

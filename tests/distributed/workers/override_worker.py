@@ -1,12 +1,15 @@
 """One rank of the override tests: continue with new settings by hand, and by --override from a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from pretrain.checkpoint.format.fragments import base_optimizer
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
+from pretrain.checkpoint.load.resume import Resume
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.validate import Plan
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, start_of, state_hash, steps
@@ -40,8 +43,16 @@ def override(case: Case) -> dict[str, Any]:
         load_checkpoint(engine, resume.plan, resume.folder, resume.manifest)
         result["found"].append(steps(engine, resume.plan, AT, LAST))
         result["states"].append(state_hash(engine))
+    result["dropout_follows_seed"] = _dropout_state(engine, resume, seed=1) != _dropout_state(engine, resume, seed=2)
     end(engine)
     return result
+
+
+def _dropout_state(engine: Any, resume: Resume, *, seed: int) -> list[int]:
+    """Return the state of the random number generator after the checkpoint was loaded with another --seed."""
+    plan = replace(resume.plan, args=replace(resume.plan.args, seed=seed))
+    load_checkpoint(engine, plan, resume.folder, resume.manifest)
+    return torch.get_rng_state().tolist()  # type: ignore[no-any-return]
 
 
 def _save(engine: Any, plan: Plan) -> None:
