@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.analysis.recorded_data import open_recorded_data
-from pretrain.data.datasets.batch_sizes import recorded_batch_sizes
+from pretrain.data.datasets.batch_sizes import BatchSizes, recorded_batch_sizes
 from pretrain.data.run_data import RunData
 from pretrain.errors import ConfigError
 from pretrain.model.config import model_config_from
@@ -35,17 +35,19 @@ def find_step(run: Path, step: int) -> StepPosition:
     if not first <= step <= last:
         raise ConfigError(f"STEP {step}", problem=f"{run} has logged the steps {first} to {last}" if last else
                           f"{run} has logged no step", remedy="give a step that the run has trained")
-    start = trained[-1]
-    try:
-        batch_sizes = recorded_batch_sizes(start)
-    except (KeyError, TypeError, ValueError):  # ConfigError is a ValueError
-        raise ConfigError(f"{run}: run.json", problem="the record of the run's batch size is damaged") from None
     # the next logged step: the steps between two logged steps follow one another
     following = next(row for row in rows if row["step"] >= step)
     position: int = following["consumed_samples"]
-    for _ in range(following["step"] - step + 1):
-        position -= batch_sizes.ending_at(position)
-    return StepPosition(start, step, position)
+    for number in range(following["step"], step - 1, -1):  # a resume may have changed the batch size
+        position -= _batch_sizes(run, [start for first, start in starts if first < number][-1]).ending_at(position)
+    return StepPosition(trained[-1], step, position)
+
+
+def _batch_sizes(run: Path, start: dict[str, Any]) -> BatchSizes:
+    try:
+        return recorded_batch_sizes(start)
+    except (KeyError, TypeError, ValueError):  # ConfigError is a ValueError
+        raise ConfigError(f"{run}: run.json", problem="the record of the run's batch size is damaged") from None
 
 
 def _starts_with_steps(run: Path) -> list[tuple[int, dict[str, Any]]]:
