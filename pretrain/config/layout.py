@@ -69,7 +69,7 @@ class Layout:
     hpz_partition_size: int = 1  # ranks that share ZeRO++'s secondary copy of the parameters
     activation_checkpoint_interval: int = 0  # layers recomputed together; 0: see `recompute`
     recompute: str = "none"  # part of each block that is recomputed: none, blocks, attention, mlp
-    recompute_every: int = 1  # the part is recomputed in one of so many blocks
+    recompute_every: int = 1  # the part is recomputed in every N-th block
     offload_activations: bool = False  # the inputs of recomputed blocks are kept in host memory
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1

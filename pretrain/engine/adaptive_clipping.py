@@ -22,7 +22,7 @@ def limit_of(norms: Sequence[float], *, percentile: float, window: int, largest:
 
     Args:
         window: number of norms of which the percentile is taken, with linear interpolation.
-        largest: limit until there are so many norms, and upper bound after that; 0 for none.
+        largest: limit before that number is reached, and upper bound afterwards; 0 for none.
     """
     if len(norms) < window:
         return largest

@@ -13,8 +13,8 @@ class Recompute:
     """
 
     part: str = "none"  # one of PARTS: what is recomputed of a block; "blocks": all of it
-    every: int = 1  # the part is recomputed in one of so many blocks: 0, every, 2 * every ...
-    interval: int = 0  # groups of so many layers are recomputed, each from its first layer's input; 0: none
+    every: int = 1  # the part is recomputed in every N-th block: 0, N, 2 * N ...
+    interval: int = 0  # number of layers in a recomputed group, which keeps its first layer's input; 0: no groups
     offload: bool = False  # the inputs of recomputed blocks and groups are kept in host memory
 
     def part_of(self, block: int) -> str:

@@ -53,8 +53,9 @@ class Meter:
         self._since = _SinceRow(first_step, 0)
         self._goodput = Goodput.read(folder.path, first_step) if rank == 0 else None
         self._sinks = Sinks(engine, rank=rank, run=folder.path, trackio=plan.args.trackio)
-        self._phases, self._highest_loss, self._gradients = time_phases(engine), HighestLoss(engine), \
-            GradientStats(engine)
+        self._phases = time_phases(engine)
+        self._highest_loss = HighestLoss(engine)
+        self._gradients = GradientStats(engine)
         self._update_size = UpdateSize(engine, owned_weights, is_due=lambda: self.due(self._step + 1))
 
     def timed_data(self, load: Callable[[int], list[MicroBatch]], consumed_samples: int) -> list[MicroBatch]:

@@ -16,7 +16,7 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed 0.19.8: `DeepSpeedEngine.backward` (runtime/engine.py) scales the loss only for a ZeROOptimizer, but
     `FP16_Optimizer.step` divides by the scale in any case (upstream PR #8393). A hook on the loss scales the gradient,
-    so that the reported loss stays unscaled.
+    so that the reported loss remains unscaled.
 
     At construction FP16_Optimizer runs one step with zero gradients (runtime/fp16/fused_optimizer.py,
     initialize_optimizer_states). This step decays the master weights and counts as Adam's first step.

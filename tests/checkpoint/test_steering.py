@@ -184,7 +184,7 @@ def test_the_steps_that_tokens_leave_after_a_change_of_the_batch(tmp_path: Path,
     changed = resumed("8", "--override=batch")
     assert changed.train_steps == 10 + 320 // 16
     assert changed.schedule == plan.schedule
-    # a schedule that is planned again ends with the run; its lengths in tokens count from the run's begin
+    # a schedule that is planned again ends with the run; its lengths in tokens count from the run's start
     planned = resumed("8", "--override=batch,schedule", "--lr_warmup_tokens", str(5 * 8 * 64)).schedule
     assert planned is not None
     assert (planned.warmup_steps, planned.decay_steps) == (5, 30)
@@ -221,7 +221,7 @@ def test_a_branch_is_the_state_of_the_other_run(tmp_path: Path, flags: list[str]
 
 
 def test_a_branch_does_not_begin_again_without_its_mirror(tmp_path: Path, flags: list[str]) -> None:
-    """The mirror may hold later checkpoints of the branch, which a second begin would overwrite."""
+    """The mirror may hold later checkpoints of the branch, which branching again would overwrite."""
     _saved(tmp_path / "run", flags)
     (tmp_path / "file").write_text("")
     plan = start_run(tmp_path / "new", *flags, f"--resume_from={tmp_path}/run").plan

@@ -53,7 +53,7 @@ def reduce_rows(columns: dict[str, np.ndarray], limit: int) -> Curves:
     """Return the rows themselves if there are at most `limit`, else at most a quarter as many buckets of rows.
 
     Three quarters of the buckets have the same number of rows. The others become smaller towards the first row, so that
-    a logarithmic axis shows the begin of a run.
+    a logarithmic axis shows the start of a run.
     """
     num_rows = len(next(iter(columns.values()), ()))
     if num_rows <= limit:

@@ -143,7 +143,7 @@ def _candidates(plan: Plan, log: Callable[[str], None]) -> Iterator[Candidate]:
             log(f"fetching {mirrored[step]} from {without_credentials(str(mirror))}")
             yield _fetch_candidate(str(mirror), checkpoints, mirrored[step])
     yield from not_finite_lines(not_finite)
-    # an unreadable mirror may hold later checkpoints of the branch: a second begin would overwrite them
+    # an unreadable mirror may hold later checkpoints of the branch: branching again would overwrite them
     if plan.args.resume_from is not None and not local and not mirrored and mirror_is_read:
         folder, manifest, notes = find_branch(plan.args)
         for note in notes:

@@ -77,7 +77,7 @@ class SpeedArguments:
     recompute: str | None = flag(None, "recompute activations in the backward pass, which takes less memory and more "
                                        "time: attention or mlp of each block, complete blocks, or none",
                                  unset="what pipeline.activation_checkpoint_interval says", metavar="PART")
-    recompute_every: int = flag(1, "recompute the part in only one of so many blocks")
+    recompute_every: int = flag(1, "recompute the part in every N-th block only")
     tf32: bool = flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = flag(False, "disable the custom kernels for attention and MLP: slower, and more memory "
                                         "than is predicted")
@@ -102,8 +102,8 @@ class RecipeArguments:
     adaptive_clipping: float = flag(0.0, "clip the gradient norm at this percentile of the norms of past updates, such "
                                          "as 90, and never above the JSON's gradient_clipping; 0: off",
                                     metavar="PERCENTILE")
-    adaptive_clipping_window: int = flag(100, "number of past updates for --adaptive_clipping; until there are so "
-                                              "many, gradient_clipping applies")
+    adaptive_clipping_window: int = flag(100, "number of past updates for --adaptive_clipping; until this number "
+                                              "is reached, gradient_clipping applies")
     noise_scale_interval: int = flag(0, "estimate the gradient noise scale every N steps (McCandlish et al. 2018); "
                                         "0: never")
     early_stopping_patience: int = flag(0, "end the run after N evaluations in a row without a lower validation loss; "

@@ -24,7 +24,7 @@ class BatchSizes:
 
     @property
     def final(self) -> int:
-        """Largest batch size, of the last stage."""
+        """Largest batch size, that of the last ramp-up stage."""
         return self.stages[-1][1]
 
     def at(self, consumed_samples: int) -> int:
@@ -61,7 +61,7 @@ class BatchSizes:
         return steps
 
     def _phases(self, first_sample: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (data position at its begin, batch size, number of steps; None for the last) of each stage reached."""
+        """Yield (data position at its start, batch size, number of steps; None for the last) of each stage reached."""
         consumed = first_sample
         for (_, size), (end, _) in itertools.pairwise(self.stages):
             if consumed < end:

@@ -112,7 +112,7 @@ def _qkv_width(shape: ModelShape, batch: MicroBatch) -> int:
 def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False) -> int:
     """Bytes of q, k and v, which are views of the output of `qkv`, or new tensors.
 
-    Rotation (RoPE) makes new tensors of q and k; the output of `qkv` stays allocated, as v is still a view of it.
+    Rotation (RoPE) makes new tensors of q and k; the output of `qkv` remains allocated, as v is still a view of it.
 
     Args:
         all_heads: the operator takes k and v with as many heads as q, which are new tensors if there were fewer.

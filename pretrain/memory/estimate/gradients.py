@@ -43,7 +43,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
 def _tied_elements(rank: Rank) -> int:
     """Elements of the matrix that head and embedding of one pipeline stage share.
 
-    The head's gradient of this matrix stays allocated until the embedding's gradient is added to it.
+    The head's gradient of this matrix remains allocated until the embedding's gradient is added to it.
     """
     tied = [layer for layer in rank.layers() if layer.tied]
     return local_size(tied[0].tensors[0], rank.layout) if len(tied) > 1 else 0

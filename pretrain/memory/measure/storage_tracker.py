@@ -77,7 +77,7 @@ def measured_peak(device_type: str, tracker: StorageTracker | None) -> Iterator[
     """Measure the peak of a `with` block. Yields a dictionary, which has {"peak_bytes": N} after the block.
 
     On CUDA the peak is torch.cuda.max_memory_allocated. Elsewhere it is the tracker's, which must have been entered;
-    without a tracker the dictionary stays empty.
+    without a tracker the dictionary remains empty.
     """
     peaks: dict[str, int] = {}
     if device_type == "cuda":

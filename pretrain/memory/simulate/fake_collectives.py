@@ -28,7 +28,7 @@ def shared_views() -> Iterator[None]:
     def shared(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
         key = (id(tensor), dim, length)
         if key not in views:
-            views[key] = (tensor, narrow(tensor, dim, start, length))  # `tensor` stays alive, so its id is unique
+            views[key] = (tensor, narrow(tensor, dim, start, length))  # `tensor` remains alive, so its id is unique
         return views[key][1]
 
     setattr(torch.Tensor, "narrow", shared)  # noqa: B010 (mypy rejects an assignment)

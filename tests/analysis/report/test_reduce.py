@@ -54,7 +54,7 @@ def test_reduced_points_have_the_range_and_the_mean_of_their_rows() -> None:
         assert curves.values["value"][number] == pytest.approx(rows.mean())
     assert (curves.high["value"][np.isfinite(curves.high["value"])].max(), np.nanmin(curves.low["value"])) == (50, -70)
     assert "same" not in curves.low
-    assert starts[5] < 20, "the begin of the run has small buckets"
+    assert starts[5] < 20, "the start of the run has small buckets"
 
 
 def test_a_large_run_gives_a_small_page(tmp_path: Path) -> None:
