@@ -4,11 +4,10 @@ Steps that a resume or a rollback trained again, starts, saves and evaluations a
 """
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from pretrain.monitor.read_run_folder import newest_path, read_metrics, read_rows
 
 
 class Goodput:
@@ -25,7 +24,7 @@ class Goodput:
         starts = (event.get("time") for event in read_rows(run / "events.jsonl") if event.get("event") == "start")
         first = next((start for start in starts if isinstance(start, (int, float))), time.time())
         goodput = cls(float(first))
-        for row in kept_rows(read_metrics(run)):
+        for row in newest_path([row for row in read_metrics(run) if _is_timed(row)]):
             goodput.add(int(row["step"]), float(row["step_time_ms"]) / 1e3)
         goodput.return_to(step)
         return goodput
@@ -51,13 +50,6 @@ class Goodput:
         return min(kept / passed, 1.0) if passed > 0 else None
 
 
-def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the training rows without those of steps that were trained again later. Damaged rows are skipped."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        if not all(isinstance(row.get(key), (int, float)) for key in ("step", "step_time_ms")):
-            continue
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
+def _is_timed(row: dict[str, Any]) -> bool:
+    """Return whether this is an undamaged training row."""
+    return all(isinstance(row.get(key), (int, float)) for key in ("step", "step_time_ms"))
