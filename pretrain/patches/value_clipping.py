@@ -1,6 +1,6 @@
 """Clip each element of the gradients, which DeepSpeed 0.19.8 cannot do, between their reduction and their norm.
 
-Guarded by tests/distributed/test_clipping.py, which compares every optimizer class of DeepSpeed with autograd.
+Guarded by tests/distributed/test_recipe.py, which compares every optimizer class of DeepSpeed with autograd.
 """
 
 from collections.abc import Callable, Iterable
