@@ -8,12 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
+from pretrain.checkpoint.save.background import WRITER_MODULE, BackgroundWriter
 from pretrain.resilience import signals
 from pretrain.resilience.launcher_watch import launcher_name
-from pretrain.resilience.signals import SignalCount
+from pretrain.resilience.signals import PROFILE_SIGNAL, SignalCount
 from tests.support.launch import ROOT
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -32,6 +37,39 @@ def test_copies_that_a_launcher_passes_on_do_not_count(received: list[tuple[int,
     count = SignalCount()
     assert [count.add(number) for number, _ in received] == ordinals
     assert count.first == received[0][0]
+
+
+def _ignores_signals_of_ranks(pid: int) -> bool:
+    """Return whether a process ignores the signals that SLURM sends to all processes of a job."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+    return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in (INT, TERM, USR1, PROFILE_SIGNAL))
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 300
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_signals_of_the_ranks_do_not_end_the_background_processes(tmp_path: Path) -> None:
+    writer = BackgroundWriter(tmp_path, 0)  # it holds its lock now
+    pid, = (process.pid for process in psutil.process_iter() if {WRITER_MODULE, str(tmp_path)} <= _words_of(process))
+    assert _ignores_signals_of_ranks(pid)
+    writer.close()
+    with open(__file__, "rb") as file:  # hashed until standard input is closed: there are very many blocks
+        hashing = subprocess.Popen([sys.executable, "-m", "pretrain.data.files.hash_worker", str(file.fileno()), "0",
+                                    str(10**9)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                   pass_fds=[file.fileno()], cwd=ROOT)
+    _wait_until(lambda: _ignores_signals_of_ranks(hashing.pid))
+    hashing.communicate(timeout=300)
+
+
+def _words_of(process: psutil.Process) -> set[str]:
+    try:
+        return {*process.cmdline()}
+    except psutil.Error:  # it has ended
+        return set()
 
 
 # A launcher of two ranks, whose main threads sleep in C code, as in a collective.

@@ -72,7 +72,8 @@ class SaveJob:
 
 def main(descriptor: int, checkpoints: Path, rank: int) -> None:
     """Execute jobs until the training process closes this process's standard input."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # these signals are meant for the training process
+    # these signals are meant for the training process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     verified: set[str] = set()
     # mirroring has its own thread, so that it does not delay the next save; `with` releases the lock before it joins

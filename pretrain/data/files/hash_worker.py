@@ -18,7 +18,8 @@ from pretrain.data.files.hashes import hash_block, hash_file
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # sent to all processes of the run
+    # sent to all processes of the run
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descriptor, first, num_blocks, *index = map(int, sys.argv[1:])
     _lower_priority()
