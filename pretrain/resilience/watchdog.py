@@ -61,7 +61,7 @@ class TimeOuts:
         if step[0]:
             later |= dict.fromkeys(("load", "save", "rollback", "end"), file if file[0] >= step[0] else step)
         start = dict.fromkeys(("connect", "checkpoint", "build", "sanity", "data", "step", "eval"), first)
-        later["sanity"] = first  # its activities include the construction of engines, and first steps
+        later |= {"sanity": first, "build": first}  # the sanity checks build several engines, and make first steps
         start["load"] = file if first[0] and file[0] > first[0] else first
         return cls(first={**later, **start}, later=later)
 
