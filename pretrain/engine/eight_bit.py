@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states, from the package bitsandbytes, which DeepSpeed's JSON does not know.
+"""AdamW with 8-bit states, from the package bitsandbytes, which DeepSpeed's JSON does not offer.
 
 DeepSpeed accepts a function that makes the optimizer (runtime/engine.py, _configure_optimizer). This path needs CUDA;
 the tests run it with a stand-in for the package.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# these sections first, in this order; the others follow as they stand in the record
+# these sections first, in this order; the others follow in the order of the record
 _SECTIONS = ("flags", "deepspeed_config", "model_config", "num_parameters", "train_steps", "layout", "batch", "data",
              "tokenizer", "versions", "git_commit", "hardware", "hosts")
 _LONGEST_VALUE = 2000  # characters; longer values are replaced by their hash

@@ -42,9 +42,9 @@ def check_initial_loss(checked: CheckedEngine, batches: list[MicroBatch]) -> Res
 def loss_bounds(plan: Plan) -> tuple[float, float]:
     """Return the lowest and highest plausible initial loss in nats.
 
-    The final norm has outputs of about unit variance, so that a logit has the variance v = D * std^2 for an output
-    matrix with the standard deviation std, and the expected loss is ln(V) + v / 2. With tied embeddings, the logit of
-    the input token is at most D * std larger: its embedding remains in the residual stream, and has the norm
+    The final norm has outputs of about unit variance. With an output matrix of standard deviation std, a logit then
+    has the variance v = D * std^2, and the expected loss is ln(V) + v / 2. With tied embeddings, the logit of the
+    input token is at most D * std larger: its embedding remains in the residual stream, and has the norm
     sqrt(D) * std. This is an upper limit, because the blocks add to the residual stream. A loss far above ln(V) is
     never plausible: the model would first have to unlearn its initial weights. Loaded weights must be better than equal
     probabilities.

@@ -100,7 +100,7 @@ def check_one_batch(learned: OneBatch) -> Result:
     return Result("one batch is learned", learned.succeeded,
                   f"{learned.losses[0]:.3f} to {best:.3f} in {len(learned.losses)} steps",
                   f"at most {learned.bound:.3f} ({_LEARNED} of the entropy of its labels)",
-                  "the model cannot learn a few tokens by heart: correct the other failed checks first; if there are "
+                  "the model cannot memorize one small batch: correct the other failed checks first; if there are "
                   "none, allow more --overfit_steps, or use a higher learning rate", best)
 
 

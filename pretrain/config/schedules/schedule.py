@@ -79,6 +79,6 @@ def schedule_from_json(values: Mapping[str, Any]) -> Schedule:
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(Schedule)})
     if unknown or values.get("kind") not in KINDS:
         found = f"the field {unknown[0]}" if unknown else f"kind {values.get('kind')}"
-        raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version knows",
+        raise ConfigError("learning-rate schedule", found=found, expected="a schedule that this version supports",
                           remedy="resume with the version that wrote it")
     return Schedule(**{**values, "milestones": tuple(values.get("milestones", ()))})

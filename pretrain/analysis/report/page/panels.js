@@ -128,7 +128,7 @@ function timeUnit(runs) {
 
 /**
  * The series of a panel. Each has label, color, dash, x and y; optionally low and high (the range of the values that a
- * point stands for), faint (unsmoothed or abandoned values, which have no read-out), points, base (lower edge of an area).
+ * point represents), faint (unsmoothed or abandoned values, which have no read-out), points, base (lower edge of an area).
  */
 function panelSeries(panel, runs, view) {
   if (panel.stacked) return stackedSeries(panel, view);
