@@ -1,5 +1,6 @@
 """Checks of the documentation pages: length, existing paths and links, and a test for each command."""
 
+import json
 import re
 from pathlib import Path
 
@@ -73,10 +74,11 @@ def test_the_layer_table_matches_the_import_contract() -> None:
 
 @EACH_PAGE
 def test_commands_are_in_bash_blocks(page: Path) -> None:
-    """Blocks of text have the output of the page's commands; blocks of log have lines of runs in which something fails.
-    """
+    """Blocks of text have the output of the page's commands, blocks of log other output, blocks of json settings."""
     for language, content in blocks(page):
-        assert language in ("bash", "text", "log"), f"a block of {language or 'no language'}"
+        assert language in ("bash", "text", "log", "json"), f"a block of {language or 'no language'}"
+        if language == "json":
+            json.loads(content)
         if language != "bash":
             assert [line for line in content.splitlines() if looks_like_command(line)] == []
 

@@ -14,7 +14,7 @@ from tests.support.launch import ROOT
 _PAGE = (ROOT / "ds_configs" / "optimizers.md").read_text()
 SNIPPETS: dict[str, dict[str, Any]] = {
     f"{config['optimizer']['type']}-{config['zero_optimization']['stage']}": config
-    for config in map(json.loads, re.findall(r"^```text\n(\{.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))}
+    for config in map(json.loads, re.findall(r"^```json\n(\{.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))}
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ CHANGES = {
     "sgd_without_momentum": Change(_with(dp2(1), **_optimizer("SGD")), _with(dp2(3), **_optimizer("SGD"))),
     "nadam": Change(_with(dp2(1), **NADAM), _with(pp2(0), **NADAM)),
     "warmup": Change(_with(dp2(3), **WARMUP), _with(pp2(1), **WARMUP)),
-    "torch_adam_to_fused": Change(_with(dp2(3), **TORCH_ADAM), pp2(0), 1e-4),
+    "torch_adam_to_fused": Change(_with(dp2(3), **TORCH_ADAM), _with(pp2(0), **_optimizer("AdamW")), 1e-4),
     "adagrad": Change(_with(pp2(0), **ADAGRAD), _with(dp2(2, **OFFLOADED), **ADAGRAD)),
     "round_robin": Change(dp2(2, round_robin_gradients=True), dp2(3)),
     "to_round_robin": Change(dp2(3), dp2(2, round_robin_gradients=True)),
