@@ -102,6 +102,8 @@ class Profiler:
         self._before_write(self._last)
         name = f"{PROFILES_FOLDER}/step{self._first}-{self._last}"
         is_written = self._write(self._folder.path / name, lambda folder: self._write_profile(profile, folder))
+        if self._plan.args.memory_snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank == 0 and is_written:
             self._report(f"profile of the steps {self._first} to {self._last}: {self._folder.path / name}")
             self._folder.event("profile", step=self._last, first_step=self._first, path=name)
@@ -114,7 +116,6 @@ class Profiler:
         (folder / f"rank{self._rank}.txt").write_text(table, encoding="utf-8")
         if self._plan.args.memory_snapshot:
             torch.cuda.memory._dump_snapshot(str(folder / f"rank{self._rank}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> bool:
         """Call `write` with the folder. An error becomes a warning. Return whether there was none."""

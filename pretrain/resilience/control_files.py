@@ -20,6 +20,7 @@ class ControlFiles:
     def __init__(self, run: Path, committed_step: Callable[[], int]) -> None:
         self.stop_path, self.save_path, self.profile_path = run / STOP_FILE, run / SAVE_FILE, run / PROFILE_FILE
         self._committed_step = committed_step
+        self._profile_remains = False  # PROFILE cannot be removed: it has requested a profile once
         self._seen = 0  # modification time of the SAVE file that was requested last, in ns; 0: none yet
         self._saved_at: int | None = None  # step of the save for this file; None: there is no unfinished save
 
@@ -45,13 +46,15 @@ class ControlFiles:
     def take_profile_steps(self) -> int:
         """Remove PROFILE if there is this file. Return the number of steps to profile, which may be in it; otherwise 0.
         """
-        if not os.path.exists(self.profile_path):
+        if self._profile_remains or not os.path.exists(self.profile_path):
             return 0
         text = ""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             text = self.profile_path.read_text(encoding="utf-8")[:20].strip()
-        with contextlib.suppress(OSError):
+        try:
             self.profile_path.unlink()
+        except OSError:
+            self._profile_remains = True
         return min(max(int(text), 1), MOST_STEPS) if text.isdecimal() else DEFAULT_PROFILE_STEPS
 
     def close(self) -> None:
