@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pretrain import trainer as loop
+from pretrain import step_loop as loop
 from pretrain.checkpoint.format.manifest import complete_checkpoints
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.checkpoint.save import background

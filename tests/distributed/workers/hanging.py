@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain import trainer as loop
+from pretrain import step_loop as loop
 
 AT_CALL = 3
 
