@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.data.datasets.token_count import parse_token_count
+from pretrain.data.datasets.token_stages import from_samples, parse_stages
 from pretrain.errors import ConfigError
 
 FLAG = "--batch_schedule"
@@ -87,18 +87,9 @@ def recorded_batch_sizes(start: Mapping[str, Any]) -> BatchSizes:
 def parse_batch_sizes(text: str, *, seq_length: int) -> BatchSizes:
     """Parse --batch_schedule. Raises ConfigError.
 
-    A stage begins with the first step at whose beginning its number of tokens is consumed. Tokens may be written as
-    1e9.
+    A stage begins with the first step at whose beginning its number of tokens is consumed.
     """
-    stages: list[tuple[int, int]] = []
-    for word in text.split(","):
-        tokens, _, batch = word.partition(":")
-        begin, size = parse_token_count(tokens), parse_token_count(batch)
-        if begin is None or size is None:
-            raise ConfigError(FLAG, found=repr(word), expected=_EXPECTED)
-        stages.append((begin, size))
-    if stages[0][0] != 0 or any(after <= before for (before, _), (after, _) in itertools.pairwise(stages)):
-        raise ConfigError(FLAG, found=text, expected="numbers of tokens that rise from 0")
+    stages = parse_stages(FLAG, text, expected=_EXPECTED)
     if stages[0][1] < 1 or any(after <= before for (_, before), (_, after) in itertools.pairwise(stages)):
         raise ConfigError(FLAG, found=text, expected="global batches of at least 1 sample that rise")
-    return BatchSizes(tuple((-(-begin // seq_length), size) for begin, size in stages))
+    return BatchSizes(from_samples(stages, seq_length=seq_length))

@@ -4,10 +4,9 @@ A sample always has --seq_length tokens. While the length is smaller, each sampl
 no token is lost, each step has the same number of tokens, and the position in the data does not depend on the lengths.
 """
 
-import itertools
 from dataclasses import dataclass
 
-from pretrain.data.datasets.token_count import parse_token_count
+from pretrain.data.datasets.token_stages import from_samples, parse_stages
 from pretrain.errors import ConfigError
 
 _FLAG = "--seq_length_schedule"
@@ -30,21 +29,12 @@ class SeqLengths:
 def parse_seq_lengths(text: str | None, *, seq_length: int) -> SeqLengths:
     """Parse --seq_length_schedule. Raises ConfigError.
 
-    A stage begins with the first step at whose beginning its number of tokens is consumed. Tokens may be written as
-    1e9.
+    A stage begins with the first step at whose beginning its number of tokens is consumed.
     """
     if text is None:
         return SeqLengths(seq_length)
-    stages: list[tuple[int, int]] = []
-    for word in text.split(","):
-        tokens, _, length = word.partition(":")
-        begin, size = parse_token_count(tokens), parse_token_count(length)
-        if begin is None or size is None:
-            raise ConfigError(_FLAG, found=repr(word), expected=_EXPECTED)
-        stages.append((begin, size))
-    if stages[0][0] != 0 or any(after <= before for (before, _), (after, _) in itertools.pairwise(stages)):
-        raise ConfigError(_FLAG, found=text, expected="numbers of tokens that rise from 0")
+    stages = parse_stages(_FLAG, text, expected=_EXPECTED)
     wrong = [size for _, size in stages if size < 1 or seq_length % size]
     if wrong:
         raise ConfigError(_FLAG, found=f"length {wrong[0]}", expected=f"a divisor of --seq_length, {seq_length}")
-    return SeqLengths(seq_length, tuple((-(-begin // seq_length), size) for begin, size in stages))
+    return SeqLengths(seq_length, from_samples(stages, seq_length=seq_length))
