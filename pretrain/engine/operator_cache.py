@@ -43,7 +43,7 @@ import torch
 import torch.utils.cpp_extension
 
 from pretrain.errors import ConfigError
-from pretrain.model.kernels.cpu_kernels import cpu_features
+from pretrain.model.kernels.cpu.library import cpu_features
 from pretrain.terminal.screen import is_watched
 
 _TORCH_LOAD = torch.utils.cpp_extension.load

@@ -8,8 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
-from pretrain.model.kernels import activation, cpu_attention, cpu_kernels, fused_loss
+from pretrain.model.kernels import activation, cpu_attention, fused_loss
 from pretrain.model.kernels.activation import activate, activate_backward, activated_linear
+from pretrain.model.kernels.cpu import library
 from pretrain.model.layer_specs import as_module, compile_blocks
 from pretrain.model.loss import linear_cross_entropy
 from pretrain.model.recompute import Recompute
@@ -152,7 +153,7 @@ def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
         if plain:
             monkeypatch.setattr(cpu_attention, "_CausalAttention", None)
             monkeypatch.setattr(activation, "_ActivatedLinear", None)
-            monkeypatch.setattr(cpu_kernels, "_library", None)
+            monkeypatch.setattr(library, "_library", None)
         loss = module(tokens[:, :-1], tokens[:, 1:], torch.full((2, 32), 1 / 64))
         loss.backward()
         seen.append((loss, {key: parameter.grad for key, parameter in module.named_parameters()}))
@@ -162,7 +163,7 @@ def test_plain_operators_use_torchs_operators(name, tmp_path, monkeypatch):
         assert relative_error(gradient, plain_gradients[key]) < 0.05, key
 
 
-@pytest.mark.skipif(cpu_kernels._library() is None, reason="no C compiler")
+@pytest.mark.skipif(library._library() is None, reason="no C compiler")
 def test_gelu_in_bf16_is_the_rounded_exact_value():
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = every[every.isfinite() & (every.abs() < 1e4)]
@@ -179,13 +180,13 @@ def test_gelu_in_bf16_is_the_rounded_exact_value():
 def test_fake_tensors_are_not_passed_to_c_code():
     with FakeTensorMode():
         up, weight = torch.randn(2, 3, 6, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 6).bfloat16()
-        assert not cpu_kernels.has_kernels(up)
+        assert not library.has_kernels(up)
         activated_linear("gelu_tanh", up, None, weight, None).sum().backward()
         assert up.grad.shape == up.shape
 
 
 def test_without_a_compiler_torchs_operators_are_used(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "_library", lambda: None)
+    monkeypatch.setattr(library, "_library", lambda: None)
     x = torch.randn(100).bfloat16()
     assert torch.equal(activate("gelu_tanh", x), F.gelu(x, approximate="tanh"))
 

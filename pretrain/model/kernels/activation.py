@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.kernels import cpu_kernels
+from pretrain.model.kernels.cpu import activations
+from pretrain.model.kernels.cpu.library import has_kernels
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")  # relu2: relu, squared
 
@@ -63,8 +64,8 @@ class _ActivatedLinear(torch.autograd.Function):
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     """Apply one of ACTIVATIONS to each element."""
-    if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
-        return cpu_kernels.gelu_tanh(x)
+    if name == "gelu_tanh" and has_kernels(x):
+        return activations.gelu_tanh(x)
     return _torch_activation(name, x)
 
 
@@ -76,8 +77,8 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
         return torch.ops.aten.threshold_backward(grad, x, 0)
     if name == "relu2":
         return F.relu(x).mul_(grad).mul_(2)
-    if name == "gelu_tanh" and cpu_kernels.has_kernels(x):
-        return cpu_kernels.gelu_tanh_backward(grad, x)
+    if name == "gelu_tanh" and has_kernels(x):
+        return activations.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 
 

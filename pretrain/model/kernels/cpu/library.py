@@ -1,6 +1,6 @@
-"""Compile cpu_kernels.c for this CPU at first use (0.1 s), and call its functions on tensors.
+"""Compile the C files of this folder for this CPU at first use, and call their functions.
 
-The file is plain C, because torch's headers alone take most of a minute to compile. Its OpenMP calls use the library
+The files are plain C, because torch's headers alone take most of a minute to compile. Its OpenMP calls use the library
 that torch has loaded, and therefore torch's threads.
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_suffix(".c")
+_FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fno-finite-math-only", "-fopenmp",
           "-shared", "-fPIC")
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether the functions below accept this tensor: bf16, on a CPU, on a machine with a C compiler.
+    """Return whether the C functions accept this tensor: bf16, on a CPU, on a machine with a C compiler.
 
     Subclasses of tensors are excluded, because they may have no memory (torch's FakeTensor). torch.compile is excluded,
     because it cannot trace C.
@@ -30,27 +30,20 @@ def has_kernels(x: torch.Tensor) -> bool:
             and not torch.compiler.is_compiling() and _library() is not None)
 
 
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return GELU in tanh approximation: 0.5 ns an element on an AVX512_BF16 core; torch's operator takes 2.0 ns."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _call("gelu_tanh", x, out)
-    return out
+def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
+    """Call a C function: a tensor is passed as a pointer to its first element, None as NULL, numbers as int64 or float.
 
-
-def gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return grad times the derivative at x: 0.6 ns an element; torch's operator takes 2.0 ns."""
-    grad, x = grad.contiguous(), x.contiguous()
-    out = torch.empty_like(x)
-    _call("gelu_tanh_backward", grad, x, out)
-    return out
-
-
-def _call(name: str, *tensors: torch.Tensor) -> None:
+    The library must exist (`has_kernels`). The tensors must have the memory layout that the function expects.
+    """
     library = _library()
     assert library is not None
-    getattr(library, name)(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
-                           ctypes.c_int64(tensors[0].numel()))
+    getattr(library, name)(*map(_as_c, arguments))
+
+
+def _as_c(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+    if argument is None or isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_float(argument)
 
 
 @functools.cache
@@ -71,14 +64,16 @@ def _compile(compiler: str) -> Path:
     The name contains a hash of sources, flags, compiler and CPU, because hosts that share a home folder may have
     different CPUs.
     """
-    inputs = [_SOURCE.read_text(encoding="utf-8"), *_FLAGS, compiler, cpu_features()]
+    sources = sorted(_FOLDER.glob("*.c"))
+    inputs = [*(path.read_text(encoding="utf-8") for path in (*sources, *sorted(_FOLDER.glob("*.h")))), *_FLAGS,
+              compiler, cpu_features()]
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     library = root / f"ds_pretrain_{hashlib.sha256('|'.join(inputs).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:  # other ranks may compile it at the same time
             compiled = Path(folder, library.name)
-            subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(compiled), "-lm"], check=True,
+            subprocess.run([compiler, *_FLAGS, *map(str, sources), "-o", str(compiled), "-lm"], check=True,
                            capture_output=True, timeout=120)
             compiled.replace(library)
     return library

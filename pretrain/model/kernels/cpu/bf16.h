@@ -1,0 +1,39 @@
+/* Numbers in bf16, and functions that the compiler vectorizes. */
+#ifndef BF16_H
+#define BF16_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline float to_float(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t to_bf16(float value) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* 1 / (1 + e^-z): 2^(whole + part), a polynomial for 2^part with part in [-1/2, 1/2]; error at most 3e-6. */
+static inline float sigmoid(float z) {
+    float t = z * -1.44269504f;
+    t = t < -126.0f ? -126.0f : t; /* not fmaxf: its NaN rules prevent vectorization */
+    t = t > 126.0f ? 126.0f : t;
+    float whole = rintf(t), part = t - whole;
+    float power = 1.3333558e-3f;
+    power = power * part + 9.6181291e-3f;
+    power = power * part + 5.5504109e-2f;
+    power = power * part + 2.4022651e-1f;
+    power = power * part + 6.9314718e-1f;
+    power = power * part + 1.0f;
+    int32_t exponent = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &exponent, 4);
+    return 1.0f / (1.0f + power * scale);
+}
+
+#endif
