@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import activations
-from pretrain.model.kernels.cpu.library import has_kernels
+from pretrain.model.kernels.cpu.choice import uses_c
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")  # relu2: relu, squared
 
@@ -64,7 +64,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     """Apply one of ACTIVATIONS to each element."""
-    if name == "gelu_tanh" and has_kernels(x):
+    if name == "gelu_tanh" and uses_c("activation", x):
         return activations.gelu_tanh(x)
     return _torch_activation(name, x)
 
@@ -77,7 +77,7 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
         return torch.ops.aten.threshold_backward(grad, x, 0)
     if name == "relu2":
         return F.relu(x).mul_(grad).mul_(2)
-    if name == "gelu_tanh" and has_kernels(x):
+    if name == "gelu_tanh" and uses_c("activation", x):
         return activations.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 

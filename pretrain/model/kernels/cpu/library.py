@@ -8,6 +8,8 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,28 +18,37 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fno-finite-math-only", "-fopenmp",
-          "-shared", "-fPIC")
+_FLAGS = ("-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC")
+_COMPILERS = ("cc", "gcc", "clang")
+# gcc's flags for the features in /proc/cpuinfo on which the speed of the kernels depends
+_X86_FLAGS = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "avx512f": "-mavx512f", "avx512bw": "-mavx512bw",
+              "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl", "avx512_bf16": "-mavx512bf16"}
 
 
-def has_kernels(x: torch.Tensor) -> bool:
-    """Return whether the C functions accept this tensor: bf16, on a CPU, on a machine with a C compiler.
+def has_kernels(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether C functions for `dtype` accept this tensor, which must be on a CPU, on a machine with a compiler.
 
-    Subclasses of tensors are excluded, because they may have no memory (torch's FakeTensor). torch.compile is excluded,
-    because it cannot trace C.
+    Operators call `choice.uses_c`, which also considers the choice for this CPU. Subclasses of tensors are excluded,
+    because they may have no memory (torch's FakeTensor). torch.compile is excluded, because it cannot trace C.
     """
-    return (type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == torch.bfloat16
+    return (type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
             and not torch.compiler.is_compiling() and _library() is not None)
 
 
 def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     """Call a C function: a tensor is passed as a pointer to its first element, None as NULL, numbers as int64 or float.
 
-    The library must exist (`has_kernels`). The tensors must have the memory layout that the function expects.
+    The library must exist (`has_kernels`). The tensors must have the memory layout that the function expects. While
+    torch.profiler is active, it records the function as `c::NAME` with the shapes of the tensors.
     """
     library = _library()
     assert library is not None
-    getattr(library, name)(*map(_as_c, arguments))
+    function = getattr(library, name)
+    if not torch.autograd.profiler._is_profiler_enabled:
+        function(*map(_as_c, arguments))
+        return
+    with torch._C._profiler._RecordFunctionFast(f"c::{name}", list(arguments)):
+        function(*map(_as_c, arguments))
 
 
 def _as_c(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
@@ -49,34 +60,83 @@ def _as_c(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctyp
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Load the library. Return None if it cannot be compiled or loaded; torch's operators are used then."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return None
     try:
-        return ctypes.CDLL(str(_compile(compiler)))
-    except (OSError, subprocess.SubprocessError):
+        path = _compile()
+        return None if path is None else ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
-def _compile(compiler: str) -> Path:
-    """Compile the library unless it exists, and return its path.
+def has_library() -> bool:
+    """Return whether the C functions are compiled, or can be compiled. The first call compiles them."""
+    return _library() is not None
 
-    The name contains a hash of sources, flags, compiler and CPU, because hosts that share a home folder may have
-    different CPUs.
+
+def library_folder() -> Path:
+    """Return the folder of the library, in which the choice for this CPU is cached too."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+
+
+def library_name() -> str:
+    """Return the name of the library's file: a hash of sources, flags, compiler and CPU.
+
+    Hosts that share a home folder may have different CPUs. The name is "" without a compiler.
     """
-    sources = sorted(_FOLDER.glob("*.c"))
-    inputs = [*(path.read_text(encoding="utf-8") for path in (*sources, *sorted(_FOLDER.glob("*.h")))), *_FLAGS,
-              compiler, cpu_features()]
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = root / f"ds_pretrain_{hashlib.sha256('|'.join(inputs).encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:  # other ranks may compile it at the same time
-            compiled = Path(folder, library.name)
-            subprocess.run([compiler, *_FLAGS, *map(str, sources), "-o", str(compiled), "-lm"], check=True,
-                           capture_output=True, timeout=120)
+    compiler = _compiler()
+    sources = (path.read_text(encoding="utf-8") for path in (*_sources(), *sorted(_FOLDER.glob("*.h"))))
+    inputs = [*sources, *_FLAGS, *compiler, cpu_features()]
+    return f"ds_pretrain_{hashlib.sha256('|'.join(inputs).encode()).hexdigest()[:16]}.so" if compiler else ""
+
+
+def _sources() -> list[Path]:
+    return sorted(_FOLDER.glob("*.c"))
+
+
+def _compiler() -> list[str]:
+    """Return the command of the C compiler: that of the variable CC, or the first one that is installed; else []."""
+    for words in ([shlex.split(os.environ["CC"])] if os.environ.get("CC") else [[name] for name in _COMPILERS]):
+        path = shutil.which(words[0]) if words else None
+        if path is not None:
+            return [path, *words[1:]]
+    return []
+
+
+def _compile() -> Path | None:
+    """Compile the library unless it exists, and return its path; None without a compiler.
+
+    Raises the error of the last attempt if the compiler accepts none of the sets of flags.
+    """
+    name, root, compiler = library_name(), library_folder(), _compiler()
+    if not name:
+        return None
+    library = root / name
+    if library.exists():
+        return library
+    root.mkdir(parents=True, exist_ok=True)
+    failure: subprocess.SubprocessError | None = None
+    with tempfile.TemporaryDirectory(dir=root) as folder:  # other ranks may compile it at the same time
+        compiled = Path(folder, name)
+        for flags in _cpu_flags():
+            try:
+                subprocess.run([*compiler, *_FLAGS, *flags, *map(str, _sources()), "-o", str(compiled), "-lm"],
+                               check=True, capture_output=True, timeout=120)
+            except subprocess.SubprocessError as error:
+                failure = error
+                continue
             compiled.replace(library)
-    return library
+            return library
+    assert failure is not None
+    raise failure
+
+
+def _cpu_flags() -> list[tuple[str, ...]]:
+    """Return sets of flags, the fastest first. A compiler may not know a flag, or not know what "native" means."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return [("-mcpu=native", "-fopenmp"), ("-march=native", "-fopenmp"), ("-fopenmp",), ()]
+    features = set(cpu_features().replace(":", " ").split())
+    known = tuple(flag for feature, flag in _X86_FLAGS.items() if feature in features)
+    return [("-march=native", "-mprefer-vector-width=512", "-fopenmp"), ("-march=native", "-fopenmp"),
+            (*known, "-fopenmp"), (*(flag for flag in known if "512" not in flag), "-fopenmp"), ("-fopenmp",), ()]
 
 
 def cpu_features() -> str:

@@ -1,0 +1,81 @@
+"""Trials of the C functions: the same work in C and with torch's operators, compared in result and in time.
+
+A compiler may not know the CPU. Its code may then be slow, or even wrong.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pretrain.model.kernels.cpu import activations
+
+_CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
+_TIMED_ROWS = 256
+_REPETITIONS = 5
+_TOLERANCE = 0.03  # of the largest element: wrong code differs by more, and bf16 by less
+
+Operands = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operator of a family, in C and with torch. Both functions get copies of the same operands."""
+
+    family: str  # a field of choice.KernelChoice
+    operands: Callable[[int, torch.Generator], Operands]  # for a number of rows
+    in_c: Callable[..., Any]  # both return a tensor or a tuple of tensors
+    in_torch: Callable[..., Any]
+
+
+def _rows(count: int, *columns: int) -> Callable[[int, torch.Generator], Operands]:
+    """Return a function that makes `count` matrices in bf16."""
+    def make(rows: int, generator: torch.Generator) -> Operands:
+        return tuple(torch.randn((rows, *columns), generator=generator, device="cpu").bfloat16() for _ in range(count))
+    return make
+
+
+TRIALS = (
+    Trial("activation", _rows(1, 515), activations.gelu_tanh,
+          lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    Trial("activation", _rows(2, 515), activations.gelu_tanh_backward,
+          lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")),
+)
+
+
+@torch.no_grad()
+def is_right(trial: Trial) -> bool:
+    """Return whether the C function gives torch's results, up to the rounding of bf16. Takes a millisecond."""
+    operands = _operands(trial, _CHECKED_ROWS)
+    mine, wanted = (_results(function, operands) for function in (trial.in_c, trial.in_torch))
+    return len(mine) == len(wanted) and all(map(_is_close, mine, wanted))
+
+
+@torch.no_grad()
+def times_ms(trial: Trial) -> tuple[float, float]:
+    """Return the shortest times of the C function and of torch's operators, measured in turn."""
+    operands, shortest = _operands(trial, _TIMED_ROWS), [float("inf"), float("inf")]
+    for _ in range(_REPETITIONS + 1):  # the first call may allocate memory or start threads
+        for index, function in enumerate((trial.in_c, trial.in_torch)):
+            copies = tuple(operand.clone() for operand in operands)
+            start = time.perf_counter()
+            function(*copies)
+            shortest[index] = min(shortest[index], 1e3 * (time.perf_counter() - start))
+    return shortest[0], shortest[1]
+
+
+def _operands(trial: Trial, rows: int) -> Operands:
+    # not the generator of the run, whose state decides the dropout masks
+    return trial.operands(rows, torch.Generator(device="cpu").manual_seed(0))
+
+
+def _results(function: Callable[..., Any], operands: Operands) -> Operands:
+    result = function(*(operand.clone() for operand in operands))
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def _is_close(mine: torch.Tensor, wanted: torch.Tensor) -> bool:
+    scale = wanted.float().abs().max().item()
+    return mine.shape == wanted.shape and torch.allclose(mine.float(), wanted.float(), rtol=0, atol=_TOLERANCE * scale)
