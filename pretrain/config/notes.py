@@ -142,8 +142,6 @@ def _batch_notes(resolved: ResolvedConfig) -> list[str]:
 def _speed_notes(resolved: ResolvedConfig) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], resolved.args, resolved.model
-    if args.compile_blocks and resolved.layout.zero_stage == 3:
-        notes.append("--compile_blocks under ZeRO-3: its hooks split the graph of a block into many")
     if resolved.device.kind == "cpu" and resolved.layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")

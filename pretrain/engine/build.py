@@ -28,7 +28,7 @@ from pretrain.engine.recipe import add_recipe
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
-from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks
+from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.loss import LossTerms
 from pretrain.patches.apply import apply_patches
 from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
@@ -82,6 +82,8 @@ def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
+    if plan.args.compile_blocks and plan.layout.zero_stage == 3:
+        gather_complete_blocks(module)
     survive_failing_monitors()
     make_optimizer, ds_config = eight_bit_optimizer(plan)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan), config=ds_config,

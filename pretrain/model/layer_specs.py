@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import logger
+from deepspeed.utils import logger, set_z3_leaf_modules
 from torch import nn
 
 from pretrain.model.config import ModelConfig
@@ -229,15 +229,28 @@ def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_op
     return module
 
 
-def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device, backend: str = "inductor") -> None:
-    """Compile every block in place, at its first call. Parameter names do not change.
+def gather_complete_blocks(module: nn.Module) -> None:
+    """Let ZeRO-3 gather the parameters of a block together, before the block is called. Call it before `initialize`.
 
-    All blocks share one graph, so that the compile time does not grow with depth. (ZeRO-3's hooks split the graph.)
+    Otherwise DeepSpeed's hooks gather the parameters of each linear layer inside of the block, where no compiler can
+    trace them.
+    """
+    set_z3_leaf_modules(module, [Block])
+
+
+def compile_blocks(module: nn.Module, *, seq_length: int, device: torch.device,
+                   backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the forward function of every block, at its first call. Parameter names do not change.
+
+    All blocks share one graph, so that the compile time does not grow with depth. Module.compile would also trace the
+    hooks of the block, which gather and release its parameters under ZeRO-3. A block that cannot be traced as a single
+    graph raises an error (fullgraph).
     """
     for block in module.modules():
         if isinstance(block, Block):
             if block.attention.rope is not None:  # compute the tables first: all blocks then have the same graph
                 like = torch.empty(0, dtype=next(block.parameters()).dtype, device=device)
                 block.attention.rope.tables(seq_length, like)
-            block.compile(backend=backend, dynamic=False)
+            setattr(block, "forward", torch.compile(  # noqa: B010 (mypy forbids to assign a method)
+                block.forward, backend=backend, dynamic=False, fullgraph=True))
             block.is_compiled = True
