@@ -32,6 +32,7 @@ from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
+from pretrain.monitor.read_run_folder import recorded_kernels
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
@@ -112,7 +113,8 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
     with deepspeed_output(plan.args.deepspeed_log_level):
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
-        engine = build_engine(plan, initialize=resume is None and weights is None)
+        engine = build_engine(plan, initialize=resume is None and weights is None,
+                              recorded_kernels=recorded_kernels(Path(plan.args.save)))
         watchdog.enter("load", 0)
         step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()

@@ -21,6 +21,7 @@ from pretrain.config.validate import Plan
 from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
+from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
@@ -68,14 +69,18 @@ def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None
     return lambda optimizer: LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
 
 
-def build_engine(plan: Plan, *, initialize: bool = True) -> DeepSpeedEngine:
+def build_engine(plan: Plan, *, initialize: bool = True,
+                 recorded_kernels: dict[str, bool] | None = None) -> DeepSpeedEngine:
     """Build the engine. The process group must exist.
 
     Its initial weights depend only on (seed, parameter name). With `initialize` false they are not set: the caller
     loads all weights.
+
+    `recorded_kernels`: the C kernels of the run's newest start (monitor/read_run_folder.py), if it has one.
     """
     if plan.args.emulate_fp16:
         emulate_fp16()
+    choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     module = _build_module(plan)
     if initialize:

@@ -1,5 +1,6 @@
 """Readers for the files of a run folder: run.json, and the rows of metrics.jsonl and events.jsonl."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,10 @@ def newest_start(run: Path) -> dict[str, Any]:
     if not starts or not isinstance(starts[-1].get("flags"), dict):
         raise ConfigError(str(run / "run.json"), problem="the file is damaged: it has no record of a start")
     return starts[-1]
+
+
+def recorded_kernels(run: Path) -> dict[str, bool] | None:
+    """Return which families of operators the newest start computed in C; None if no start has recorded it."""
+    with contextlib.suppress(ConfigError):
+        return next((start["cpu_kernels"] for start in reversed(read_starts(run)) if start.get("cpu_kernels")), None)
+    return None

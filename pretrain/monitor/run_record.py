@@ -11,6 +11,7 @@ from typing import Any
 from pretrain.config.validate import Plan
 from pretrain.data.datasets.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
+from pretrain.model.kernels.cpu.choice import chosen
 from pretrain.monitor.environment import code_record, command, environment_variables, software, versions
 from pretrain.monitor.environment import without_credentials as plain
 
@@ -26,7 +27,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
         first_step: number of steps that were done before this start.
         resumed_from: checkpoint that the start continues from.
     """
-    layout, code = plan.layout, code_record(Path(plan.args.save))
+    layout, code, kernels = plan.layout, code_record(Path(plan.args.save)), chosen()
     ranks = Counter(host["host"] for host in hosts)
     different_hosts = {host["host"]: host for host in hosts}.values()
     return {
@@ -48,6 +49,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
                   "global_batch_size": layout.global_batch_size},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
+        "cpu_kernels": asdict(kernels) if kernels else None,
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),
         "hardware": [{**host, "ranks": ranks[host["host"]]} for host in different_hosts],

@@ -58,9 +58,9 @@ def set_choice(choice: KernelChoice | None) -> None:
     _Chosen.choice = choice
 
 
-def current_choice() -> KernelChoice:
-    """Return the choice that this process uses."""
-    return _Chosen.choice or right_in_c()
+def chosen() -> KernelChoice | None:
+    """Return the choice that this process has made; None on GPUs, and before the engine is built."""
+    return _Chosen.choice
 
 
 @functools.cache
