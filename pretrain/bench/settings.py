@@ -15,6 +15,11 @@ SECTIONS = ("step", "overhead", "guards", "pipeline", "checkpoint", "startup", "
             "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+_GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"
+_LLAMA = "num_hidden_layers=8,hidden_size=512,intermediate_size=1536,num_attention_heads=8,num_key_value_heads=2," \
+         "vocab_size=16384,max_position_embeddings={positions},tie_word_embeddings=true"
+_SMALL_LLAMA = "num_hidden_layers=2,hidden_size=64,intermediate_size=192,num_attention_heads=4," \
+               "num_key_value_heads=2,vocab_size=512,max_position_embeddings={positions},tie_word_embeddings=false"
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,13 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset("gpt2", f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}",
-                  512, 8, steps=3, warmup_steps=2, product_size=4096),
+    "cpu": Preset("gpt2", _GPT2, 512, 8, steps=3, warmup_steps=2, product_size=4096),
+    "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=3, warmup_steps=2, product_size=4096),
+    "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=3, warmup_steps=2, product_size=4096),
+    "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=3, warmup_steps=2, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
                         64, 4, steps=2, warmup_steps=2, product_size=512),
+    "cpu-small-llama": Preset("llama2-7b", _SMALL_LLAMA, 64, 4, steps=2, warmup_steps=2, product_size=512),
     "h200-gpt2-124m": Preset("gpt2", f"n_positions={{positions}},{_NO_DROPOUT}", 2048, 16, steps=20, warmup_steps=5,
                              product_size=8192),
     "h200-gpt3-1.3b": Preset("gpt3-1.3b", "n_positions={positions}", 2048, 8, steps=10, warmup_steps=5,

@@ -40,11 +40,11 @@ def _model(plan: Plan) -> torch.nn.Module:
     return model.train()
 
 
-def _parameters(model: torch.nn.Module) -> int:
+def parameter_count(model: torch.nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def _batches(plan: Plan, device: torch.device) -> Any:
+def micro_batches(plan: Plan, device: torch.device) -> Any:
     """Yield (tokens, labels) of consecutive micro-batches without end, both int64 [B, T]."""
     loader, consumed_samples = training_loader(plan), 0
     while True:
@@ -61,8 +61,8 @@ def torch_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     model = _model(plan).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95),
                                   eps=1e-8, weight_decay=0.1, fused=True)
-    requests.report_build(_parameters(model))
-    for tokens_BT, labels_BT in _batches(plan, device):
+    requests.report_build(parameter_count(model))
+    for tokens_BT, labels_BT in micro_batches(plan, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.layout.precision == "bf16"):
             loss = model(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
         loss.backward()
@@ -81,11 +81,11 @@ def deepspeed_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         init_process_group(running_environment())
         plan = job.plan()
         model = _model(plan)
-        parameters = _parameters(model)
+        parameters = parameter_count(model)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model.named_parameters()),
                                           config=job.option("ds_config"))
     requests.report_build(parameters)
-    for tokens_BT, labels_BT in _batches(plan, engine.device):
+    for tokens_BT, labels_BT in micro_batches(plan, engine.device):
         loss = engine(input_ids=tokens_BT, labels=labels_BT, shift_labels=labels_BT).loss
         engine.backward(loss)
         engine.step()
@@ -139,7 +139,7 @@ def trainer(job: BaselineJob, requests: RequestLoop) -> NoReturn:
         train_sampling_strategy="sequential", remove_unused_columns=False, save_strategy="no", report_to="none",
         logging_strategy="no", disable_tqdm=True)
     model = _model(plan)
-    parameters = _parameters(model)
+    parameters = parameter_count(model)
     length = plan.train_steps * plan.layout.micro_batch_size
     with deepspeed_output("error"):
         RecordingTrainer(model=model, args=arguments, train_dataset=_Samples(plan.datasets["train"], length),

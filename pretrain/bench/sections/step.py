@@ -9,7 +9,10 @@ from pretrain.bench.sections.section import BenchSection, ReportProgress, spread
 from pretrain.model.flops import flops_per_token
 
 PROJECT, PRODUCTS = "this project", "matrix products"
-PEERS = {"transformers.Trainer": "trainer", "DeepSpeed, bare loop": "deepspeed", "plain PyTorch": "torch"}
+# all but the last two train the model class of transformers; the last one is measured on GPUs only
+COMPILED = "plain PyTorch, compiled"
+PEERS = {"transformers.Trainer": "trainer", "DeepSpeed, bare loop": "deepspeed", "plain PyTorch": "torch",
+         "nanoGPT-style loop": "plain", COMPILED: "plain"}
 # relative tolerance of the first loss, which all baselines compute from the same weights and samples
 _FIRST_LOSS_TOLERANCE = {"bf16": 1e-3, "fp32": 1e-5}
 
@@ -19,8 +22,14 @@ def training_step(context: BenchContext, report: ReportProgress) -> BenchSection
     preset = context.settings.preset
     groups = [[context.job(PRODUCTS, "products", product_size=preset.product_size)],
               [context.job(PROJECT, "project")],
-              *([context.job(name, baseline)] for name, baseline in PEERS.items())]
+              *([context.job(name, baseline, compiled=name == COMPILED)]
+                for name, baseline in peers(context.settings.device.kind).items())]
     return step_section(context, run_interleaved(groups, context, report))
+
+
+def peers(device_kind: str) -> dict[str, str]:
+    """Return the other training programs, and the baseline that runs each of them."""
+    return {name: baseline for name, baseline in PEERS.items() if device_kind == "cuda" or name != COMPILED}
 
 
 def step_section(context: BenchContext, results: InterleavedResults) -> BenchSection:
@@ -30,7 +39,10 @@ def step_section(context: BenchContext, results: InterleavedResults) -> BenchSec
                for name in (PROJECT, *PEERS) if name in results.answers}
     ours = figures.get(PROJECT)
     for values in figures.values():
-        values["speed_ratio"] = ours and ours["tokens_per_second"] / values["tokens_per_second"]
+        # of two rates that were measured shortly after each other
+        values["speed_ratios"] = ours and [mine / theirs for mine, theirs in
+                                           zip(ours["rounds"], values["rounds"], strict=True)]
+        values["speed_ratio"] = ours and statistics.median(values["speed_ratios"])
         values["memory_ratio"] = ours and ours["peak_memory_bytes"] / values["peak_memory_bytes"]
     mismatches = _mismatches(figures, context.settings.precision)
     return BenchSection(
@@ -82,8 +94,10 @@ def _row(name: str, values: dict[str, Any]) -> list[str]:
     def ratio(key: str, digits: int = 2) -> str:
         return "" if values[key] is None else f"{values[key]:.{digits}f}"
 
+    ratios = values["speed_ratios"]
+    lowest_to_highest = f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratios and name != PROJECT else ""
     return [name, f"{values['tokens_per_second']:,.0f}", f"{spread(values['rounds']):.1%}", f"{values['tflops']:.3g}",
-            ratio("mfu", 3), f"{values['peak_memory_bytes'] / 1e9:.2f} GB", ratio("speed_ratio"),
+            ratio("mfu", 3), f"{values['peak_memory_bytes'] / 1e9:.2f} GB", ratio("speed_ratio") + lowest_to_highest,
             ratio("memory_ratio"), f"{values['losses'][0]:.4f}"]
 
 
@@ -92,7 +106,8 @@ def _notes(context: BenchContext, tflops: float | None) -> list[str]:
     memory = "growth of the resident memory since before the model was built" if settings.device.kind == "cpu" else \
         "peak of torch's allocator"
     notes = [f"tokens/s: median of {settings.repetitions} repetitions of {settings.preset.steps} steps; spread: "
-             f"(highest - lowest) / median; peak memory: {memory}."]
+             f"(highest - lowest) / median; ours / theirs: median, lowest and highest ratio of the "
+             f"repetitions; peak memory: {memory}."]
     if tflops is not None:
         notes.append(f"MFU: fraction of {tflops:.3g} TFLOP/s, the highest measured rate of {settings.precision} "
                      f"products of matrices with {settings.preset.product_size:,} rows, in the same repetitions.")
