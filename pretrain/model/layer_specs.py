@@ -160,7 +160,7 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
         loss_terms: terms of the training loss in addition to the cross-entropy.
     """
-    loss = TrainingLoss(loss_terms)
+    loss = TrainingLoss(loss_terms, plain_operators=plain_operators)
     with _prints_to_log():
         by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
         specs = build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss, recompute=recompute)
@@ -222,7 +222,7 @@ class CausalLM(nn.Module):
 def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
               loss_terms: LossTerms = CROSS_ENTROPY) -> CausalLM:
     """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
-    loss = TrainingLoss(loss_terms)
+    loss = TrainingLoss(loss_terms, plain_operators=plain_operators)
     specs = build_specs(config, plain_operators=plain_operators, loss=loss, recompute=recompute)
     module = CausalLM(specs, recompute)
     module.training_loss = loss

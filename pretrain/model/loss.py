@@ -12,7 +12,7 @@ __all__ = ["CROSS_ENTROPY", "Labels", "LossTerms", "TrainingLoss", "linear_cross
 
 def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
                          bias: torch.Tensor | None = None, softcap: float = 0.0,
-                         terms: LossTerms = CROSS_ENTROPY) -> torch.Tensor:
+                         terms: LossTerms = CROSS_ENTROPY, *, plain_operators: bool = False) -> torch.Tensor:
     """Return the sum of weight * cross-entropy over the tokens, for the logits x W^T + bias: an fp32 scalar.
 
     The sum is not divided: the weights contain the normalization (data/loader.py, Loader).
@@ -20,8 +20,9 @@ def linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: L
     Args:
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
         terms: the gradient is that of the cross-entropy and these terms; the returned value has the cross-entropy only.
+        plain_operators: use torch's operators instead of the C kernels.
     """
-    return TrainingLoss(terms)(x_BTD, weight_VD, labels, bias, softcap)
+    return TrainingLoss(terms, plain_operators=plain_operators)(x_BTD, weight_VD, labels, bias, softcap)
 
 
 class TrainingLoss:
@@ -31,8 +32,8 @@ class TrainingLoss:
     be compared between runs with different terms.
     """
 
-    def __init__(self, terms: LossTerms = CROSS_ENTROPY) -> None:
-        self.terms = terms
+    def __init__(self, terms: LossTerms = CROSS_ENTROPY, *, plain_operators: bool = False) -> None:
+        self.terms, self.plain_operators = terms, plain_operators
         self._squares: torch.Tensor | None = None  # weighted sum over the tokens of `_micro_batches` micro-batches
         self._micro_batches = 0
 
@@ -40,7 +41,8 @@ class TrainingLoss:
                  bias: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
         """Compute `linear_cross_entropy`."""
         labels_BT, weights_BT = labels
-        loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms)
+        loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms,
+                                                   self.plain_operators)
         if self.terms.z_loss and loss.requires_grad:
             self._squares = squares if self._squares is None else self._squares + squares
             self._micro_batches += 1

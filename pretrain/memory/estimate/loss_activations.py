@@ -42,6 +42,7 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     The sum has four parts: the saved tensors, two fp32 vectors [N], one chunk's logits, and the larger of (a) the
     chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
     softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
+    In bf16 without soft-capping, a C function needs no memory for it.
     """
     vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
     chunk = min(batch.tokens, CHUNK_TOKENS)
@@ -52,7 +53,8 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     if shape.logit_softcap:  # the capped logits of the previous rows also exist while the next ones are computed
         softmax_rows = 2 * rows + next_rows
     weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
-    work = max(softmax_rows * vocab_size * FP32, weighted)
+    in_c = not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.logit_softcap
+    work = weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted)
     return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work
 
 

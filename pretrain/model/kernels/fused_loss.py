@@ -7,9 +7,11 @@ a vocabulary of 50k need 0.4 GB for logits in bf16, and two or three times 0.8 G
 With soft-capping, logits = cap tanh((x W^T + b) / cap), and G is multiplied by the derivative 1 - (logits / cap)^2. On
 CUDA this takes one more tensor [C, V] in fp32.
 
-Measured on an AVX512_BF16 core with 4,096 tokens, hidden size 512 and a vocabulary of 16k: 0.12 s in addition to the
-1.07 s of the three matrix products. Separate operators took 0.26 s in addition, or 0.8 s if freed memory is returned to
-the system (see distributed/allocator.py).
+On CPUs in bf16, C functions compute the losses and their gradient (cpu/cross_entropy.c), and dW is accumulated as its
+transpose [D, V]: the product of x^T and G needs a copy of a small matrix only, and that of G^T and x, which oneDNN
+computes at about 0.6 of the rate, would need a copy of the large one. Measured on an Intel core with AMX, in
+milliseconds for 1,024 tokens, hidden size 512 and a vocabulary of 16k: the three products 52 instead of 66, the losses
+and their gradient 13 instead of 41.
 
 In training, the gradient can be that of more than the cross-entropy: with label smoothing e (Szegedy et al., arXiv
 1512.00567, section 7; as torch's F.cross_entropy) and z-loss z (PaLM, arXiv 2204.02311, section 5), it is that of
@@ -32,6 +34,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.cpu.losses import cross_entropy_, transpose_scaled
+
 _TOKENS = 1024  # per chunk: enough for efficient matrix products
 _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache
 _UNIT = 1024.0  # sum of the weights within dW: keeps dW in fp16's range before the loss scale is known
@@ -50,8 +55,8 @@ CROSS_ENTROPY = LossTerms()  # no additional terms
 
 def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.Tensor,
                                weights_BT: torch.Tensor, bias_V: torch.Tensor | None = None,
-                               softcap: float = 0.0,
-                               terms: LossTerms = CROSS_ENTROPY) -> tuple[torch.Tensor, torch.Tensor]:
+                               softcap: float = 0.0, terms: LossTerms = CROSS_ENTROPY,
+                               plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of weight * cross-entropy and of weight * logsumexp(logits)^2 over the tokens: fp32 scalars.
 
     The softmax is computed in fp32. The gradient of the first sum is that of the loss with all `terms`. The second one
@@ -62,13 +67,14 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
 
     Args:
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+        plain: call torch's operators only.
     """
     parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
     with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (x_BTD, *parameters))
     carrier = x_BTD.grad_fn if isinstance(x_BTD.grad_fn, _Carry._backward_cls) else None
     sums: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(
         x_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), weights_BT.flatten(), softcap, terms, with_grad,
-        carrier)
+        carrier, plain)
     return sums
 
 
@@ -103,28 +109,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
                 labels_N: torch.Tensor, weights_N: torch.Tensor, softcap: float, terms: LossTerms, with_grad: bool,
-                carrier: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                carrier: Any, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
         weights_N = weights_N.to(torch.promote_types(x_ND.dtype, torch.float32))
         total = weights_N.sum()
         units_N = weights_N * (_UNIT / total.clamp(min=1e-30))  # 0 instead of NaN if all tokens are masked
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
+        in_c = not plain and uses_c("loss", x_ND)
         if with_grad:
-            dx_ND, dw_VD = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
+            dx_ND, dw = torch.empty_like(x_ND), weight_VD.new_zeros(weight_VD.t().shape if in_c else weight_VD.shape)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
         for start in range(0, len(x_ND), _TOKENS):
             chunk = slice(start, start + _TOKENS)
             logits_CV = F.linear(x_ND[chunk], weight_VD, bias_V)
-            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms)
+            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms, in_c)
             if with_grad and terms.z_loss:
                 squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
-                dw_VD.addmm_(logits_CV.t(), (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype))
+                weighted_CD = (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype)
+                _add_weight_gradient(dw, logits_CV, weighted_CD, transposed=in_c)
                 if db_V is not None:
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk
         if with_grad:
-            ctx.save_for_backward(dx_ND, dw_VD, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
+            ctx.save_for_backward(dx_ND, dw, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
+            ctx.transposed = in_c  # type: ignore[attr-defined]
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
             ctx.carrier = carrier  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(squares)
@@ -134,23 +143,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0]
-        dx_ND, dw_VD, db_V, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
+        dx_ND, dw, db_V, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
         dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
-        dw_VD = (dw_VD * (total * grad / _UNIT)).to(dw_VD.dtype)
+        scale = total * grad / _UNIT
+        transposed: bool = ctx.transposed  # type: ignore[attr-defined]
+        dw_VD = transpose_scaled(dw, float(scale)) if transposed else (dw * scale).to(dw.dtype)
         if db_V is not None:
-            db_V = (db_V * (total * grad / _UNIT)).to(ctx.bias_dtype)  # type: ignore[attr-defined]
+            db_V = (db_V * scale).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
-            return dx_ND, dw_VD, db_V, None, None, None, None, None, None
+            return dx_ND, dw_VD, db_V, None, None, None, None, None, None, None
         ctx.carrier.gradients = (dw_VD, db_V)  # type: ignore[attr-defined]
-        return dx_ND, None, None, None, None, None, None, None, None
+        return dx_ND, None, None, None, None, None, None, None, None, None
+
+
+def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor, *,
+                         transposed: bool) -> None:
+    """Add G^T x to dW [V, D]; if `transposed`, add x^T G to its transpose."""
+    if transposed:
+        dw.addmm_(x_CD.t().contiguous(), gradient_CV)
+    else:
+        dw.addmm_(gradient_CV.t(), x_CD)
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float,
-                    terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropies and the logsumexps, [C] each.
+                    terms: LossTerms, in_c: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropies and the logsumexps, [C] each. With `in_c`, C computes them, unless there is a cap.
 
     With `with_grad`, overwrite the logits before the cap with the gradient of the loss that has all `terms`.
     """
+    if in_c and not softcap:
+        return cross_entropy_(logits_CV, labels_C, with_grad=with_grad, label_smoothing=terms.label_smoothing,
+                              z_loss=terms.z_loss)
     step = len(logits_CV)
     if logits_CV.device.type == "cpu":
         step = max(1, _CPU_ELEMENTS * torch.get_num_threads() // logits_CV.shape[1])

@@ -18,10 +18,11 @@ static inline uint16_t to_bf16(float value) { /* to the nearest, ties to even */
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* 1 / (1 + e^-z): 2^(whole + part), a polynomial for 2^part with part in [-1/2, 1/2]; error at most 3e-6. */
-static inline float sigmoid(float z) {
-    float t = z * -1.44269504f;
-    t = t < -126.0f ? -126.0f : t; /* not fmaxf: its NaN rules prevent vectorization */
+/* e^x = 2^(whole + part), a polynomial for 2^part with part in [-1/2, 1/2]: relative error at most 3e-6; 0 below and
+ * 2^126 above the range of t. */
+static inline float exponential(float x) {
+    float t = x * 1.44269504f;
+    t = t < -127.0f ? -127.0f : t; /* not fmaxf: its NaN rules prevent vectorization */
     t = t > 126.0f ? 126.0f : t;
     float whole = rintf(t), part = t - whole;
     float power = 1.3333558e-3f;
@@ -33,7 +34,9 @@ static inline float sigmoid(float z) {
     int32_t exponent = ((int32_t)whole + 127) << 23;
     float scale;
     memcpy(&scale, &exponent, 4);
-    return 1.0f / (1.0f + power * scale);
+    return power * scale;
 }
+
+static inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
 
 #endif

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import activations
+from pretrain.model.kernels.cpu import activations, losses
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
@@ -37,11 +37,29 @@ def _rows(count: int, *columns: int) -> Callable[[int, torch.Generator], Operand
     return make
 
 
+def _logits(rows: int, generator: torch.Generator) -> Operands:
+    logits = 3 * torch.randn((rows, 515), generator=generator, device="cpu")
+    return logits.bfloat16(), torch.randint(515, (rows,), generator=generator, device="cpu")
+
+
+def _losses_in_c(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
+    return *losses.cross_entropy_(logits, labels, with_grad=True, label_smoothing=0.0, z_loss=0.0), logits
+
+
+def _losses_in_torch(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
+    p = torch.softmax(logits, dim=1, dtype=torch.float32)
+    log_z = torch.logsumexp(logits.float(), 1)
+    at_label = logits.gather(1, labels[:, None])
+    gradient = p.scatter_add_(1, labels[:, None], torch.full_like(at_label, -1, dtype=torch.float32))
+    return log_z - at_label[:, 0], log_z, gradient.to(logits.dtype)
+
+
 TRIALS = (
     Trial("activation", _rows(1, 515), activations.gelu_tanh,
           lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
     Trial("activation", _rows(2, 515), activations.gelu_tanh_backward,
           lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")),
+    Trial("loss", _logits, _losses_in_c, _losses_in_torch),
 )
 
 

@@ -1,0 +1,26 @@
+"""Cross-entropy in C."""
+
+import torch
+
+from pretrain.model.kernels.cpu.library import call
+
+
+def cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, *, with_grad: bool, label_smoothing: float,
+                   z_loss: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropies and the logsumexps, [C] each in fp32.
+
+    With `with_grad`, overwrite the logits with the gradient of the loss that has label smoothing and z-loss.
+    """
+    rows, vocabulary = logits_CV.shape
+    losses_C, log_z_C = logits_CV.new_empty(2, rows, dtype=torch.float32)
+    call("cross_entropy", logits_CV, labels_C.contiguous(), losses_C, log_z_C, rows, vocabulary, int(with_grad),
+         float(label_smoothing), float(z_loss))
+    return losses_C, log_z_C
+
+
+def transpose_scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the transpose of a contiguous matrix, times a number, as a contiguous matrix."""
+    rows, columns = x.shape
+    out = x.new_empty(columns, rows)
+    call("transpose_scaled", x, out, rows, columns, scale)
+    return out

@@ -1,0 +1,104 @@
+"""The loss in C, compared with torch's operators in fp64 and in bf16."""
+
+import pytest
+import torch
+
+from pretrain.model.kernels import fused_loss
+from pretrain.model.kernels.cpu import library
+from pretrain.model.kernels.cpu.losses import cross_entropy_, transpose_scaled
+from pretrain.model.kernels.fused_loss import LossTerms
+from pretrain.model.loss import linear_cross_entropy
+from tests.support.tensors import relative_error
+
+pytestmark = pytest.mark.skipif(library._library() is None, reason="no C compiler")
+TERMS = [LossTerms(), LossTerms(label_smoothing=0.1, z_loss=1e-2)]
+
+
+def logits_and_labels(rows: int, vocabulary: int, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * scale).bfloat16()
+    return logits, torch.randint(0, vocabulary, (rows,), generator=generator)
+
+
+def in_c(logits: torch.Tensor, labels: torch.Tensor, terms: LossTerms, *, with_grad: bool = True):
+    return cross_entropy_(logits, labels, with_grad=with_grad, label_smoothing=terms.label_smoothing,
+                          z_loss=terms.z_loss)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=["cross_entropy", "all_terms"])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (1, 2), (3, 37), (64, 1000), (5, 50257)])
+def test_losses_and_gradients_in_c_equal_fp64(rows, vocabulary, terms):
+    logits, labels = logits_and_labels(rows, vocabulary)
+    x = logits.double().requires_grad_()
+    log_z = torch.logsumexp(x, 1)
+    losses = log_z - x.gather(1, labels[:, None])[:, 0]
+    smoothed = torch.nn.functional.cross_entropy(x, labels, reduction="sum", label_smoothing=terms.label_smoothing)
+    wanted, = torch.autograd.grad(smoothed + terms.z_loss * log_z.square().sum(), x)
+    untouched = logits.clone()
+    evaluated, _ = in_c(untouched, labels, terms, with_grad=False)
+    found_losses, found_log_z = in_c(logits, labels, terms)
+    assert torch.equal(evaluated, found_losses)
+    assert untouched.double().equal(x.detach())
+    torch.testing.assert_close(found_losses.double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_log_z.double(), log_z.detach(), rtol=1e-5, atol=1e-5)
+    rounded = wanted.bfloat16().double()  # the smallest possible error
+    assert (logits.double() - wanted).norm() <= 1.02 * (rounded - wanted).norm() + 1e-6 * wanted.norm()
+
+
+def test_large_logits_nan_and_infinity_in_c():
+    logits, labels = logits_and_labels(6, 40, scale=1e4)
+    logits[1, 3], logits[2, 5], logits[3, 7] = float("nan"), float("inf"), float("-inf")
+    labels[3], labels[4] = 8, 0
+    logits[4] = 0
+    clean = torch.tensor([0, 3, 4, 5])
+    wanted = torch.nn.functional.cross_entropy(logits[clean].double(), labels[clean], reduction="none")
+    losses, _ = in_c(logits, labels, LossTerms())
+    torch.testing.assert_close(losses[clean].double(), wanted, rtol=1e-5, atol=1e-5)
+    assert losses[1:3].isnan().all()
+    assert logits[1:3].isnan().all()
+    assert logits[clean].isfinite().all()
+    assert logits[3, 7] == 0
+
+
+def test_results_in_c_do_not_depend_on_the_number_of_threads():
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            logits, labels = logits_and_labels(50, 333)
+            results.append((*in_c(logits, labels, TERMS[1]), logits))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 100), (33, 65), (64, 32)])
+def test_scaled_transposes_in_c(rows, columns):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = transpose_scaled(x, 0.3)
+    assert found.is_contiguous()
+    assert torch.equal(found, (x.float() * torch.tensor(0.3)).bfloat16().t())
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=["cross_entropy", "all_terms"])
+def test_the_operator_is_as_precise_with_c_as_with_torchs_operators(terms, monkeypatch):
+    """Chunks of 7 tokens, the last one with 4; a tied weight that is not contiguous; half of the tokens masked."""
+    monkeypatch.setattr(fused_loss, "_TOKENS", 7)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 16, 24, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(24, 301, generator=generator).bfloat16().t().requires_grad_()
+    bias = torch.randn(301, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, 301, (2, 16), generator=generator)
+    weights = (torch.rand(2, 16, generator=generator) > 0.5).float() / 16
+
+    def gradients(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = linear_cross_entropy(inputs[0], inputs[1], (labels, weights), inputs[2], terms=terms)
+        return loss, *torch.autograd.grad(loss, inputs)
+
+    wanted = gradients(*(tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)))
+    with_c = gradients(x, weight, bias)
+    monkeypatch.setattr(fused_loss, "uses_c", lambda *_: False)
+    without = gradients(x, weight, bias)
+    for reference, found, usual in zip(wanted, with_c, without, strict=True):
+        assert relative_error(found, reference) <= 1.2 * relative_error(usual, reference) + 1e-6
