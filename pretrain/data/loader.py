@@ -73,7 +73,10 @@ class Loader:
         self._is_masked = eod_token is not None or dataset.has_padding
         known = [token for token in (eod_token, document_end) if token is not None]
         self._padding_token = known[0] if known else 0
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        # each thread has a current device of its own, at first device 0, on which pinning would create a CUDA context
+        device = torch.cuda.current_device() if pin_memory else None
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader",
+                                          initializer=_set_device, initargs=(device,))
         self._prefetched: tuple[int, Future[_Step]] | None = None
 
     def step(self, consumed_samples: int) -> list[MicroBatch]:
@@ -140,6 +143,12 @@ class Loader:
         """
         # A global batch without unmasked tokens has loss 0 instead of NaN.
         return steps * self.data_parallel_size / max(total_tokens, 1.0)
+
+
+def _set_device(device: int | None) -> None:
+    """Make the CUDA device of this index current in the calling thread."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def evaluation_batches(loader: Loader, eval_steps: int) -> Iterator[list[MicroBatch]]:

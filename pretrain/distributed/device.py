@@ -49,13 +49,13 @@ def _cpuinfo() -> str:
 
 
 def cuda_device() -> Device:
-    """Describe the first NVIDIA device; an Ampere GPU is assumed if nvidia-smi fails."""
+    """Describe the first NVIDIA device. If nvidia-smi fails, assume an Ampere GPU of a machine with nvcc."""
     capability, memory_bytes = 8.0, 0
     found = re.match(r"(\d+\.\d+)\s*,\s*(\d+)", next(iter(nvidia_smi("compute_cap,memory.total")), ""))
     if found:
         capability, memory_bytes = float(found[1]), int(found[2]) * 2**20
     return Device("cuda", fp16=capability >= 7.0, bf16=capability >= 8.0, memory_bytes=memory_bytes,
-                  compiles=has_nvcc())
+                  compiles=found is None or nvcc_fits_torch())
 
 
 def nvidia_smi(fields: str) -> list[str]:
@@ -74,6 +74,29 @@ def has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or Path(home, "bin", "nvcc").exists()
 
 
+def nvcc_fits_torch() -> bool:
+    """Return whether DeepSpeed 0.19.8 can compile CUDA operators: nvcc is of the CUDA version that torch was built for.
+
+    DeepSpeed compares the versions as well (ops/op_builder/builder.py, assert_no_cuda_mismatch). Of CUDA 11 and 12 it
+    accepts any minor version; DS_SKIP_CUDA_CHECK=1 accepts every version.
+    """
+    if not has_nvcc():
+        return False
+    built_for = re.match(r"(\d+)\.(\d+)", _torch_cuda_version())
+    if built_for is None or os.environ.get("DS_SKIP_CUDA_CHECK") == "1":
+        return True
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    try:
+        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False  # CUDA_HOME without a compiler
+    found = re.search(r"release (\d+)\.(\d+)", answer)
+    if found is None:
+        return True
+    return found[1] == built_for[1] and (found[2] == built_for[2] or found[1] in ("11", "12"))
+
+
 def wants_cpu() -> bool:
     """Return whether `detect_device` returns the CPU, without calling a driver."""
     chosen = os.environ.get("DS_ACCELERATOR")
@@ -87,12 +110,21 @@ def wants_cpu() -> bool:
 
 
 def _torch_has_cuda() -> bool:
-    """Return whether the installed torch is a CUDA build, from its version.py: importing torch takes 1.5 s."""
+    """Return whether the installed torch is a CUDA build; True if its version cannot be read."""
+    return _torch_cuda_version() != "None"
+
+
+def _torch_cuda_version() -> str:
+    """Return the CUDA version of the installed torch, such as "12.8", from its version.py; importing it takes 1.5 s.
+
+    Returns "None" without torch or for a build without CUDA, and "" if the version cannot be read.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return "None"
     try:
         text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return True
-    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
+        return ""
+    found = re.search(r"^cuda\b[^=]*=\s*(\S+)", text, re.MULTILINE)
+    return found[1].strip("'\"") if found is not None else ""

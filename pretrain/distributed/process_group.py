@@ -61,6 +61,18 @@ def collective_timeout_s(longest_s: float, environ: MutableMapping[str, str]) ->
     return seconds
 
 
+def check_device_index(world: World, num_devices: int) -> None:
+    """Reject a rank without a device of its own. Rank N of a host uses device N of those that it sees."""
+    if world.local_rank < num_devices:
+        return
+    remedy = "start at most one rank per GPU, and let each rank see all GPUs of its host (CUDA_VISIBLE_DEVICES)"
+    if world.launcher == "slurm":
+        remedy = "give the GPUs to the node instead of the task: --gpus-per-node instead of --gpus-per-task, and " \
+                 "--gpu-bind=none"
+    raise ConfigError("CUDA_VISIBLE_DEVICES", found=f"{num_devices} devices for rank {world.local_rank} of this host",
+                      expected=f"at least {world.local_rank + 1}", remedy=remedy)
+
+
 def init_process_group(world: World, longest_s: float = 0.0) -> None:
     """Form the process group. Each rank checks that it has the world size that the launcher announced.
 
@@ -75,6 +87,10 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
     if world.size == 1:
         patches.skip_shared_memory_operator()
     choose_interface(world, os.environ)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if not on_cpu:  # before the process group: NCCL's communicators belong to the current device
+        check_device_index(world, get_accelerator().device_count())
+        get_accelerator().set_device(world.local_rank)
     timeout = timedelta(seconds=collective_timeout_s(longest_s, os.environ))
     if world.rank == 0 and timeout.total_seconds() < longest_s:
         print(f"note: DEEPSPEED_TIMEOUT ({timeout.total_seconds() / 60:g} minutes) is shorter than a time-out of the "
@@ -87,10 +103,8 @@ def init_process_group(world: World, longest_s: float = 0.0) -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise taken_port(world) from None
-    if get_accelerator().device_name() == "cpu":
+    if on_cpu:
         patches.remove_shared_memory_names(world.rank)
-    else:
-        get_accelerator().set_device(world.local_rank)
     formed = torch.distributed.get_world_size()
     if formed != world.size:
         raise ConfigError("world size", found=formed,

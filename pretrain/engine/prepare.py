@@ -12,11 +12,14 @@ from pretrain.patches.imports import silence_renamed_collectives
 def prepare_deepspeed(device: Device) -> None:
     """Prepare this process for the import of DeepSpeed. Imports torch.
 
+    - Let CUDA's allocator extend its segments, so that tensors of changing sizes leave fewer unusable gaps.
     - Set the accelerator; otherwise DeepSpeed guesses it and prints a warning.
     - Put this environment's `ninja` first in PATH.
     - Cache the CPU's features; DeepSpeed 0.19.8 (ops/op_builder/builder.py) reads them for each operator, 1 s each.
     - Load compiled operators from the cache of `operator_cache`.
     """
+    if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
     import cpuinfo  # here, because its import starts a process
 
     from pretrain.engine.operator_cache import cache_operators

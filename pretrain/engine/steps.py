@@ -3,7 +3,7 @@
 Only this file and build.py distinguish between PipelineModule and plain module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)
         with timers.training_step():
-            loss = engine.train_batch(iter(micro_batches)).reshape(())
+            loss = engine.train_batch(_on_device(engine, micro_batches)).reshape(())
         _keep_rank_loss(engine, engine.dp_group_loss.reshape(()), micro_batches)
         return loss
 
@@ -63,7 +63,7 @@ def eval_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torc
     """Return the mean loss over the unmasked tokens of a global batch, without dropout: a scalar, on each rank."""
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)
-        return engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches)).reshape(())
+        return engine.eval_batch(_on_device(engine, micro_batches), num_micro_batches=len(micro_batches)).reshape(())
     engine.eval()
     return _mean_over_data_parallel(engine, _mean_over_micro_batches(engine, micro_batches, engine))
 
@@ -119,6 +119,20 @@ def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> list[torch.Tensor]
     inputs, labels = batch
     tokens_BT, *positions = (inputs,) if torch.is_tensor(inputs) else inputs
     return [x.to(device=engine.device, non_blocking=True) for x in (tokens_BT, *labels, *positions)]
+
+
+def _on_device(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Copy each micro-batch to the device of a first or last pipeline stage when the stage reads it.
+
+    The copy from pinned memory does not wait for the device. DeepSpeed 0.19.8 would copy to ordinary memory first, and
+    from there to the device, which waits (runtime/pipe/engine.py, _exec_load_micro_batch).
+    """
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device=engine.device, non_blocking=True)
+
+    for inputs, (labels_BT, weights_BT) in micro_batches:
+        moved = copy(inputs) if torch.is_tensor(inputs) else (copy(inputs[0]), copy(inputs[1]))
+        yield moved, (copy(labels_BT), copy(weights_BT))
 
 
 def sum_over_data_parallel(engine: DeepSpeedEngine, value: float) -> float:

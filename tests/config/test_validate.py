@@ -16,6 +16,7 @@ from pretrain.config.ds_json.read import get_value
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, check_run
 from pretrain.distributed.device import Device, cpu_device, detect_device
+from pretrain.errors import ConfigError
 from tests.support.effort import HEAVY, run_and_list_imports
 from tests.wrong_inputs.inputs import BASE, CPU, NOTHING, WRONG, change, z
 from tests.wrong_inputs.world import make_world
@@ -225,3 +226,16 @@ def test_notes_name_faster_operators_that_cannot_be_used(world: Path, monkeypatc
     assert first_words(on_cpu, model_overrides=dropping) == ["attention dropout", "no C compiler"]
     assert first_words(CUDA, model_overrides=dropping, compile_blocks=True) == []
     assert first_words(on_cpu, compile_blocks=True)[0].startswith("--compile_blocks on a CPU")
+
+
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "optimizer.type"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
+])
+def test_without_nvcc_only_what_needs_it_is_rejected(world: Path, changes: dict[str, Any], key: str) -> None:
+    without = dataclasses.replace(CUDA, compiles=False)
+    plan_of(world, changes)
+    with pytest.raises(ConfigError, match=f"{key}: it is a CUDA operator that DeepSpeed compiles"):
+        plan_of(world, changes, device=without)
+    params = plan_of(world, {}, device=without).ds_config["optimizer"]["params"]
+    assert (params["torch_adam"], params["fused"]) == (True, True)

@@ -194,3 +194,18 @@ def test_every_evaluation_reads_the_same_batches(dataset: ShuffledWindows) -> No
     assert runs[0] == runs[1]
     starts = [[int(dataset.samples([i])[0][0]) for i in range(first, first + 2)] for first in range(0, 12, 2)]
     assert list(itertools.chain.from_iterable(runs[0])) == starts
+
+
+def test_the_reading_thread_uses_the_device_of_its_rank(dataset: ShuffledWindows,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's current CUDA device is device 0. The functions of CUDA are replaced: only the calls matter."""
+    threads: dict[str, object] = {}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: threads.update({threading.current_thread().name: device}))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: threads.setdefault(
+        f"pinned by {threading.current_thread().name}", 0) or self)
+    loader = Loader(dataset, micro_batch_size=1, gradient_accumulation_steps=1, pin_memory=True)
+    loader.step(0)
+    loader.close()
+    assert threads == {"loader_0": 3, "pinned by loader_0": 0}

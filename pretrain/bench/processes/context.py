@@ -9,7 +9,7 @@ import numpy as np
 from pretrain.bench.processes.baseline_job import LEARNING_RATE, PROJECT_BASELINES, BaselineJob
 from pretrain.bench.settings import BenchSettings
 from pretrain.data.files.writer import IndexedWriter
-from pretrain.distributed.device import has_nvcc
+from pretrain.distributed.device import nvcc_fits_torch
 from pretrain.model.config import ModelConfig, load_model_config
 
 _DOCUMENT_TOKENS = 5000
@@ -59,7 +59,7 @@ def ds_config(settings: BenchSettings, *, micro_batch_size: int, gradient_accumu
               stages: int) -> dict[str, Any]:
     """Return a DeepSpeed JSON with ZeRO-1, AdamW and clipping. It has no "auto", so every baseline can read it."""
     params: dict[str, Any] = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    if settings.device.kind == "cuda" and not has_nvcc():
+    if settings.device.kind == "cuda" and not nvcc_fits_torch():
         params["torch_adam"] = True  # DeepSpeed's FusedAdam needs nvcc
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,

@@ -26,6 +26,22 @@ def libaio(run: ResolvedConfig) -> None:
                           remedy="apt-get install libaio-dev")
 
 
+def operators_without_nvcc(run: ResolvedConfig) -> None:
+    """Reject what needs a compiled CUDA operator on a GPU without a fitting nvcc. Adam has a substitute."""
+    if run.device.kind != "cuda" or run.device.compiles:
+        return
+    remedy = "install the CUDA toolkit of the version that torch was built for, and set CUDA_HOME"
+    problem = "it is a CUDA operator that DeepSpeed compiles, and there is no nvcc of torch's CUDA version"
+    if run.layout.optimizer in ("lion", "lamb") and run.layout.offload_optimizer == "none":
+        raise run.error("optimizer.type", problem=problem, remedy=f"use AdamW, or {remedy}")
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if run.get(f"{_ZERO}.{name}"):
+            raise run.error(f"{_ZERO}.{name}", problem=problem, remedy=f"set it to false, or {remedy}")
+    for block in ("offload_optimizer", "offload_param"):
+        if run.get(f"{_ZERO}.{block}.device") == "nvme":
+            raise run.error(f"{_ZERO}.{block}.device", problem=problem, remedy=f'use "cpu", or {remedy}')
+
+
 def nvme_buffer_size(run: ResolvedConfig) -> None:
     """Reject a buffer smaller than a rank's part of the largest matrix: an assertion would fail in the first step."""
     model, key = run.model, f"{_ZERO}.offload_param.buffer_size"

@@ -1,0 +1,68 @@
+"""The device of a rank: which operators can be compiled for it, and whether each rank has one."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from pretrain.distributed import device
+from pretrain.distributed.device import cuda_device, nvcc_fits_torch
+from pretrain.distributed.process_group import check_device_index
+from pretrain.distributed.world import World
+from pretrain.errors import ConfigError
+
+
+def install_nvcc(home: Path, monkeypatch: pytest.MonkeyPatch, *, release: str, torch_version: str) -> None:
+    """Install a program that answers `nvcc --version`, and let torch be a build for `torch_version`."""
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'nvcc: NVIDIA (R) Cuda compiler driver'\n"
+                    f"echo 'Cuda compilation tools, release {release}, V{release}.93'\n")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.delenv("DS_SKIP_CUDA_CHECK", raising=False)
+    monkeypatch.setattr(device, "_torch_cuda_version", lambda: torch_version)
+
+
+@pytest.mark.parametrize(("release", "torch_version", "fits"), [
+    ("12.8", "12.8", True), ("12.4", "12.8", True), ("11.8", "12.8", False), ("13.0", "13.0", True),
+    ("13.1", "13.0", False), ("12.8", "", True)])
+def test_nvcc_must_be_of_the_cuda_version_of_torch(release, torch_version, fits, tmp_path, monkeypatch):
+    """DeepSpeed accepts the same pairs of versions (ops/op_builder/builder.py, assert_no_cuda_mismatch)."""
+    install_nvcc(tmp_path, monkeypatch, release=release, torch_version=torch_version)
+    assert nvcc_fits_torch() == fits
+    monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+    assert nvcc_fits_torch()
+
+
+def test_deepspeed_judges_versions_in_the_same_way(tmp_path, monkeypatch):
+    import torch.utils.cpp_extension
+    from deepspeed.ops.op_builder import builder
+
+    for number, (release, torch_version) in enumerate((("12.4", "12.8"), ("11.8", "12.8"), ("13.1", "13.0"))):
+        install_nvcc(tmp_path / str(number), monkeypatch, release=release, torch_version=torch_version)
+        monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path / str(number)))
+        monkeypatch.setattr(torch.version, "cuda", torch_version)
+        try:
+            accepted = builder.assert_no_cuda_mismatch()
+        except builder.CUDAMismatchException:
+            accepted = False
+        assert nvcc_fits_torch() == accepted
+
+
+def test_without_nvidia_smi_the_run_is_for_another_machine(monkeypatch):
+    monkeypatch.setattr(device, "nvidia_smi", lambda fields: [])
+    assert cuda_device().compiles
+    monkeypatch.setattr(device, "nvidia_smi", lambda fields: ["9.0, 143771"])
+    monkeypatch.setattr(device, "has_nvcc", lambda: False)
+    found = cuda_device()
+    assert (found.compiles, found.memory_bytes) == (False, 143771 * 2**20)
+
+
+@pytest.mark.parametrize(("launcher", "remedy"), [("slurm", "--gpus-per-node"), ("torch", "CUDA_VISIBLE_DEVICES")])
+def test_a_rank_without_a_gpu_of_its_own_is_rejected(launcher, remedy):
+    world = World(rank=5, size=8, local_rank=1, local_size=4, launcher=launcher)
+    check_device_index(world, 2)
+    with pytest.raises(ConfigError, match=r"found 1 devices for rank 1 of this host; expected at least 2") as error:
+        check_device_index(world, 1)
+    assert remedy in str(error.value)
