@@ -170,7 +170,7 @@ def test_wrong_input_is_rejected_before_torch_is_imported(corpus: str, tmp_path:
     _assert_rejected(start_one_rank([*flags, "--seq_lenght", "64"]), "--seq_lenght", 'Did you mean "--seq_length"?')
     _assert_rejected(start_one_rank(flags, RANK="0", WORLD_SIZE="many"), "WORLD_SIZE", "'many'")
     code = "import sys; sys.argv = ['train.py', '--model', 'nope']; from pretrain.train import main; main(); " \
-           "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
+           "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env={**_environment(), "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "[]"

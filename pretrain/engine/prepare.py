@@ -1,11 +1,11 @@
 """Set up a process before DeepSpeed is imported."""
 
-import functools
 import os
 import sys
 from pathlib import Path
 
 from pretrain.distributed.device import Device
+from pretrain.patches.cpu_features import read_features_from_proc
 from pretrain.patches.imports import silence_renamed_collectives
 
 
@@ -15,17 +15,15 @@ def prepare_deepspeed(device: Device) -> None:
     - Let CUDA's allocator extend its segments, so that tensors of changing sizes leave fewer unusable gaps.
     - Set the accelerator; otherwise DeepSpeed guesses it and prints a warning.
     - Put this environment's `ninja` first in PATH.
-    - Cache the CPU's features; DeepSpeed 0.19.8 (ops/op_builder/builder.py) reads them for each operator, 1 s each.
+    - Read the CPU's features from /proc/cpuinfo; DeepSpeed would measure them for 1 s.
     - Load compiled operators from the cache of `operator_cache`.
     """
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
-    import cpuinfo  # here, because its import starts a process
-
     from pretrain.engine.operator_cache import cache_operators
 
     silence_renamed_collectives()
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    read_features_from_proc()
     os.environ.setdefault("DS_ACCELERATOR", device.kind)
     scripts = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:

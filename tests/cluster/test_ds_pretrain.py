@@ -117,7 +117,7 @@ def test_devices_of_the_ranks_on_this_host(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bad_run_is_rejected_before_torch_is_imported(corpus: str, tmp_path: Path) -> None:
     code = "import sys\nfrom pretrain.errors import ConfigError\nfrom pretrain.cluster.ds_pretrain import main\n" \
            "try:\n    main(sys.argv[1:])\nexcept ConfigError as error:\n    print(error)\n" \
-           "print([name for name in ('torch', 'deepspeed') if name in sys.modules])"
+           "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
     flags = _flags(str(tmp_path / "nowhere"), tmp_path / "run", "--train_steps", "2", config=ZERO2)
     done = subprocess.run([sys.executable, "-c", code, "--num_gpus", "2", *flags], capture_output=True, text=True,
                           env={**_environment(), "PYTHONPATH": str(ROOT)}, timeout=120)

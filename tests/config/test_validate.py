@@ -107,7 +107,7 @@ def test_validation_imports_neither_torch_nor_deepspeed(world: Path) -> None:
     code = "import sys, runpy; sys.argv[0] = 'check_config.py'\n" \
            f"try: runpy.run_path({str(ROOT / 'tools' / 'check_config.py')!r}, run_name='__main__')\n" \
            "except SystemExit as end: assert not end.code\n" \
-           "print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
+           "print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, *words(world, {}, {})], capture_output=True, text=True, cwd=ROOT,
                           check=True)
     assert done.stdout.endswith("\n[]\n")

@@ -1,4 +1,4 @@
-"""A run without --compile_blocks does not import torch's compiler."""
+"""A run without --compile_blocks imports neither torch's compiler nor transformers."""
 
 import json
 import subprocess
@@ -8,15 +8,18 @@ from pathlib import Path
 from tests.support.launch import ROOT
 from tests.test_train import _environment, _flags
 
+# Modules that take 0.1 s or more: torch's compiler, packages that DeepSpeed or torch may import with it, transformers.
 CODE = """
 import json, sys
 from pretrain.train import main
 code = main(sys.argv[1:])
-print(json.dumps([code, [name for name in ("torch._dynamo", "torch._inductor.compile_fx") if name in sys.modules]]))
+slow = ("torch._dynamo", "torch._inductor.compile_fx", "torch.onnx", "sympy", "triton", "transformers", "tokenizers",
+        "huggingface_hub", "datasets", "pandas", "scipy", "PIL", "IPython")
+print(json.dumps([code, [name for name in slow if name in sys.modules]]))
 """
 
 
-def test_training_imports_no_compiler(corpus: str, tmp_path: Path) -> None:
+def test_training_imports_no_compiler_and_no_transformers(corpus: str, tmp_path: Path) -> None:
     flags = _flags(corpus, tmp_path / "run", "--train_steps", "2", config=ROOT / "ds_configs" / "zero1_bf16.json")
     done = subprocess.run([sys.executable, "-c", CODE, *flags], env={**_environment(), "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=300)

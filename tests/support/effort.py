@@ -6,9 +6,8 @@ from typing import Any
 
 from pretrain.distributed.process import ROOT
 
-# modules that take a second or more to import; rejecting bad input needs none of them
-HEAVY = frozenset({"torch", "deepspeed", "tokenizers", "sentencepiece", "transformers.models",
-                   "transformers.modeling_utils"})
+# modules that take 0.2 s or more to import; rejecting bad input needs none of them
+HEAVY = frozenset({"torch", "deepspeed", "tokenizers", "sentencepiece", "transformers"})
 
 
 def run_and_list_imports(command: list[str], **settings: Any) -> tuple["subprocess.CompletedProcess[str]", set[str]]:
