@@ -5,6 +5,7 @@ MLP, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,28 @@ from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu_attention import causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
+from pretrain.model.kernels.linear import linear
 from pretrain.model.kernels.torch_attention import make_mask
 from pretrain.model.loss import Labels, TrainingLoss
 from pretrain.model.rope import Rope
 
 
 class Linear(nn.Linear):
-    """Linear layer without torch's initialization: initialize_parameters or a checkpoint fills it."""
+    """Linear layer without torch's initialization: initialize_parameters or a checkpoint fills it.
+
+    Args:
+        plain_operators: use torch's operators instead of the custom kernels.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, plain_operators: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.plain_operators = plain_operators
 
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias) if self.plain_operators else linear(x, self.weight, self.bias)
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
@@ -126,11 +139,12 @@ class Attention(nn.Module):
         # not a buffer, because the engine casts buffers to bf16
         self.slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
-        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
         self.qk_norm = config.qk_norm
         self.q_norm = build_norm(config, config.qk_norm_size(config.num_heads)) if config.qk_norm else None
         self.k_norm = build_norm(config, config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
-        self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias)
+        self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias,
+                          plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         batch, length, _ = x_BTD.shape
@@ -162,8 +176,9 @@ class ActivatedLinear(Linear):
     """Activation function followed by a linear layer."""
 
     def __init__(self, config: ModelConfig, *, plain_operators: bool) -> None:
-        super().__init__(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation, self.plain_operators = config.activation, plain_operators
+        super().__init__(config.intermediate_size, config.hidden_size, bias=config.mlp_bias,
+                         plain_operators=plain_operators)
+        self.activation = config.activation
 
     def forward(self, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None = None) -> torch.Tensor:
         operator = plain_activated_linear if self.plain_operators else activated_linear
@@ -175,9 +190,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = Linear(hidden, inner, bias=bias) if config.gated_mlp else None
-        self.up = Linear(hidden, inner, bias=bias)
+        widen = partial(Linear, config.hidden_size, config.intermediate_size, bias=config.mlp_bias,
+                        plain_operators=plain_operators)
+        self.gate = widen() if config.gated_mlp else None
+        self.up = widen()
         self.down = ActivatedLinear(config, plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:

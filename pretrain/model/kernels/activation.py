@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu import activations
 from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.linear import bias_gradient, product, weight_gradient
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2")  # relu2: relu, squared
 
@@ -37,48 +38,64 @@ class _ActivatedLinear(torch.autograd.Function):
                 weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(up_BTF, gate_BTF, weight_DF)  # type: ignore[arg-type]  # it accepts None
         ctx.activation = activation  # type: ignore[attr-defined]
-        if gate_BTF is None:
-            return F.linear(activate(activation, up_BTF), weight_DF, bias_D)
-        return F.linear(activate(activation, gate_BTF) * up_BTF, weight_DF, bias_D)
+        inner_BTF = activate(activation, up_BTF) if gate_BTF is None else activate(activation, gate_BTF, up_BTF)
+        return product(inner_BTF, weight_DF, bias_D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_ND = grads[0].flatten(0, -2)
-        up_BTF, gate_BTF, weight_DF = ctx.saved_tensors  # type: ignore[attr-defined]
-        activation, needed = ctx.activation, ctx.needs_input_grad  # type: ignore[attr-defined]
-        activated_BTF = activate(activation, up_BTF if gate_BTF is None else gate_BTF)
-        inner_BTF = activated_BTF if gate_BTF is None else activated_BTF * up_BTF
-        dweight_DF = grad_ND.t() @ inner_BTF.flatten(0, -2)
-        dbias_D = grad_ND.sum(0) if needed[4] else None
-        del inner_BTF  # one of a block's largest tensors: free it early
-        if gate_BTF is None:
-            del activated_BTF
-        dinner_BTF = (grad_ND @ weight_DF).view_as(up_BTF)
-        if gate_BTF is None:
-            return None, activate_backward(activation, dinner_BTF, up_BTF), None, dweight_DF, dbias_D
-        dup_BTF = activated_BTF.mul_(dinner_BTF)
-        dgate_BTF = activate_backward(activation, dinner_BTF.mul_(up_BTF), gate_BTF)
-        return None, dup_BTF, dgate_BTF, dweight_DF, dbias_D
+        grad_ND, needed = grads[0].flatten(0, -2), ctx.needs_input_grad  # type: ignore[attr-defined]
+        saved = (ctx.activation, grad_ND, *ctx.saved_tensors)  # type: ignore[attr-defined]
+        gradients = _gradients_in_c(*saved) if _is_in_c(saved[0], saved[2]) else _gradients(*saved)
+        return None, *gradients, bias_gradient(grad_ND) if needed[4] else None
 
 
-def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply one of ACTIVATIONS to each element."""
-    if name == "gelu_tanh" and uses_c("activation", x):
-        return activations.gelu_tanh(x)
-    return _torch_activation(name, x)
+def _gradients(activation: str, grad_ND: torch.Tensor, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
+               weight_DF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the gradients of up, gate and weight. The order of the operators keeps few inner tensors at a time."""
+    activated_BTF = activate(activation, up_BTF if gate_BTF is None else gate_BTF)
+    inner_BTF = activated_BTF if gate_BTF is None else activated_BTF * up_BTF
+    dweight_DF = weight_gradient(inner_BTF.flatten(0, -2), grad_ND)
+    del inner_BTF  # one of a block's largest tensors: free it early
+    if gate_BTF is None:
+        del activated_BTF
+    dinner_BTF = (grad_ND @ weight_DF).view_as(up_BTF)
+    if gate_BTF is None:
+        return activate_backward(activation, dinner_BTF, up_BTF), None, dweight_DF
+    dup_BTF = activated_BTF.mul_(dinner_BTF)
+    return dup_BTF, activate_backward(activation, dinner_BTF.mul_(up_BTF), gate_BTF), dweight_DF
+
+
+def _gradients_in_c(activation: str, grad_ND: torch.Tensor, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
+                    weight_DF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the same as `_gradients`. One pass computes the inner tensor and the gradients of up and gate."""
+    dinner_BTF, dgate_BTF = (grad_ND @ weight_DF).view_as(up_BTF), None
+    if gate_BTF is None:
+        dup_BTF, inner_BTF = activations.activate_backward(activation, dinner_BTF, up_BTF)
+    else:
+        dup_BTF, dgate_BTF, inner_BTF = activations.gated_backward(activation, dinner_BTF, gate_BTF, up_BTF)
+    return dup_BTF, dgate_BTF, weight_gradient(inner_BTF.flatten(0, -2), grad_ND)
+
+
+def _is_in_c(activation: str, x: torch.Tensor) -> bool:
+    return activation in activations.NAMES and uses_c("activation", x)
+
+
+def activate(name: str, x: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """Apply one of ACTIVATIONS to each element, and multiply the result by `up`, if there is one."""
+    if _is_in_c(name, x):
+        return activations.activate(name, x) if up is None else activations.gated(name, x, up)
+    return _torch_activation(name, x) if up is None else _torch_activation(name, x) * up
 
 
 def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return grad times the activation's derivative at x."""
+    """Return grad times the activation's derivative at x, computed by torch."""
     if name == "silu":
         return torch.ops.aten.silu_backward(grad, x)
     if name == "relu":
         return torch.ops.aten.threshold_backward(grad, x, 0)
     if name == "relu2":
         return F.relu(x).mul_(grad).mul_(2)
-    if name == "gelu_tanh" and uses_c("activation", x):
-        return activations.gelu_tanh_backward(grad, x)
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 
 

@@ -1,27 +1,103 @@
-/* Activation functions.
+/* Activation functions, alone or multiplied by another input (gated), with their backward passes.
  *
- * gelu_tanh(x) = x * sigmoid(z(x)),  z(x) = LINEAR x + CUBIC x^3,  as 1 + tanh(u) = 2 sigmoid(2u)
- * derivative   = s + x s (1 - s) z'(x),  s = sigmoid(z(x)),  z'(x) = LINEAR + 3 CUBIC x^2
+ * gelu_tanh(x) = x sigmoid(z(x)),  z(x) = LINEAR x + CUBIC x^3,  as 1 + tanh(u) = 2 sigmoid(2u)
+ * gelu(x)      = x (1 + erf(x / sqrt(2))) / 2
+ * silu(x)      = x sigmoid(x)
+ * All are x s(x), with the derivative s + x s'.
  */
+#ifdef __GNUC__
+/* gcc then divides by an approximate reciprocal and a Newton step. NaN still propagates: the results are products. */
+#pragma GCC optimize("finite-math-only")
+#endif
 #include "bf16.h"
 
 #define LINEAR 1.5957691216057308f /* 2 sqrt(2 / pi) */
 #define CUBIC (LINEAR * 0.044715f)
 
-void gelu_tanh(const uint16_t *restrict x, uint16_t *restrict out, int64_t count) {
-#pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float v = to_float(x[i]);
-        out[i] = to_bf16(v * sigmoid(v * (LINEAR + CUBIC * v * v)));
-    }
+static inline float gelu_tanh_factor(float x, float *slope) {
+    float square = x * x, s = sigmoid(x * (LINEAR + CUBIC * square));
+    *slope = s * (1.0f - s) * (LINEAR + 3.0f * CUBIC * square);
+    return s;
 }
 
-void gelu_tanh_backward(const uint16_t *restrict grad, const uint16_t *restrict x, uint16_t *restrict out,
-                        int64_t count) {
-#pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float v = to_float(x[i]), square = v * v;
-        float s = sigmoid(v * (LINEAR + CUBIC * square));
-        out[i] = to_bf16(to_float(grad[i]) * (s + v * s * (1.0f - s) * (LINEAR + 3.0f * CUBIC * square)));
-    }
+static inline float silu_factor(float x, float *slope) {
+    float s = sigmoid(x);
+    *slope = s * (1.0f - s);
+    return s;
 }
+
+/* The normal distribution function; erf is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions. */
+static inline float gelu_factor(float x, float *slope) {
+    float t = 1.0f / (1.0f + 0.3275911f * 0.70710678f * (x < 0.0f ? -x : x));
+    float density = exponential(-0.5f * x * x);
+    float tail = 0.5f * density * t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f +
+                 t * (-1.453152027f + t * 1.061405429f))));
+    *slope = 0.39894228f * density;
+    return x < 0.0f ? tail : 1.0f - tail;
+}
+
+/* A loop over blocks of elements, each block prefetched: without it, about half of the time is spent waiting. */
+#define FOR_EACH_BLOCK(start, stop)                                                                     \
+    _Pragma("omp parallel for schedule(static)")                                                        \
+    for (int64_t start = 0; start < count; start += BLOCK)                                              \
+        for (int64_t stop = start + BLOCK < count ? start + BLOCK : count, once = 1; once; once = 0)
+
+#define ACTIVATION(NAME)                                                                                \
+    void NAME(const uint16_t *restrict x, uint16_t *restrict out, int64_t count) {                      \
+        FOR_EACH_BLOCK(start, stop) {                                                                   \
+            prefetch(x + start), prefetch(out + start);                                                 \
+            _Pragma("omp simd")                                                                         \
+            for (int64_t i = start; i < stop; i++) {                                                    \
+                float v = to_float(x[i]), slope;                                                        \
+                out[i] = to_bf16(v * NAME##_factor(v, &slope));                                         \
+            }                                                                                           \
+        }                                                                                               \
+    }                                                                                                   \
+                                                                                                        \
+    /* grad becomes the gradient of x */                                                                \
+    void NAME##_backward(uint16_t *restrict grad, const uint16_t *restrict x,                           \
+                         uint16_t *restrict activated, int64_t count) {                                 \
+        FOR_EACH_BLOCK(start, stop) {                                                                   \
+            prefetch(grad + start), prefetch(x + start), prefetch(activated + start);                   \
+            _Pragma("omp simd")                                                                         \
+            for (int64_t i = start; i < stop; i++) {                                                    \
+                float v = to_float(x[i]), slope, s = NAME##_factor(v, &slope);                          \
+                activated[i] = to_bf16(v * s);                                                          \
+                grad[i] = to_bf16(to_float(grad[i]) * (s + v * slope));                                 \
+            }                                                                                           \
+        }                                                                                               \
+    }                                                                                                   \
+                                                                                                        \
+    void NAME##_gated(const uint16_t *restrict gate, const uint16_t *restrict up,                       \
+                      uint16_t *restrict out, int64_t count) {                                          \
+        FOR_EACH_BLOCK(start, stop) {                                                                   \
+            prefetch(gate + start), prefetch(up + start), prefetch(out + start);                        \
+            _Pragma("omp simd")                                                                         \
+            for (int64_t i = start; i < stop; i++) {                                                    \
+                float v = to_float(gate[i]), slope;                                                     \
+                out[i] = to_bf16(v * NAME##_factor(v, &slope) * to_float(up[i]));                       \
+            }                                                                                           \
+        }                                                                                               \
+    }                                                                                                   \
+                                                                                                        \
+    /* grad becomes the gradient of up */                                                               \
+    void NAME##_gated_backward(uint16_t *restrict grad, const uint16_t *restrict gate,                  \
+                               const uint16_t *restrict up, uint16_t *restrict inner,                   \
+                               uint16_t *restrict dgate, int64_t count) {                               \
+        FOR_EACH_BLOCK(start, stop) {                                                                   \
+            prefetch(grad + start), prefetch(gate + start), prefetch(up + start);                       \
+            prefetch(inner + start), prefetch(dgate + start);                                           \
+            _Pragma("omp simd")                                                                         \
+            for (int64_t i = start; i < stop; i++) {                                                    \
+                float v = to_float(gate[i]), u = to_float(up[i]), g = to_float(grad[i]), slope;         \
+                float s = NAME##_factor(v, &slope), activated = v * s;                                  \
+                inner[i] = to_bf16(activated * u);                                                      \
+                dgate[i] = to_bf16(g * u * (s + v * slope));                                            \
+                grad[i] = to_bf16(g * activated);                                                       \
+            }                                                                                           \
+        }                                                                                               \
+    }
+
+ACTIVATION(gelu_tanh)
+ACTIVATION(gelu)
+ACTIVATION(silu)

@@ -25,11 +25,10 @@ static inline float exponential(float x) {
     t = t < -127.0f ? -127.0f : t; /* not fmaxf: its NaN rules prevent vectorization */
     t = t > 126.0f ? 126.0f : t;
     float whole = rintf(t), part = t - whole;
-    float power = 1.3333558e-3f;
-    power = power * part + 9.6181291e-3f;
-    power = power * part + 5.5504109e-2f;
-    power = power * part + 2.4022651e-1f;
-    power = power * part + 6.9314718e-1f;
+    float power = 9.666368365e-3f;
+    power = power * part + 5.592197552e-2f;
+    power = power * part + 2.402234972e-1f;
+    power = power * part + 6.931210160e-1f;
     power = power * part + 1.0f;
     int32_t exponent = ((int32_t)whole + 127) << 23;
     float scale;
@@ -38,5 +37,16 @@ static inline float exponential(float x) {
 }
 
 static inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
+
+#define BLOCK 512 /* elements of 2 bytes: a prefetch may end before the end of a page, where the processor's stops */
+
+static inline void prefetch(const uint16_t *block) { /* the block after the next one; it need not exist */
+#ifdef __GNUC__
+    for (int line = 0; line < BLOCK; line += 32)
+        __builtin_prefetch(block + 2 * BLOCK + line, 0, 2);
+#else
+    (void)block;
+#endif
+}
 
 #endif

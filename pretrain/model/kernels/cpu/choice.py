@@ -21,6 +21,7 @@ class KernelChoice:
     """One field per family of operators. True: computed in C; False: by torch's operators."""
 
     activation: bool = True
+    linear: bool = True
     norm: bool = True
     attention: bool = True
     loss: bool = True

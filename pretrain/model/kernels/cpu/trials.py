@@ -6,11 +6,12 @@ A compiler may not know the CPU. Its code may then be slow, or even wrong.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import activations, losses
+from pretrain.model.kernels.cpu import activations, losses, matrices
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
@@ -54,11 +55,32 @@ def _losses_in_torch(logits: torch.Tensor, labels: torch.Tensor) -> Operands:
     return log_z - at_label[:, 0], log_z, gradient.to(logits.dtype)
 
 
+def _activation_trials(name: str, approximate: str) -> tuple[Trial, ...]:
+    """Return trials of a variant of GELU, alone and with a gate, forward and backward."""
+    gelu = partial(torch.nn.functional.gelu, approximate=approximate)
+    slope = partial(torch.ops.aten.gelu_backward, approximate=approximate)
+    return (
+        Trial("activation", _rows(1, 515), partial(activations.activate, name), gelu),
+        Trial("activation", _rows(2, 515), partial(activations.activate_backward, name),
+              lambda grad, x: (slope(grad, x), gelu(x))),
+        Trial("activation", _rows(2, 515), partial(activations.gated, name), lambda gate, up: gelu(gate) * up),
+        Trial("activation", _rows(3, 515), partial(activations.gated_backward, name),
+              lambda grad, gate, up: (grad * gelu(gate), slope(grad * up, gate), gelu(gate) * up)))
+
+
+def _layer(rows: int, generator: torch.Generator) -> Operands:
+    """Return the input of a linear layer, and the gradient of its output."""
+    return _rows(1, 512)(8 * rows, generator) + _rows(1, 1024)(8 * rows, generator)
+
+
 TRIALS = (
-    Trial("activation", _rows(1, 515), activations.gelu_tanh,
-          lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    Trial("activation", _rows(2, 515), activations.gelu_tanh_backward,
-          lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh")),
+    *_activation_trials("gelu_tanh", "tanh"),
+    *_activation_trials("gelu", "none"),
+    Trial("activation", _rows(2, 515), partial(activations.activate_backward, "silu"),
+          lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x))),
+    Trial("linear", _layer, lambda x, grad: (matrices.weight_gradient(x, grad), matrices.weight_gradient(grad, x)),
+          lambda x, grad: (grad.t() @ x, x.t() @ grad)),
+    Trial("linear", _rows(1, 515), matrices.column_sum, lambda grad: grad.sum(0)),
     Trial("loss", _logits, _losses_in_c, _losses_in_torch),
 )
 

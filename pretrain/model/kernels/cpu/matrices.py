@@ -1,0 +1,63 @@
+"""Matrix products of linear layers in the forms that oneDNN computes fast, transposed copies, and sums of columns.
+
+Shapes: N rows (tokens), I inputs, O outputs.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+
+from pretrain.model.kernels.cpu.library import call
+
+_LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
+BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
+
+
+def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight^T + bias. torch's operator adds a bias in another pass over the output."""
+    if bias_O is None or bias_O.dtype != x.dtype or not _has_bias_form():
+        return F.linear(x, weight_OI, bias_O)
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+    return out
+
+
+def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
+    """Return grad^T @ x, [O, I], with the smaller one transposed first: oneDNN is half as fast if it has to do so."""
+    if min(x_NI.shape[1], grad_NO.shape[1]) < _LEAST_WIDTH:
+        return grad_NO.t() @ x_NI
+    if x_NI.shape[1] <= grad_NO.shape[1]:
+        return transposed(transposed(x_NI) @ grad_NO)
+    return transposed(grad_NO) @ x_NI
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of the transposed matrix, at about the speed of a plain copy."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[::-1])
+    call("transpose", x, out, *x.shape)
+    return out
+
+
+def column_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the rows, added in fp32. The result does not depend on the number of threads."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[1])
+    call("column_sum", x, partial_sums(x), out, *x.shape)
+    return out
+
+
+def partial_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized fp32 matrix for the sums of each block of rows (columns.h)."""
+    return torch.empty(-(-x.shape[0] // BLOCK_ROWS), x.shape[1], dtype=torch.float32, device=x.device)
+
+
+@functools.cache
+def _has_bias_form() -> bool:
+    """Return whether this build of torch has oneDNN's product with a bias, which torch.compile also uses."""
+    x = torch.ones(2, 2, dtype=torch.bfloat16, device="cpu")
+    try:
+        torch.ops.mkldnn._linear_pointwise(x, x, x[0], "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return True

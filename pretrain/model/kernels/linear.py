@@ -1,0 +1,55 @@
+"""Linear layers: torch's operators, and on CPUs in bf16 the same products in the forms that oneDNN computes fast.
+
+Shapes: N rows (tokens), I inputs, O outputs.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pretrain.model.kernels.cpu import matrices
+from pretrain.model.kernels.cpu.choice import uses_c
+
+
+def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight^T + bias. Saves x and weight for the backward pass."""
+    if _is_in_c(x, weight_OI):
+        out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O)
+        return out
+    return F.linear(x, weight_OI, bias_O)
+
+
+def product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight^T + bias, for use inside an autograd function."""
+    return matrices.linear(x, weight_OI, bias_O) if _is_in_c(x, weight_OI) else F.linear(x, weight_OI, bias_O)
+
+
+def weight_gradient(x_NI: torch.Tensor, grad_NO: torch.Tensor) -> torch.Tensor:
+    """Return grad^T @ x, [O, I]."""
+    return matrices.weight_gradient(x_NI, grad_NO) if _is_in_c(x_NI, grad_NO) else grad_NO.t() @ x_NI
+
+
+def bias_gradient(grad_NO: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the rows, [O]."""
+    return matrices.column_sum(grad_NO) if uses_c("linear", grad_NO) else grad_NO.sum(0)
+
+
+def _is_in_c(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return x.dtype == other.dtype and uses_c("linear", x)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight_OI: torch.Tensor,
+                bias_O: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        return matrices.linear(x, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors  # type: ignore[attr-defined]
+        needed, grad_NO = ctx.needs_input_grad, grads[0].flatten(0, -2)  # type: ignore[attr-defined]
+        return ((grad_NO @ weight_OI).view(x.shape) if needed[0] else None,
+                weight_gradient(x.flatten(0, -2), grad_NO) if needed[1] else None,
+                bias_gradient(grad_NO) if needed[2] else None)

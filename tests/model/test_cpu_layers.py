@@ -1,0 +1,138 @@
+"""C kernels of layers on CPUs in bf16, compared with the same operators in fp64 or fp32."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+
+from pretrain.model.kernels.activation import activated_linear
+from pretrain.model.kernels.cpu import activations, matrices
+from pretrain.model.kernels.cpu.library import has_library
+from pretrain.model.kernels.linear import linear
+from tests.support.tensors import relative_error
+
+pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
+
+IN_TORCH = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.bfloat16)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def threads():
+    """Function that sets the number of threads, which is restored at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", activations.NAMES)
+def test_activations_in_c_are_the_rounded_exact_values(name):
+    """For all numbers in bf16 up to 1e4, alone and with a gate, forward and backward."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = every[every.isfinite() & (every.abs() < 1e4)]
+    up, grad = random(len(x)), random(len(x), seed=1)
+    exact_x, exact_up = x.double().requires_grad_(), up.double().requires_grad_()
+    activated = IN_TORCH[name](exact_x)
+    gated = activated * exact_up
+    dx, = torch.autograd.grad(activated, exact_x, grad.double(), retain_graph=True)
+    wanted = [activated, dx, activated, gated, *torch.autograd.grad(gated, (exact_up, exact_x), grad.double()), gated]
+    found = [activations.activate(name, x), *activations.activate_backward(name, grad.clone(), x),
+             activations.gated(name, x, up), *activations.gated_backward(name, grad.clone(), x, up)]
+    for mine, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), exact.detach(), rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", activations.NAMES)
+def test_activations_in_c_propagate_nan_and_infinity(name):
+    ones = torch.ones_like(SPECIAL)
+    for x in (activations.activate(name, SPECIAL), activations.gated(name, SPECIAL, ones),
+              activations.gated(name, ones, SPECIAL), activations.activate_backward(name, SPECIAL.clone(), ones)[0],
+              activations.gated_backward(name, SPECIAL.clone(), ones, ones)[1]):
+        assert x[0].isnan()
+        assert x[1].item() == float("inf")
+        assert not x[2].isfinite()
+    assert activations.activate_backward(name, ones.clone(), SPECIAL)[0][0].isnan()
+    assert activations.gated_backward(name, ones.clone(), SPECIAL, ones)[1][0].isnan()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "least_width"),
+                         [(1, 7, 5, 1), (77, 33, 70, 1), (130, 70, 33, 1), (100, 48, 64, 512), (600, 96, 65, 1)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_in_bf16_are_as_exact_as_torchs(rows, inputs, outputs, least_width, bias, monkeypatch):
+    """The input and the gradient of the output are not contiguous."""
+    monkeypatch.setattr(matrices, "_LEAST_WIDTH", least_width)
+    operands = (random(rows, 2, inputs).transpose(0, 1), random(outputs, inputs, seed=1),
+                random(outputs, seed=2) if bias else None)
+    grad = random(rows, 2, outputs, seed=3).transpose(0, 1)
+    exact = results(F.linear, operands, grad, torch.float32)
+    mine, theirs = (results(function, operands, grad, torch.bfloat16) for function in (linear, F.linear))
+    for found, plain, wanted in zip(mine, theirs, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert relative_error(found, wanted) <= 1.1 * relative_error(plain, wanted) + 1e-4
+
+
+def results(function, operands, grad, dtype):
+    """Return the output and the gradients of the operands that are not None."""
+    copies = [None if x is None else x.to(dtype).requires_grad_() for x in operands]
+    out = function(*copies)
+    return (out, *torch.autograd.grad(out, [x for x in copies if x is not None], grad.to(dtype)))
+
+
+def test_a_linear_layer_computes_only_the_gradients_that_are_needed():
+    x, weight, bias = random(3, 4), random(5, 4).requires_grad_(), random(5)
+    linear(x, weight, bias).sum().backward()
+    assert weight.grad is not None
+    assert (x.grad, bias.grad) == (None, None)
+    assert not linear(x, weight.detach(), bias).requires_grad
+
+
+def test_a_weight_that_is_used_twice_gets_both_gradients():
+    x, weight = random(6, 8), random(8, 8, seed=1).requires_grad_()
+    linear(linear(x, weight, None), weight, None).sum().backward()
+    exact = weight.detach().float().requires_grad_()
+    F.linear(F.linear(x.float(), exact), exact).sum().backward()
+    assert relative_error(weight.grad, exact.grad) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (512, 64), (1037, 33), (65, 515)])
+def test_transposed_copies_are_exact_and_sums_do_not_depend_on_the_threads(shape, threads):
+    x = random(*shape)
+    exact = x.double().sum(0)
+    sums = []
+    for count in (1, 2, 3):
+        threads(count)
+        assert torch.equal(matrices.transposed(x), x.t())
+        assert torch.equal(matrices.transposed(x.t()), x)  # not contiguous
+        sums.append(matrices.column_sum(x))
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    torch.testing.assert_close(sums[0].double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", SPECIAL.tolist())
+def test_sums_of_columns_propagate_nan_and_infinity(value):
+    x = random(130, 40)
+    x[70, 3] = value
+    found = matrices.column_sum(x)
+    assert torch.equal(found.isfinite(), torch.arange(40) != 3)
+    assert torch.equal(found[3:4], torch.tensor([value]).bfloat16()) or value != value
+
+
+@pytest.mark.parametrize("name", activations.NAMES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_mlp_in_bf16_is_as_exact_as_torchs(name, gated):
+    operands = (random(2, 65, 96), random(2, 65, 96, seed=1) if gated else None, random(40, 96, seed=2) / 10,
+                random(40, seed=3))
+    grad = random(2, 65, 40, seed=4)
+
+    def plain(up, gate, weight, bias):
+        return F.linear(IN_TORCH[name](up) if gate is None else IN_TORCH[name](gate) * up, weight, bias)
+
+    exact = results(plain, operands, grad, torch.float32)
+    mine = results(lambda *arguments: activated_linear(name, *arguments), operands, grad, torch.bfloat16)
+    theirs = results(plain, operands, grad, torch.bfloat16)
+    for found, torchs, wanted in zip(mine, theirs, exact, strict=True):
+        assert relative_error(found, wanted) <= 1.1 * relative_error(torchs, wanted) + 1e-4
