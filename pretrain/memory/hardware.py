@@ -1,7 +1,7 @@
 """Hardware of an estimate: the GPU model, GPUs per node, host memory, NVMe and links.
 
-The numbers come from data sheets of GPUs and of common servers; they are not measured. Flags override them.
-Rates are bytes per second in one direction.
+The numbers come from data sheets of GPUs and of common servers. The two efficiencies come from publications (see GPUS).
+Flags override some of them. Rates are bytes per second in one direction.
 """
 
 from dataclasses import dataclass, replace
@@ -33,32 +33,48 @@ class Gpu:
     host_memory_bytes: int
     nvme_bytes: int
     nvme_rate: float
+    multiprocessors: int  # processors that compute one tile of a matrix product at a time; 1 on CPUs
+    product_efficiency: float  # fraction of the peak rate that large matrix products reach
+    attention_efficiency: float  # fraction of the peak rate that FlashAttention-2 reaches on long sequences
     knows_bf16: bool = True
+    kind: str = "cuda"  # cuda, cpu
+    peak_tflops: float = 0.0  # 0: see monitor/peak_flops.py
+
+    def peak_flops(self, precision: str) -> float:
+        """Peak FLOPs per second."""
+        tflops = self.peak_tflops or peak_tflops(self.label, precision)
+        assert tflops is not None, self.label
+        return tflops * 1e12
 
 
 def _gpu(name: str, gib: float, label: str, hbm: float, peer: float, pcie: float, network: float, host_gib: int,
-         nvme_gb: int, nvme: float, **rest: bool) -> Gpu:
+         nvme_gb: int, nvme: float, multiprocessors: int, products: float, attention: float,
+         knows_bf16: bool = True) -> Gpu:
     """Make a row of the table from GiB, GB and GB/s."""
     return Gpu(name, int(gib * GIB), label, hbm * GB, peer * GB, pcie * GB, network * GB, host_gib * GIB,
-               nvme_gb * GB, nvme * GB, **rest)
+               nvme_gb * GB, nvme * GB, multiprocessors, products, attention, knows_bf16)
 
 
 # Columns: name, GiB, label; GB/s of device memory, to peers, PCIe to the host, network; GiB of host memory; GB and GB/s
-# of NVMe. The last four are an eighth of a node's values. The nodes are DGX H200/H100/A100/V100 or, for other GPUs,
-# common cloud servers.
+# of NVMe; multiprocessors; efficiency of products and of attention. The four columns from the network on are an eighth
+# of a node's values. The nodes are DGX H200/H100/A100/V100 or, for other GPUs, common cloud servers.
+# Efficiency of products: A100 271 of 312, H100 794 and GH200 829 of 989 TFLOP/s were measured for the best shapes
+# (Bekman, "Machine Learning Engineering", compute/accelerator, table of maximum achievable matmul FLOPS). Efficiency
+# of attention: 0.50 to 0.73 on A100 (FlashAttention-2, arXiv 2307.08691), 0.35 on H100 (FlashAttention-3, arXiv
+# 2407.08608). The values of all other GPUs are assumptions, by the similarity of the chips.
 GPUS = {gpu.name: gpu for gpu in (
-    _gpu("b200", 178.3, "B200", 7700, 900, 63, 50, 256, 3840, 6.0),
-    _gpu("h200", 139.8, "H200", 4800, 450, 63, 50, 256, 3840, 6.0),
-    _gpu("h100", 79.1, "H100", 3350, 450, 63, 50, 256, 3840, 6.0),
-    _gpu("h100-pcie", 79.1, "H100 PCIe", 2000, 63, 63, 25, 128, 1920, 3.0),
-    _gpu("a100", 79.1, "A100", 2039, 300, 31, 25, 256, 3840, 3.0),
-    _gpu("a100-40", 39.4, "A100", 1555, 300, 31, 25, 128, 1920, 3.0),
-    _gpu("l40s", 44.4, "L40S", 864, 31, 31, 12.5, 96, 960, 1.5),
-    _gpu("a10g", 22.1, "A10G", 600, 31, 31, 1.5, 96, 960, 1.0),
-    _gpu("l4", 22.0, "L4", 300, 31, 31, 1.5, 48, 470, 0.5),
-    _gpu("v100", 31.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, knows_bf16=False),
-    _gpu("v100-16", 15.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, knows_bf16=False),
-    _gpu("t4", 14.6, "T4", 320, 15, 15, 1.5, 48, 110, 0.3, knows_bf16=False),
+    _gpu("b200", 178.3, "B200", 7700, 900, 63, 50, 256, 3840, 6.0, 148, 0.80, 0.35),
+    _gpu("h200", 139.8, "H200", 4800, 450, 63, 50, 256, 3840, 6.0, 132, 0.80, 0.35),
+    _gpu("h100", 79.1, "H100", 3350, 450, 63, 50, 256, 3840, 6.0, 132, 0.80, 0.35),
+    _gpu("h100-pcie", 79.1, "H100 PCIe", 2000, 63, 63, 25, 128, 1920, 3.0, 114, 0.75, 0.35),
+    _gpu("a100", 79.1, "A100", 2039, 300, 31, 25, 256, 3840, 3.0, 108, 0.87, 0.60),
+    _gpu("a100-40", 39.4, "A100", 1555, 300, 31, 25, 128, 1920, 3.0, 108, 0.87, 0.60),
+    _gpu("l40s", 44.4, "L40S", 864, 31, 31, 12.5, 96, 960, 1.5, 142, 0.75, 0.50),
+    _gpu("a10g", 22.1, "A10G", 600, 31, 31, 1.5, 96, 960, 1.0, 80, 0.85, 0.50),
+    _gpu("l4", 22.0, "L4", 300, 31, 31, 1.5, 48, 470, 0.5, 58, 0.75, 0.50),
+    _gpu("v100", 31.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, 80, 0.80, 0.25, knows_bf16=False),
+    _gpu("v100-16", 15.7, "V100", 900, 150, 15, 6.2, 64, 960, 0.8, 80, 0.80, 0.25, knows_bf16=False),
+    _gpu("t4", 14.6, "T4", 320, 15, 15, 1.5, 48, 110, 0.3, 40, 0.70, 0.25, knows_bf16=False),
 )}
 _ALIASES = {"a100-80": "a100", "v100-32": "v100", "h100-80": "h100", "h100-sxm": "h100"}
 
@@ -92,9 +108,7 @@ class Cluster:
 
     def peak_flops(self, precision: str) -> float:
         """Peak FLOPs per second of one device."""
-        tflops = peak_tflops(self.gpu.label, precision)
-        assert tflops is not None, self.gpu.label
-        return tflops * 1e12
+        return self.gpu.peak_flops(precision)
 
     def describe(self) -> str:
         """Describe the cluster in one line."""

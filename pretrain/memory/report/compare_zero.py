@@ -28,12 +28,12 @@ from pretrain.memory.search.candidates import (
     group_micro_batches,
     read_candidates,
 )
-from pretrain.memory.search.compare import ComparisonRow, Workload, compare, recommend
+from pretrain.memory.search.compare import ComparisonRow, Workload, compare, rank_by_time, recommend
 from pretrain.memory.search.ds_config import write_config
 from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
-from pretrain.memory.step_time.time_model import LINK_EFFICIENCY
+from pretrain.memory.step_time.time_parameters import MODEL_ERROR
 from pretrain.model.config import load_model_config
 
 
@@ -69,15 +69,16 @@ def main(argv: list[str] | None = None) -> None:
 def workload_of(flags: argparse.Namespace) -> Workload:
     """Return the model and the machines that the flags describe."""
     cluster = cluster_of(flags)
+    if flags.kernel_efficiency is not None:
+        cluster = replace(cluster, gpu=replace(cluster.gpu, product_efficiency=flags.kernel_efficiency))
     if flags.model is None:
-        return Workload(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters",
-                       kernel_efficiency=flags.kernel_efficiency)
+        return Workload(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters")
     shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
         read_shape(flags.model)
     shape = replace(shape, **given_dropouts(flags))
     model = None if shape.untrainable_reason else \
         with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
-    return Workload(cluster, shape.num_parameters(), shape, model, flags.model, flags.kernel_efficiency)
+    return Workload(cluster, shape.num_parameters(), shape, model, flags.model)
 
 
 def _device_kind(mode: str) -> str:
@@ -130,7 +131,7 @@ def make_report(flags: argparse.Namespace, workload: Workload, candidates: Candi
     rows = compare(candidates.candidates, workload, all_micro_batches=flags.all_micro_batches)
     best = recommend(rows) if workload.shape else None
     if workload.shape is not None:
-        rows.sort(key=_display_order)
+        rows = display_order(rows)
     cost = None
     if best is not None and best.time is not None:
         cost = run_cost(best.candidate.layout, num_parameters=workload.num_parameters,
@@ -142,13 +143,16 @@ def make_report(flags: argparse.Namespace, workload: Workload, candidates: Candi
     return report
 
 
-def _display_order(row: ComparisonRow) -> tuple[bool, bool, float]:
-    """Sort key: layouts that fit come first, and then layouts that train.py accepts.
+def display_order(rows: list[ComparisonRow]) -> list[ComparisonRow]:
+    """Sort rows: first those that fit and that train.py accepts, then the other ones that fit, each group by time.
 
-    Equal layouts are sorted by step time if they fit, and by device memory if not.
+    Rows that do not fit come last, sorted by device memory.
     """
-    size = row.estimate.peak.total(location="device")
-    return not row.fits, bool(row.rejection), row.time.total_seconds if row.fits and row.time else size
+    accepted = [row for row in rows if row.recommendable]
+    rejected = [row for row in rows if row.fits and row.rejection]
+    too_large = [row for row in rows if not row.fits]
+    return [*rank_by_time(accepted), *rank_by_time(rejected),
+            *sorted(too_large, key=lambda row: (bool(row.rejection), row.estimate.peak.total(location="device")))]
 
 
 def _unit(flags: argparse.Namespace, cluster: Cluster) -> str:
@@ -165,10 +169,7 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
     if workload.shape is None:
         lines.append(paper_line(report))
     else:
-        lines.append(f"step times: {workload.kernel_efficiency:.0%} of the peak rate while computing, "
-                     f"{LINK_EFFICIENCY:.0%} of {cluster.gpu.peer_rate / GB:g} GB/s in a node, "
-                     f"{cluster.network_rate / GB:g} between nodes (a GPU), {cluster.gpu.pcie_rate / GB:g} PCIe, "
-                     f"{cluster.nvme_rate / GB:g} NVMe (a node)")
+        lines.append(step_time_line(workload))
         lines += _recommendation(report, flags)
     lines += _estimator_differences(report)
     lines += _impossible_lines(report.impossible, one_line_each=bool(flags.configs) or len(report.impossible) < 3)
@@ -213,8 +214,30 @@ def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list
             f"{layout.gradient_accumulation_steps} accumulation: {in_unit(best.estimate.device_bytes, unit)} of "
             f"{in_unit(cluster.gpu.memory_bytes, unit)} {unit}, {best.time.total_seconds:.3g} s for a step of "
             f"{layout.tokens_per_step:,} tokens, MFU {best.time.mfu:.0%}"
-            f"{_flags_of(best)}",
+            f"{_flags_of(best)}", *_faster_line(report),
             *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
+
+
+def _faster_line(report: ComparisonReport) -> list[str]:
+    """Explain why a layout is recommended although another one is predicted to be faster."""
+    best = report.recommended
+    accepted = [row for row in report.rows if row.recommendable and row.time]
+    fastest = min(accepted, key=lambda row: row.time.total_seconds if row.time else 0.0)
+    if best is None or best.time is None or fastest.time is None or fastest is best:
+        return []
+    return ["it is the simplest of the layouts whose predicted times differ by at most "
+            f"{MODEL_ERROR:.0%}, the error of the prediction; the shortest time is predicted for "
+            f"{fastest.candidate.name}: {fastest.time.total_seconds:.3g} s"]
+
+
+def step_time_line(workload: Workload) -> str:
+    """Describe the rates that the step times follow from."""
+    cluster, rates, gpu = workload.cluster, workload.time_parameters, workload.cluster.gpu
+    links = "" if gpu.kind == "cpu" else f", {gpu.pcie_rate / GB:g} PCIe, {cluster.nvme_rate / GB:g} NVMe (a node)"
+    return f"step times: large products reach {gpu.product_efficiency * rates.compute_speed:.0%} of the peak rate; " \
+           f"{rates.link_efficiency:.0%} of {gpu.peer_rate / GB:g} GB/s in a node, " \
+           f"{cluster.network_rate / GB:g} between nodes (a GPU){links}; " \
+           f"{rates.launch_seconds * 1e6:.3g} us to launch a kernel"
 
 
 def paper_line(report: ComparisonReport) -> str:

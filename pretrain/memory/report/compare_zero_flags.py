@@ -14,7 +14,6 @@ from pretrain.memory.search.candidates import SAMPLES_PER_RANK
 from pretrain.memory.search.largest_fit import FIND_TARGETS
 from pretrain.memory.sizes import UNITS
 from pretrain.memory.step_time.run_cost import STORAGE_RATE
-from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY
 from pretrain.paths import check_file
 
 _MAX_SIZE = 10**8  # largest value of a flag that is a size or a count
@@ -93,8 +92,8 @@ def _parser() -> Parser:
                        help="tokens of the run, for its cost (default: 20 per parameter)")
     group.add_argument("--mfu", type=number(1e-4, 1),
                        help="MFU (fraction of the peak rate) for the cost, instead of the predicted MFU")
-    group.add_argument("--kernel_efficiency", type=number(1e-4, 1), default=KERNEL_EFFICIENCY,
-                       help=f"fraction of the peak rate that kernels reach (default: {KERNEL_EFFICIENCY})")
+    group.add_argument("--kernel_efficiency", type=number(1e-4, 1),
+                       help="fraction of the peak rate that large matrix products reach (default: the GPU's)")
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s (default: {STORAGE_RATE / GB:g})")
     group.add_argument("--steps", type=whole_number(2, 10**4), help="measure: timed steps of each run (default: 4)")

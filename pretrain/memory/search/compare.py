@@ -1,6 +1,7 @@
 """Compare candidates: memory, step time, whether they fit the hardware, and whether train.py accepts the JSON."""
 
 import copy
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 from pretrain.config.auto import DEFAULT_LEARNING_RATE
 from pretrain.config.ds_json.read import DsFile, get_value
 from pretrain.config.flags.arguments import RunArguments
+from pretrain.config.layout import Layout
 from pretrain.config.resolve import resolve_ds_config
 from pretrain.config.rules.check import RULES
 from pretrain.config.rules.layout_rules import libaio
@@ -21,12 +23,16 @@ from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
-from pretrain.memory.step_time.time_model import KERNEL_EFFICIENCY, StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR, TimeParameters
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
 from pretrain.model.config import ModelConfig
 
 _RULES_OF_THIS_MACHINE = (libaio, writable_folders)  # skipped, because the JSON may be for another machine
 _NEARLY_FASTEST = 1.02  # multiple of the fastest step time: see best_micro_batch
+# ZeRO stages from the simplest one. 0 comes after 1: in bf16 DeepSpeed divides the optimizer states at stage 0 as well,
+# and in other precisions stage 1 needs less memory for the same traffic.
+_SIMPLEST_STAGES = (1, 0, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Workload:
     shape: ModelShape | None = None  # None: only the number of parameters is known
     model: ModelConfig | None = None  # None: this project cannot train the model
     name: str = ""
-    kernel_efficiency: float = KERNEL_EFFICIENCY
+    time_parameters: TimeParameters = DEFAULT_PARAMETERS
 
     def flops_per_token(self, seq_length: int) -> float:
         """FLOPs of forward and backward pass."""
@@ -77,7 +83,7 @@ def estimate_candidate(candidate: Candidate, workload: Workload) -> ComparisonRo
     if shape is not None:
         time = estimate_step_time(layout, cluster, shape, traffic, parameters,
                                   flops_per_token=workload.flops_per_token(layout.seq_length),
-                                  kernel_efficiency=workload.kernel_efficiency)
+                                  rates=workload.time_parameters)
     deepspeed = deepspeed_estimate(layout, num_parameters=workload.num_parameters, shape=shape, nodes=cluster.nodes,
                                    gpus_per_node=cluster.gpus_per_node)
     return ComparisonRow(candidate, memory, traffic, time, memory_shortage(memory, cluster),
@@ -103,10 +109,7 @@ def _until_too_large(candidates: list[Candidate], workload: Workload) -> list[Co
 
 
 def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
-    """Return the largest micro-batch among the nearly fastest that fit, or the smallest one if none fits.
-
-    The largest one is preferred because larger matrix products are more efficient. The step-time estimate ignores this.
-    """
+    """Return the largest micro-batch among the nearly fastest that fit, or the smallest one if none fits."""
     fitting = [row for row in rows if row.fits and row.time is not None]
     if not fitting:
         return min(rows, key=lambda row: row.candidate.layout.micro_batch_size)
@@ -115,10 +118,43 @@ def best_micro_batch(rows: list[ComparisonRow]) -> ComparisonRow:
     return max(near, key=lambda row: row.candidate.layout.micro_batch_size)
 
 
+def complexity(layout: Layout) -> int:
+    """Return how many steps a layout is away from the simplest one: ZeRO-1 without anything else.
+
+    Each ZeRO stage, each doubling of a parallel degree, each destination of an offload and recomputation count as one.
+    """
+    degrees = (layout.pipeline_stages, layout.tensor_parallel_size, layout.sequence_parallel_size,
+               layout.expert_parallel_size)
+    places = ("none", "cpu", "nvme")
+    return (_SIMPLEST_STAGES.index(layout.zero_stage) + sum(math.ceil(math.log2(degree)) for degree in degrees)
+            + places.index(layout.offload_optimizer) + places.index(layout.offload_param)
+            + int(layout.recomputation.is_on) + int(layout.recomputation.offload))
+
+
+def rank_by_time(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Sort rows by step time. Rows whose times are equal within the model's error are sorted by simplicity.
+
+    The first group consists of the fastest row and all rows that are at most MODEL_ERROR slower; the next group begins
+    with the fastest remaining row.
+    """
+    remaining = sorted(rows, key=_seconds)
+    ranked: list[ComparisonRow] = []
+    while remaining:
+        limit = _seconds(remaining[0]) * (1 + MODEL_ERROR)
+        group = [row for row in remaining if _seconds(row) <= limit]
+        remaining = remaining[len(group):]
+        ranked += sorted(group, key=lambda row: (complexity(row.candidate.layout), _seconds(row),
+                                                 row.estimate.device_bytes))
+    return ranked
+
+
+def _seconds(row: ComparisonRow) -> float:
+    return row.time.total_seconds if row.time else 0.0
+
+
 def recommend(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
-    """Return the fastest row that fits and that train.py accepts, or None. Of equally fast rows, take the smallest."""
-    return min((row for row in rows if row.recommendable), default=None, key=lambda row: (
-        row.time.total_seconds if row.time else 0.0, row.estimate.device_bytes))
+    """Return the first row by `rank_by_time` among those that fit and that train.py accepts, or None."""
+    return next(iter(rank_by_time([row for row in rows if row.recommendable])), None)
 
 
 def memory_shortage(estimate: MemoryEstimate, cluster: Cluster) -> str:

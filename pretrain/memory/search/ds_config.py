@@ -10,6 +10,7 @@ from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.axes import OFFLOADS, Combination
 
+_REDUCE_BUCKET = 2**24  # elements; 32 MiB in bf16
 _NVME_BUFFER = 100_000_000  # elements, DeepSpeed's default of offload_param.buffer_size
 
 
@@ -49,7 +50,7 @@ def _zero_block(choice: Combination, cluster: Cluster, shape: ModelShape | None)
     """Make the zero_optimization block."""
     zero: dict[str, Any] = {"stage": choice.zero_stage}
     if choice.zero_stage:
-        zero["reduce_bucket_size"] = "auto"
+        zero["reduce_bucket_size"] = _reduce_bucket_size(choice, shape)
     if choice.zero_stage >= 2:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
     if choice.zero_stage == 3:
@@ -63,6 +64,17 @@ def _zero_block(choice: Combination, cluster: Cluster, shape: ModelShape | None)
     if param == "nvme":
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _nvme_buffer_size(cluster, shape)}
     return zero
+
+
+def _reduce_bucket_size(choice: Combination, shape: ModelShape | None) -> int | str:
+    """Return the elements of a bucket of gradients.
+
+    "auto" is the square of the hidden size. Below stage 3 that is small for small models: their gradients would need
+    hundreds of collectives, each with its latency.
+    """
+    if shape is None or choice.zero_stage == 3 or shape.hidden_size**2 >= _REDUCE_BUCKET:
+        return "auto"
+    return min(_REDUCE_BUCKET, shape.num_parameters())
 
 
 def _nvme_buffer_size(cluster: Cluster, shape: ModelShape | None) -> int:

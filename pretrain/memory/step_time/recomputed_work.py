@@ -28,12 +28,6 @@ def recomputed_fraction(layout: Layout, shape: ModelShape | None) -> float:
     return recomputed / total
 
 
-def fraction_in_blocks(shape: ModelShape, seq_length: int) -> float:
-    """Return the fraction of the model's FLOPs that its blocks have; the head has the rest."""
-    work = [(layer.kind, layer_work(shape, layer, seq_length)) for layer in shape.layers()]
-    return sum(each for kind, each in work if kind == "block") / sum(each for _, each in work)
-
-
 def _attention_work(shape: ModelShape, window: int, seq_length: int) -> float:
     """Return the weights that attention multiplies a token with, and its scores, in the unit of `layer_work`."""
     query, keys = shape.num_heads * shape.head_size, 2 * shape.num_kv_heads * shape.head_size

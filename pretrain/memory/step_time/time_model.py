@@ -1,23 +1,21 @@
-"""Estimated time of a step: FLOPs at a fraction of the peak rate, and traffic at the stated bandwidths.
+"""Estimated time of a step: kernels by their shapes, launches by the host, and traffic with latencies.
 
-The estimate compares layouts; it is not a measurement. It ignores latencies, the lower efficiency of small matrices,
-and other jobs on the same network.
+The estimate compares layouts; it is not a measurement. tools/step_time.md compares it with published measurements. It
+ignores other jobs on the same network, the loading of data, and devices that are slower than others of their kind.
 """
 
 from dataclasses import dataclass
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.pipeline_stages import layer_work, pipeline_stage_layers
+from pretrain.memory.estimate.pipeline_stages import pipeline_stage_layers
 from pretrain.memory.hardware import Cluster
-from pretrain.memory.step_time.recomputed_work import fraction_in_blocks, recomputed_fraction
+from pretrain.memory.step_time.kernel_time import KernelRates, LayerTime, layer_time
+from pretrain.memory.step_time.latency import collective_latency, host_seconds
+from pretrain.memory.step_time.recomputed_work import recomputed_fraction
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
 from pretrain.memory.step_time.traffic import PHASES, RankParameters, Transfer
 from pretrain.model.flops import keys_per_query
-
-KERNEL_EFFICIENCY = 0.55  # fraction of the peak rate while the device computes: an assumption
-LINK_EFFICIENCY = 0.8  # fraction of a link's stated bandwidth that transfers reach: an assumption
-HOST_ADAM_RATE = 100e9  # bytes a second of a node's memory that DeepSpeedCPUAdam reads and writes: an assumption
-_COMPUTE_FRACTION = {"forward": 1 / 3, "backward": 2 / 3}  # of a step's FLOPs without recomputation
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,8 @@ class StepTime:
     Transfers count only for the time that the computation waits for them.
     """
 
-    compute_seconds: float  # all micro-batches, recomputation included
+    compute_seconds: float  # kernels of all micro-batches, recomputation included
+    launch_seconds: float  # the device waits for the host to launch kernels
     bubble_seconds: float  # the stage idles while the pipeline fills and drains
     network_seconds: float
     pcie_seconds: float
@@ -38,8 +37,8 @@ class StepTime:
 
     @property
     def total_seconds(self) -> float:
-        return self.compute_seconds + self.bubble_seconds + self.network_seconds + self.pcie_seconds + \
-            self.disk_seconds + self.optimizer_seconds
+        return self.compute_seconds + self.launch_seconds + self.bubble_seconds + self.network_seconds + \
+            self.pcie_seconds + self.disk_seconds + self.optimizer_seconds
 
     @property
     def mfu(self) -> float:
@@ -75,53 +74,86 @@ def model_flops_per_token(shape: ModelShape | None, num_parameters: int, seq_len
     return 6.0 * multiplied + 12.0 * shape.num_heads * shape.head_size * keys
 
 
-def pipeline_imbalance(layout: Layout, shape: ModelShape, flops_per_token: float) -> float:
-    """Return the FLOPs of the slowest pipeline stage as a multiple of the average stage's.
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds that the device of one pipeline stage computes in a step, by phase, and that its host needs for it."""
 
-    The head makes the last pipeline stage slow.
+    device: dict[str, float]
+    host: dict[str, float]
+
+    @property
+    def slowest(self) -> float:
+        return sum(max(self.device[phase], self.host[phase]) for phase in PHASES)
+
+
+def stage_time(layout: Layout, cluster: Cluster, shape: ModelShape, pipeline_stage: int, parameters: TimeParameters,
+               again: float) -> StageTime:
+    """Return the times of all micro-batches, recomputation included; the device's without transfers and optimizer.
+
+    Args:
+        again: fraction of the blocks' forward pass that is recomputed.
     """
-    if layout.pipeline_stages == 1:
-        return 1.0
-    slowest = max(sum(layer_work(shape, layer, layout.seq_length)
-                      for layer in pipeline_stage_layers(shape, layout, stage))
-                  for stage in range(layout.pipeline_stages))
-    return max(1.0, 6.0 * slowest * layout.pipeline_stages / flops_per_token)
+    rates = KernelRates(cluster.gpu, layout.precision, layout.element_bytes, parameters)
+    layers = pipeline_stage_layers(shape, layout, pipeline_stage)
+    known: dict[int, LayerTime] = {}  # equal blocks are one object
+    for layer in layers:
+        if id(layer) not in known:
+            known[id(layer)] = layer_time(layer, shape, layout, rates)
+    times = [known[id(layer)] for layer in layers]
+    blocks = [known[id(layer)] for layer in layers if layer.kind == "block"]
+    steps = layout.gradient_accumulation_steps
+    forward = sum(each.forward for each in times)
+    backward = sum(each.backward for each in times) + again * sum(each.forward for each in blocks)
+    forward_kernels = sum(each.forward_kernels for each in times)
+    backward_kernels = sum(each.backward_kernels for each in times) + \
+        again * sum(each.forward_kernels for each in blocks)
+    tensors = sum(len(layer.tensors) for layer in layers)
+    return StageTime(
+        {"forward": steps * forward, "backward": steps * backward, "step": 0.0},
+        host_seconds(layout, parameters, forward_kernels=forward_kernels, backward_kernels=backward_kernels,
+                     tensors=tensors))
 
 
 def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, transfers: list[Transfer],
                        parameters: RankParameters, *, flops_per_token: float,
-                       kernel_efficiency: float = KERNEL_EFFICIENCY) -> StepTime:
+                       rates: TimeParameters = DEFAULT_PARAMETERS) -> StepTime:
     """Estimate the time of a step.
 
-    Recomputation repeats the forward pass of blocks or of parts of them; the forward pass is a third of the FLOPs. The
-    bubble of a pipeline with p stages and m micro-batches is (p - 1) / m of the computation.
+    Kernels run while the host launches the next ones: a phase takes as long as the slower of the two. CPUs do both one
+    after the other. The bubble of a pipeline with p stages and m micro-batches is (p - 1) / m of the computation.
 
     Args:
         parameters: of the rank of the largest pipeline stage, before ZeRO divides them.
     """
-    flops, peak = flops_per_token * layout.tokens_per_step, cluster.peak_flops(layout.precision)
-    compute = flops / layout.world_size / (peak * kernel_efficiency)
-    compute *= pipeline_imbalance(layout, shape, flops_per_token)
-    recomputed = compute / 3 * recomputed_fraction(layout, shape) * fraction_in_blocks(shape, layout.seq_length)
+    again = recomputed_fraction(layout, shape)
+    slowest = max((stage_time(layout, cluster, shape, stage, rates, again) for stage in range(layout.pipeline_stages)),
+                  key=lambda stage: stage.slowest)
+    optimizer = _optimizer_seconds(layout, cluster, parameters.after_zero(layout), rates)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}
+    launch = dict.fromkeys(PHASES, 0.0)
     for phase in PHASES:
-        phase_compute = compute * _COMPUTE_FRACTION.get(phase, 0.0) + (recomputed if phase == "backward" else 0.0)
-        phase_transfers = [transfer for transfer in transfers if transfer.phase == phase]
-        for link, seconds in _waits(layout, cluster, phase_transfers, phase_compute).items():
+        compute, host = slowest.device[phase], slowest.host[phase]
+        own = _waits(layout, cluster, [each for each in transfers if each.phase == phase], compute, rates)
+        for link, seconds in own.items():
             waits[link] += seconds
-    stages, steps = layout.pipeline_stages, layout.gradient_accumulation_steps
+        busy = compute + sum(own.values()) + (optimizer if phase == "step" else 0.0)
+        launch[phase] = host if cluster.gpu.kind == "cpu" else max(0.0, host - busy)
+    compute = slowest.device["forward"] + slowest.device["backward"]
+    idle = (layout.pipeline_stages - 1) / layout.gradient_accumulation_steps
     return StepTime(
-        compute_seconds=compute + recomputed, bubble_seconds=(compute + recomputed) * (stages - 1) / steps,
+        compute_seconds=compute, launch_seconds=sum(launch.values()),
+        bubble_seconds=(compute + launch["forward"] + launch["backward"]) * idle,
         network_seconds=waits["network"], pcie_seconds=waits["pcie"], disk_seconds=waits["disk"],
-        optimizer_seconds=_optimizer_seconds(layout, cluster, parameters.after_zero(layout)),
-        model_flops=flops, peak_flops=peak * layout.world_size)
+        optimizer_seconds=optimizer, model_flops=flops_per_token * layout.tokens_per_step,
+        peak_flops=cluster.peak_flops(layout.precision) * layout.world_size)
 
 
-def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute: float) -> dict[str, float]:
-    """Return the seconds that a phase waits for each link.
+def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute: float,
+           rates: TimeParameters) -> dict[str, float]:
+    """Return the seconds that transfers add to a phase, by link.
 
     Overlapping transfers run at the same time as the computation and as one another, so that only the slowest of their
-    links can cause a wait.
+    links can cause a wait. Collectives that overlap slow the computation down (TimeParameters.overlap_cost).
 
     Args:
         compute: seconds of the phase's computation.
@@ -130,38 +162,45 @@ def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute:
     overlapped: dict[str, float] = {}
     for transfer in transfers:
         times = overlapped if transfer.overlaps else waits
-        times[transfer.link] = times.get(transfer.link, 0.0) + transfer.bytes / _link_rate(transfer, layout, cluster)
+        seconds = transfer.bytes / (_link_rate(transfer, layout, cluster) * rates.link_efficiency)
+        if transfer.link == "network":
+            seconds += transfer.messages * collective_latency(transfer, cluster)
+        times[transfer.link] = times.get(transfer.link, 0.0) + seconds
     slowest = max(overlapped, key=lambda link: overlapped[link], default=None)
     if slowest is not None:
+        hidden = min(compute, overlapped.get("network", 0.0)) * rates.overlap_cost
+        waits["network"] = waits.get("network", 0.0) + hidden
         waits[slowest] = waits.get(slowest, 0.0) + max(0.0, overlapped[slowest] - compute)
     return waits
 
 
 def _link_rate(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
-    """Return the bytes per second that one rank gets.
+    """Return the stated bytes per second of the link of one rank.
 
     A ring of ranks is as fast as its slowest link. Between nodes it uses the network adapters of all its GPUs in one
     node.
     """
     if transfer.link == "pcie":
-        return cluster.gpu.pcie_rate * LINK_EFFICIENCY
+        return cluster.gpu.pcie_rate
     if transfer.link == "disk":
-        return max(cluster.nvme_rate, 1.0) / min(cluster.gpus_per_node, layout.world_size) * LINK_EFFICIENCY
+        return max(cluster.nvme_rate, 1.0) / min(cluster.gpus_per_node, layout.world_size)
     ranks_in_node = max(1, min(transfer.ranks, cluster.gpus_per_node // transfer.stride))
     if ranks_in_node == transfer.ranks:
-        return cluster.gpu.peer_rate * LINK_EFFICIENCY
-    return max(1.0, min(cluster.gpu.peer_rate, ranks_in_node * cluster.network_rate)) * LINK_EFFICIENCY
+        return cluster.gpu.peer_rate
+    return max(1.0, min(cluster.gpu.peer_rate, ranks_in_node * cluster.network_rate))
 
 
-def _optimizer_seconds(layout: Layout, cluster: Cluster, elements: float) -> float:
+def _optimizer_seconds(layout: Layout, cluster: Cluster, elements: float, rates: TimeParameters) -> float:
     """Return the seconds of the optimizer's memory traffic.
 
     The optimizer reads gradient, master weight and states in fp32. It writes master weight and states in fp32, and the
-    parameter in the model's precision.
+    parameter in the model's precision. Before it, the gradient is read for the norm, and read and written for clipping.
     """
-    traffic = elements * (4 + 8 * (1 + layout.optimizer_moments) + layout.element_bytes)  # bytes
+    traffic = elements * (4 + 12 + 8 * (1 + layout.optimizer_moments) + layout.element_bytes)  # bytes
+    on_device = traffic / (cluster.gpu.memory_rate * rates.memory_efficiency * rates.optimizer_speed)
     if layout.offload_optimizer == "none":
-        return traffic / cluster.gpu.memory_rate
+        return on_device
     ranks_per_node = min(cluster.gpus_per_node, layout.world_size)
     on_host = layout.offload_optimizer_ratio
-    return on_host * traffic * ranks_per_node / HOST_ADAM_RATE + (1 - on_host) * traffic / cluster.gpu.memory_rate
+    return on_host * traffic * ranks_per_node / (rates.host_adam_rate * rates.optimizer_speed) + \
+        (1 - on_host) * on_device

@@ -5,6 +5,7 @@ the gradients, and each rank keeps its part (runtime/zero/stage_1_and_2.py, allr
 not counted. tests/distributed/memory/test_traffic.py compares the counts with real engines.
 """
 
+import math
 from dataclasses import dataclass
 
 from pretrain.config.layout import DTYPE_BYTES, Layout
@@ -27,6 +28,7 @@ class Transfer:
     ranks: int = 1  # number of ranks that take part
     stride: int = 1  # difference between the numbers of neighbouring ranks
     overlaps: bool = False  # whether it runs at the same time as the computation of its phase
+    messages: float = 1.0  # number of collectives or copies in a step: each has a latency
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def rank_parameters(layout: Layout, shape: ModelShape | None, num_parameters: in
 
 def step_traffic(layout: Layout, parameters: RankParameters, shape: ModelShape | None) -> list[Transfer]:
     """List all transfers of a rank in one step. Activations are included only if the shape is known."""
-    transfers = _zero_collectives(layout, parameters) + _offload(layout, parameters)
+    transfers = _zero_collectives(layout, parameters, shape) + _offload(layout, parameters)
     if shape is not None:
         transfers += _pipeline(layout, shape) + _model_parallel(layout, shape) + _offloaded_activations(layout, shape)
     return [transfer for transfer in transfers if transfer.bytes > 0]
@@ -76,7 +78,7 @@ def _reduced_element_bytes(layout: Layout) -> int:
     return 4 if layout.sequence_parallel_size > 1 else DTYPE_BYTES[layout.precision]
 
 
-def _zero_collectives(layout: Layout, parameters: RankParameters) -> list[Transfer]:
+def _zero_collectives(layout: Layout, parameters: RankParameters, shape: ModelShape | None) -> list[Transfer]:
     """Collectives of gradients and parameters among the ranks that ZeRO divides over; experts use fewer ranks."""
     transfers = []
     for suffix, elements, ranks, stride in (
@@ -84,7 +86,8 @@ def _zero_collectives(layout: Layout, parameters: RankParameters) -> list[Transf
             (" of experts", parameters.experts, layout.zero_size // layout.expert_parallel_size,
              layout.tensor_parallel_size * layout.expert_parallel_size)):
         if layout.zero_stage == 3:
-            transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride)
+            matrices = gathered_tensors(layout, shape, experts=bool(suffix))
+            transfers += _zero3_collectives(layout, parameters, suffix, elements, ranks, stride, matrices)
         else:
             transfers += _zero012_collectives(layout, suffix, elements, ranks, stride)
     return transfers
@@ -98,12 +101,26 @@ def _zero012_collectives(layout: Layout, suffix: str, elements: float, ranks: in
     ring = (ranks - 1) / ranks
     reductions = layout.gradient_accumulation_steps if layout.zero_stage == 2 else 1
     overlaps = layout.overlap_comm and layout.zero_stage == 2
+    buckets = math.ceil(elements / max(1, layout.reduce_bucket_size))
     transfers = [Transfer(f"gradients{suffix}: all-reduce", "network", "backward" if overlaps else "step",
-                          2 * ring * elements * _reduced_element_bytes(layout) * reductions, ranks, stride, overlaps)]
+                          2 * ring * elements * _reduced_element_bytes(layout) * reductions, ranks, stride, overlaps,
+                          buckets * reductions)]
     if layout.zero_stage > 0 or layout.precision == "bf16":
+        buckets = math.ceil(elements / max(1, layout.allgather_bucket_size))
         transfers.append(Transfer(f"parameters{suffix}: all-gather", "network", "step",
-                                  ring * elements * layout.element_bytes, ranks, stride))
+                                  ring * elements * layout.element_bytes, ranks, stride, messages=buckets))
     return transfers
+
+
+def gathered_tensors(layout: Layout, shape: ModelShape | None, *, experts: bool = False) -> int:
+    """Return the number of parameters that ZeRO stage 3 gathers; smaller ones remain on every rank.
+
+    DeepSpeed gathers all parameters of a submodule together. A submodule has at most one large parameter.
+    """
+    if shape is None:
+        return 1
+    return sum(tensor.size > layout.param_persistence_threshold and tensor.expert == experts
+               for layer in shape.layers() for tensor in layer.tensors)
 
 
 def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple[float, float]:
@@ -121,7 +138,7 @@ def gathers_per_micro_batch(layout: Layout, parameters: RankParameters) -> tuple
 
 
 def _zero3_collectives(layout: Layout, parameters: RankParameters, suffix: str, elements: float, ranks: int,
-                       stride: int) -> list[Transfer]:
+                       stride: int, tensors: int) -> list[Transfer]:
     """All-gathers of parameters for both passes, and reduce-scatter of gradients after each backward pass.
 
     With ZeRO++'s hpZ the backward pass gathers within a group of `hpz_partition_size` ranks.
@@ -135,11 +152,12 @@ def _zero3_collectives(layout: Layout, parameters: RankParameters, suffix: str, 
     overlaps = layout.overlap_comm
     return [
         Transfer(f"parameters{suffix}: all-gather", "network", "forward", ring * gathered * forward, ranks, stride,
-                 overlaps),
+                 overlaps, tensors * steps * forward),
         Transfer(f"parameters{suffix}: all-gather", "network", "backward", backward_ring * gathered * backward,
-                 backward_ranks, stride, overlaps),
+                 backward_ranks, stride, overlaps, tensors * steps * backward),
         Transfer(f"gradients{suffix}: reduce-scatter", "network", "backward",
-                 ring * elements * _reduced_element_bytes(layout) * steps, ranks, stride, overlaps)]
+                 ring * elements * _reduced_element_bytes(layout) * steps, ranks, stride, overlaps,
+                 math.ceil(elements / max(1, layout.reduce_bucket_size)) * steps)]
 
 
 def _offload(layout: Layout, parameters: RankParameters) -> list[Transfer]:
@@ -200,8 +218,10 @@ def _pipeline(layout: Layout, shape: ModelShape) -> list[Transfer]:
         return []
     size = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
     stride = layout.world_size // stages
-    transfers = [Transfer("activations to the next pipeline stage", "network", "forward", size, 2, stride),
-                 Transfer("gradients to the previous pipeline stage", "network", "backward", size, 2, stride)]
+    messages = layout.gradient_accumulation_steps
+    transfers = [
+        Transfer("activations to the next pipeline stage", "network", "forward", size, 2, stride, messages=messages),
+        Transfer("gradients to the previous pipeline stage", "network", "backward", size, 2, stride, messages=messages)]
     if shape.tie_word_embeddings:
         tied = shape.vocab_size * shape.hidden_size * layout.grad_accum_bytes / layout.tensor_parallel_size
         transfers.append(Transfer("tied gradients: all-reduce", "network", "step", tied, 2, stride * (stages - 1)))
@@ -226,14 +246,17 @@ def _model_parallel(layout: Layout, shape: ModelShape) -> list[Transfer]:
     (arXiv 2309.14509). Experts: two all-to-alls a layer with experts (DeepSpeed-MoE, arXiv 2201.05596).
     """
     blocks = shape.num_layers / layout.pipeline_stages
+    moe_blocks = shape.num_moe_layers() / layout.pipeline_stages
     hidden = _hidden_bytes(layout, shape) * layout.gradient_accumulation_steps
     transfers = []
     for phase, passes in (("forward", 1.0), ("backward", 1.0 + recomputed_fraction(layout, shape))):
-        for what, ranks, stride, size in (
-                ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden),
+        for what, ranks, stride, size, count in (
+                ("tensor-parallel all-reduce", layout.tensor_parallel_size, 1, 2 * 2 * blocks * hidden, 2 * blocks),
                 ("sequence-parallel all-to-all", layout.sequence_parallel_size, layout.tensor_parallel_size,
-                 4 * blocks * hidden),
+                 4 * blocks * hidden, 4 * blocks),
                 ("expert all-to-all", layout.expert_parallel_size, layout.tensor_parallel_size,
-                 2 * shape.num_moe_layers() / layout.pipeline_stages * hidden * shape.experts_per_token)):
-            transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride))
+                 2 * moe_blocks * hidden * shape.experts_per_token, 2 * moe_blocks)):
+            messages = count * passes * layout.gradient_accumulation_steps
+            transfers.append(Transfer(what, "network", phase, size * passes * (ranks - 1) / ranks, ranks, stride,
+                                      messages=messages))
     return transfers

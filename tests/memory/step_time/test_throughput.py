@@ -1,0 +1,140 @@
+"""The step-time model: published throughput of A100 and H100 GPUs, latencies, and the order of layouts."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.model_shape import read_shape
+from pretrain.memory.hardware import GPUS, make_cluster
+from pretrain.memory.report.compare_zero import main
+from pretrain.memory.step_time.kernel_time import KernelRates
+from pretrain.memory.step_time.latency import collective_latency
+from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR
+from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
+from tests.memory.step_time.fit_throughput import FITTED, fit
+from tests.support.gpu_throughput import (
+    FITTED_GPU,
+    TABLE_PARAMETERS,
+    predict,
+    read_measurements,
+    shape_of_model,
+    throughput_table,
+)
+
+ROWS = read_measurements()
+
+
+def test_the_published_table_is_consistent() -> None:
+    """Its parameters and its MFU follow from its other columns, so that no number was copied wrongly."""
+    assert len(ROWS) == 100
+    for row in ROWS:
+        shape = shape_of_model(row.model, row.seq_length)
+        assert shape.num_parameters() == row.num_parameters
+        flops = 6 * row.num_parameters + 12 * shape.num_layers * shape.hidden_size * row.seq_length
+        mfu = flops * row.tokens_per_second / GPUS[row.gpu].peak_flops("bf16")
+        assert mfu == pytest.approx(row.mfu, rel=0.004)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "a100-40", "h100"])
+def test_predictions_are_within_the_error_of_published_measurements(gpu: str) -> None:
+    """The parameters were fitted to the rows of one GPU; the other two are predicted from their data sheets."""
+    ratios = [predict(row).total_seconds / row.measured_seconds for row in ROWS if row.gpu == gpu]
+    close = [ratio for ratio in ratios if 1 / (1 + MODEL_ERROR) <= ratio <= 1 + MODEL_ERROR]
+    print("\n" + "\n".join(line for line in throughput_table() if line.startswith((gpu + " ", "gpu"))))
+    assert len(close) / len(ratios) >= 0.9
+    assert min(ratios) > 0.75
+    assert max(ratios) < 1.15
+
+
+def test_the_fit_gives_the_parameters_in_use() -> None:
+    start = replace(TABLE_PARAMETERS, memory_efficiency=0.7, attention_speed=0.6, overlap_cost=0.5)
+    found = fit([row for row in ROWS if row.gpu == FITTED_GPU], start)
+    for name in FITTED:
+        assert getattr(found, name) == pytest.approx(getattr(TABLE_PARAMETERS, name), rel=0.1), name
+
+
+def test_products_slow_down_with_unfavourable_shapes() -> None:
+    rates = KernelRates(GPUS["a100"], "bf16", 2, DEFAULT_PARAMETERS)
+
+    def efficiency(m: int, n: int, k: int) -> float:
+        return 2 * m * n * k / rates.product_seconds(m, n, k) / 312e12
+
+    assert 0.8 < efficiency(16384, 8192, 8192) <= 0.87
+    assert efficiency(4096, 4096, 64) < 0.5 * efficiency(4096, 4096, 4096)  # few products for each byte
+    assert efficiency(256, 128 * 109, 4096) < 0.8 * efficiency(256, 128 * 108, 4096)  # a wave of a single tile
+    assert efficiency(128, 128, 4096) < 0.02  # one tile on 108 multiprocessors
+
+
+def step_time(model: str, gpu: str, layout: Layout) -> StepTime:
+    shape = read_shape(model)
+    cluster = make_cluster(gpu=gpu, world_size=layout.world_size, nodes=None, gpus_per_node=None)
+    own = rank_parameters(layout, shape, shape.num_parameters())
+    return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own,
+                              flops_per_token=model_flops_per_token(shape, 0, layout.seq_length))
+
+
+def test_small_models_wait_for_the_host_and_large_ones_do_not() -> None:
+    tiny = step_time("tiny", "h100", Layout(world_size=2, zero_stage=1, seq_length=128))
+    assert tiny.total_seconds > 1e-3
+    assert tiny.launch_seconds > 0.5 * tiny.total_seconds
+    large = step_time("gpt3-6.7b", "h100", Layout(world_size=64, zero_stage=3, micro_batch_size=4, seq_length=2048,
+                                                  overlap_comm=True))
+    assert large.launch_seconds < 0.01 * large.total_seconds  # the optimizer step
+
+
+def test_more_ranks_and_nodes_have_a_longer_latency() -> None:
+    cluster = make_cluster(gpu="a100", world_size=128, nodes=None, gpus_per_node=None)
+    for what in ("parameters: all-gather", "gradients: all-reduce"):
+        latencies = [collective_latency(Transfer(what, "network", "step", 0, ranks), cluster)
+                     for ranks in (1, 2, 8, 16, 128)]
+        assert latencies == sorted(latencies)
+        assert latencies[0] == 0
+        assert 1e-5 < latencies[1] < latencies[-1] < 1e-3
+
+
+CHANGES: list[Callable[[Layout], Layout]] = [
+    lambda layout: replace(layout, gradient_accumulation_steps=2),
+    lambda layout: replace(layout, recompute="blocks"),
+    lambda layout: replace(layout, seq_length=2048),
+    lambda layout: replace(layout, precision="fp32"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_more_work_takes_longer(change: Callable[[Layout], Layout]) -> None:
+    for stage in (1, 3):
+        layout = Layout(world_size=8, zero_stage=stage, micro_batch_size=4, overlap_comm=stage == 3)
+        less, more = (step_time("gpt3-1.3b", "a100", each) for each in (layout, change(layout)))
+        assert more.total_seconds > 1.1 * less.total_seconds
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    main([*arguments, "--json"])
+    return list(json.loads(capsys.readouterr().out)["rows"])
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--model", "tiny", "--world_size", "2", "--gpu", "0.5", "--seq_length", "128"],
+    ["--model", "gpt2", "--world_size", "8", "--gpu", "a100"],
+    ["--model", "llama3-8b", "--world_size", "64", "--gpu", "h100"],
+])
+def test_the_simplest_of_equally_fast_layouts_is_first(capsys: pytest.CaptureFixture[str],
+                                                       arguments: list[str]) -> None:
+    rows = rows_of(capsys, *arguments)
+    assert rows[0]["name"] == "zero1"
+    fastest = min(row["step_time"]["total_seconds"] for row in rows if row["fits"] and row["runs_here"])
+    assert rows[0]["step_time"]["total_seconds"] <= (1 + MODEL_ERROR) * fastest
+
+
+def test_a_much_faster_layout_is_preferred_to_a_simpler_one(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, "--model", "gpt3-13b", "--world_size", "64", "--gpu", "a100-40")
+    fastest = min(row["step_time"]["total_seconds"] for row in rows if row["fits"] and row["runs_here"])
+    simpler = next(row for row in rows if row["name"] == "pipeline2_zero1")
+    assert simpler["fits"]
+    assert simpler["step_time"]["total_seconds"] > (1 + MODEL_ERROR) * fastest
+    assert rows[0]["name"] == "zero3"
