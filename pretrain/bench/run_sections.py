@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.bench.processes.context import BenchContext
-from pretrain.bench.sections.checkpoint import checkpoint_stall
+from pretrain.bench.sections.checkpoint import checkpoint_rates
 from pretrain.bench.sections.data.data import data
 from pretrain.bench.sections.guards import RANKS, guards
 from pretrain.bench.sections.offload import offload
@@ -20,7 +20,7 @@ from pretrain.bench.sections.step import training_step
 from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
-    "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_stall,
+    "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_rates,
     "startup": startup, "scaling": scaling, "offload": offload,
     "recompute": recompute, "data": data, "profile": profile,
 }

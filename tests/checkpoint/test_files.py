@@ -1,5 +1,6 @@
 """Files are hashed during writing. All damage to real checkpoints is detected, and damaged checkpoints are skipped."""
 
+import errno
 import hashlib
 import itertools
 import os
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.checkpoint.format.files import FileRecord, HashedFile, free_bytes, sha256_of, write_atomically
+from pretrain.checkpoint.format.files import (
+    FileGroup,
+    FileRecord,
+    HashedFile,
+    free_bytes,
+    sha256_of,
+    write_atomically,
+)
 from pretrain.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -191,6 +199,67 @@ def test_hashed_file_has_the_written_content_and_its_hash(tmp_path: Path) -> Non
     assert sha256_of(tmp_path / "file") == record.sha256
     with pytest.raises(FileExistsError):
         HashedFile(tmp_path / "file")
+
+
+class _CountingHash:
+    """Counts the bytes that are hashed."""
+
+    def __init__(self) -> None:
+        self._digest, self.num_bytes = _SHA256(), 0
+
+    def update(self, data: memoryview) -> None:
+        self.num_bytes += len(data)
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+_SHA256 = hashlib.sha256
+
+
+def _count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[_CountingHash]:
+    """Return the list of all hashes that are begun from now on."""
+    hashes: list[_CountingHash] = []
+    monkeypatch.setattr(hashlib, "sha256", lambda: hashes.append(_CountingHash()) or hashes[-1])
+    return hashes
+
+
+def test_saving_and_verifying_hash_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes, fsync, synced = _count_hashes(monkeypatch), os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size) or
+                        fsync(descriptor))
+    sizes = {f"file{number}": size for number, size in enumerate([0, 1, 2**16, 2**22, 2**25 + 3, *range(100, 180)])}
+    with FileGroup() as group:
+        for name, size in sizes.items():
+            with group.open_file(tmp_path / name) as file:
+                file.write(random.Random(size).randbytes(size))
+        records = group.finish()
+    assert sorted(synced) == sorted(sizes.values())  # each file was complete when it was synced
+    assert sum(counting.num_bytes for counting in hashes) == sum(sizes.values())
+    hashes.clear()
+    assert {name: FileRecord(size, sha256_of(tmp_path / name)) for name, size in sizes.items()} == records
+    assert sum(counting.num_bytes for counting in hashes) == sum(sizes.values())
+
+
+def test_a_file_that_cannot_be_synced_is_reported_with_its_name(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, descriptors = os.fsync, set(os.listdir("/proc/self/fd"))
+
+    def full_disk(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("file7"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with FileGroup() as group:
+        for number in range(9):
+            with group.open_file(tmp_path / f"file{number}") as file:
+                file.write(b"x")
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            group.finish()
+    assert raised.value.filename == str(tmp_path / "file7")
+    assert set(os.listdir("/proc/self/fd")) <= descriptors  # all files are closed
 
 
 def test_torch_save_writes_to_a_hashed_file(tmp_path: Path) -> None:

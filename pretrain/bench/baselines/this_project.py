@@ -1,12 +1,8 @@
-"""This project's engine, step loop and checkpoints as baselines.
+"""This project's engine and step loop as baselines.
 
 Each public function with the parameter `job` is the main function of a process, and never returns.
 """
 
-import dataclasses
-import shutil
-import statistics
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +13,6 @@ from pretrain import step_loop, trainer
 from pretrain.bench.baselines.measurement_time import MeasurementTime
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
-from pretrain.checkpoint.save.saver import Saver
 from pretrain.config.validate import Plan
 from pretrain.data.loader import Loader, MicroBatch
 from pretrain.distributed.process_group import init_process_group
@@ -27,13 +22,9 @@ from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_
 from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
 from pretrain.model.layers import Block
-from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.watchdog import NO_LIMITS
-from pretrain.terminal.screen import Screen
-
-_COMMIT_TIMEOUT_S = 600  # limit for the commit of a save
 
 
 def _init_process_group() -> None:
@@ -108,54 +99,6 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     with rank_guards(Path(plan.args.save), world, NO_LIMITS, LauncherWatch(world)) as guards:
         trainer.train(plan, world, step_loop.StepCallbacks(watch.before_step, watch.after_step), guards)
     requests.end()
-
-
-def checkpoint(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Save one checkpoint per repetition.
-
-    Request: "async" is whether to save in the background; "steps" is the number of steps without a save that are timed.
-    """
-    _init_process_group()
-    plan = job.plan()
-    engine = _engine(plan)
-    loader = training_loader(plan)
-    folders = {is_async: RunFolder(Path(f"{plan.args.save}-{is_async}"), active=True) for is_async in (False, True)}
-    savers = {is_async: Saver(dataclasses.replace(plan, args=dataclasses.replace(plan.args, async_save=is_async)),
-                              folder, Screen(active=False)) for is_async, folder in folders.items()}
-    step = 0
-
-    def timed_step() -> float:
-        nonlocal step
-        start = time.perf_counter()
-        train_batch(engine, loader.step(step * plan.layout.global_batch_size))
-        requests.synchronize()
-        step += 1
-        return time.perf_counter() - start
-
-    requests.report_build(**_facts(engine, plan))
-    while True:
-        is_async = requests.request["async"]
-        checkpoints = folders[is_async].path / "checkpoints"
-        usual_s = statistics.median(timed_step() for _ in range(requests.request["steps"]))
-        saved, start = f"global_step{step}", time.perf_counter()
-        savers[is_async].save(engine, step=step, consumed_samples=0, eval_loss=None, wait=False)
-        requests.synchronize()
-        blocking_s = time.perf_counter() - start
-        during_save_s = []  # times of the steps that run while a background save continues
-        while not _committed(checkpoints, saved, start):
-            during_save_s.append(timed_step())
-        size = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
-        shutil.rmtree(checkpoints / saved)
-        requests.end_repetition(step_s=usual_s, blocking_s=blocking_s, checkpoint_bytes=size,
-                                slowdown_s=sum(during_save_s) - usual_s * len(during_save_s))
-
-
-def _committed(checkpoints: Path, name: str, start: float) -> bool:
-    """Return whether the checkpoint is committed. Raises TimeoutError after _COMMIT_TIMEOUT_S from `start`."""
-    if time.perf_counter() - start > _COMMIT_TIMEOUT_S:
-        raise TimeoutError(f"{name} was not committed within {_COMMIT_TIMEOUT_S} s")
-    latest = checkpoints / "latest"
-    return latest.is_file() and latest.read_text().strip() == name
 
 
 def profile(job: BaselineJob, requests: RequestLoop) -> NoReturn:

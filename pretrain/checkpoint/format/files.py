@@ -3,9 +3,11 @@
 This module works on Linux and imports no torch.
 """
 
+import contextlib
+import ctypes
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +16,10 @@ from pretrain.sync import fsync, write_synced
 
 _SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
 _CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache
+_READ_BYTES = 2**22  # a buffer that is hashed while the next one is read
+_SYNC_THREADS = 4  # files that are synced to disk at the same time
+_MOST_UNSYNCED = 64  # files that wait for their sync; each has a descriptor
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 @dataclass(frozen=True)
@@ -27,17 +33,22 @@ class FileRecord:
 class HashedFile:
     """A new file, open for writing. `close` returns its SHA-256. `torch.save` can write to it.
 
-    One thread hashes the bytes while the calling thread writes them. `write` keeps no reference to its argument, so the
-    caller may change the buffer afterwards. The file must not exist yet: if two processes wrote the same file, neither
-    would know its hash. After an error such as ENOSPC the file accepts no more bytes. `close` then raises this error
-    again, in case a library suppressed it.
+    One thread hashes the bytes while the calling thread writes them, and a third one makes the disk write them. `write`
+    keeps no reference to its argument, so the caller may change the buffer afterwards. The file must not exist yet: if
+    two processes wrote the same file, neither would know its hash. After an error such as ENOSPC the file accepts no
+    more bytes. `close` then raises this error again, in case a library suppressed it.
+
+    Args:
+        group: syncs the file to disk after `close`. None: `close` does this.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, group: "FileGroup | None" = None) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._digest, self._bytes, self._pending = hashlib.sha256(), 0, bytearray()
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._disk_writer = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        self._group = group
         self._error: OSError | None = None
         self._record: FileRecord | None = None
 
@@ -65,10 +76,12 @@ class HashedFile:
         if self._record is None:
             try:
                 self.flush()
-                self._fsync()
+                self._sync()
             finally:
                 self._release()
             self._record = FileRecord(self._bytes, self._digest.hexdigest())
+            if self._group is not None:
+                self._group.records[self.path.name] = self._record
         return self._record
 
     def __enter__(self) -> "HashedFile":
@@ -99,9 +112,16 @@ class HashedFile:
             raise
         finally:
             hashed.result()
+        if len(view) == _CHUNK_BYTES:
+            self._disk_writer.submit(_start_writing_to_disk, self._descriptor, self._bytes, len(view))
         self._bytes += len(view)
 
-    def _fsync(self) -> None:
+    def _sync(self) -> None:
+        if self._group is not None:
+            self._disk_writer.shutdown()
+            self._group.sync(self.path, self._descriptor)  # which closes the descriptor
+            self._descriptor = -1
+            return
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -114,17 +134,80 @@ class HashedFile:
 
     def _release(self) -> None:
         self._hasher.shutdown()
+        self._disk_writer.shutdown()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
+class FileGroup:
+    """New files that are synced to disk while later ones are written. All are on the disk when `finish` returns.
+
+    At the end of a `with` block the group waits for its threads, also after an error.
+
+    Attributes:
+        records: size and hash of each closed file, by name. They are valid after `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self._pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="fsync")
+        self._syncs: list[Future[None]] = []
+
+    def open_file(self, path: Path) -> HashedFile:
+        """Create a file of this group."""
+        return HashedFile(path, self)
+
+    def sync(self, path: Path, descriptor: int) -> None:
+        """Sync a file to disk in a thread, and close its descriptor."""
+        if len(self._syncs) >= _MOST_UNSYNCED:
+            self._syncs[-_MOST_UNSYNCED].exception()  # waits; `finish` raises the error
+        self._syncs.append(self._pool.submit(_sync_and_close, path, descriptor))
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Wait until all files are on the disk, and return `records`. Raises OSError, with the file's name."""
+        for sync in self._syncs:
+            sync.result()
+        return self.records
+
+    def __enter__(self) -> "FileGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+
+def _sync_and_close(path: Path, descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+def _start_writing_to_disk(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Make the disk write these bytes now. Without this, Linux keeps them in memory until fsync, and the disk waits.
+
+    Errors are ignored, because fsync reports them (sync_file_range(2)). Python's os module lacks this function.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes),
+                                          _SYNC_FILE_RANGE_WRITE)
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. The file is read in chunks. Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
-    with open(path, "rb", buffering=0) as file:
+    """Return the SHA-256 of a file, in hexadecimal. A thread hashes each part while the next is read. Raises OSError.
+    """
+    digest = hashlib.sha256()
+    buffer, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
+    hashed: Future[None] | None = None
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
         while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+            if hashed is not None:
+                hashed.result()  # now nothing reads from `other`
+            hashed = hasher.submit(digest.update, buffer[:count])
+            buffer, other = other, buffer
     return digest.hexdigest()
 
 

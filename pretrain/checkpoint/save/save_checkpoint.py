@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.checkpoint.format.files import FileRecord, HashedFile
+from pretrain.checkpoint.format.files import FileGroup
 from pretrain.checkpoint.format.fragments import flat_tensors
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.rng_state import rng_file, rng_state
@@ -89,14 +89,13 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
     If any rank cannot write its files, the temporary folder is removed and SaveError is raised on every rank.
     """
     temporary, save_id = begin_save(plan, checkpoints, step)
-    written: dict[str, FileRecord] = {}
-    error, finite = write_files(engine, temporary, lambda path: _RecordedFile(path, written), step=step,
-                                consumed_samples=consumed_samples)
-    try:
-        if error is None:
-            write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=written, finite=finite)
-    except OSError as failure:
-        error = str(failure)
+    with FileGroup() as group:
+        error, finite = write_files(engine, temporary, group.open_file, step=step, consumed_samples=consumed_samples)
+        try:
+            if error is None:
+                write_part(temporary, rank=dist.get_rank(), save_id=save_id, files=group.finish(), finite=finite)
+        except OSError as failure:
+            error = str(failure)
     errors = gather(error)
     manifest = manifest_of_engine(engine, plan, step=step, consumed_samples=consumed_samples, versions=versions,
                                   eval_loss=eval_loss, save_id=save_id)
@@ -110,18 +109,6 @@ def save_checkpoint(engine: DeepSpeedEngine, plan: Plan, checkpoints: Path, *, s
         return SavedCheckpoint(checkpoints / f"global_step{step}", save_id, sizes, committed.is_good)
 
     return from_rank_0(finish)
-
-
-class _RecordedFile(HashedFile):
-    """A HashedFile that adds its record to `written` when it is closed."""
-
-    def __init__(self, path: Path, written: dict[str, FileRecord]) -> None:
-        super().__init__(path)
-        self._written = written
-
-    def close(self) -> FileRecord:
-        self._written[self.path.name] = record = super().close()
-        return record
 
 
 def manifest_of_engine(engine: DeepSpeedEngine, plan: Plan, *, step: int, consumed_samples: int,

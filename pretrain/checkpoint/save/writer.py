@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.format.files import FileRecord, HashedFile
+from pretrain.checkpoint.format.files import FileGroup, FileRecord
 from pretrain.checkpoint.format.manifest import MANIFEST, Manifest
 from pretrain.checkpoint.save.commit import commit, discard, has_part, write_part
 from pretrain.checkpoint.save.mirror import finish_upload, upload
@@ -137,13 +137,12 @@ def _save(job: SaveJob, snapshot: SnapshotFiles, descriptor: int) -> dict[str, A
 
 def _write_files(snapshot: SnapshotFiles, descriptor: int) -> dict[str, FileRecord]:
     """Write the snapshot's files and return their sizes and hashes. Raises OSError."""
-    records: dict[str, FileRecord] = {}
     memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    for region in snapshot.files:
-        with HashedFile(Path(snapshot.temporary) / region.name) as file:
-            file.write(memoryview(memory)[region.offset:region.offset + region.length])
-            records[region.name] = file.close()
-    return records
+    with FileGroup() as group:
+        for region in snapshot.files:
+            with group.open_file(Path(snapshot.temporary) / region.name) as file:
+                file.write(memoryview(memory)[region.offset:region.offset + region.length])
+        return group.finish()
 
 
 def report_failure(job: SaveJob, error: str) -> bool:
