@@ -19,7 +19,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.device import Device, detect_device
 from pretrain.distributed.lost_rank import is_lost_connection, report_lost_connection
 from pretrain.distributed.print_error import print_error
-from pretrain.distributed.process import end_process
+from pretrain.distributed.process import end_process, importing
 from pretrain.distributed.process_group import collective_timeout_s
 from pretrain.distributed.world import ALONE, World, running_environment
 from pretrain.engine.prepare import prepare_deepspeed
@@ -80,13 +80,14 @@ def _train(start: Start, world: World, device: Device, guards: RankGuards) -> in
     """Import torch and DeepSpeed, then train a validated run. Returns the exit code."""
     plan = start.plan
     status("loading torch and DeepSpeed")
-    prepare_deepspeed(device)
-    if not _uses_compiler(plan):
-        avoid_compiler_imports()
-    from pretrain.memory.report.memory_watch import MemoryWatch
-    from pretrain.memory.report.out_of_memory_advice import advice, print_advice
-    from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
-    from pretrain.trainer import train
+    with importing():
+        prepare_deepspeed(device)
+        if not _uses_compiler(plan):
+            avoid_compiler_imports()
+        from pretrain.memory.report.memory_watch import MemoryWatch
+        from pretrain.memory.report.out_of_memory_advice import advice, print_advice
+        from pretrain.step_loop import StepCallbacks  # imports torch and deepspeed
+        from pretrain.trainer import train
 
     watch = MemoryWatch.start(plan, world)
     try:

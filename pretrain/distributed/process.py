@@ -1,12 +1,15 @@
 """Memory and exit of this process, and ports and environment for its child processes."""
 
 import atexit
+import contextlib
 import errno
+import gc
 import os
 import random
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +67,21 @@ def package_environment() -> dict[str, str]:
     """Return this process's environment with this checkout first in PYTHONPATH, for child processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import modules in this block without garbage collections; later collections ignore their objects.
+
+    Modules create hundreds of thousands of objects and hardly any garbage. The collector would search them again and
+    again: 0.2 s of the 1.5 s in which torch and DeepSpeed are imported, and 0.1 s whenever it searches all objects.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def end_process(code: int) -> NoReturn:
