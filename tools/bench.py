@@ -4,14 +4,13 @@
     python tools/bench.py                                            # one training step on this machine
     python tools/bench.py --what all --write tools/performance.md    # all sections; writes the tables into this page
     python tools/bench.py --preset h200-llama-1b --seq_length 8192 --json
-    python tools/bench.py --explain                                  # time of each operator in a training step
+    python tools/bench.py --what step,profile                        # and where the time of a step goes
 
 tools/performance.md describes the optimizations of this project. Flags of pretrain/train.py are passed to this project
 only, not to the other programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad
 input.
 """
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from pretrain.bench.report import (
 from pretrain.bench.run_sections import run_sections
 from pretrain.bench.settings import add_flags, validate_flags
 from pretrain.cli import Parser, run_main
-from pretrain.errors import ConfigError
 
 
 def main() -> int:
@@ -42,16 +40,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", type=Path, metavar="FILE",
                         help="write the tables into FILE, between the two markers of the preset")
-    parser.add_argument("--explain", action="store_true",
-                        help="profile a training step, instead of --what: print the time of each operator")
     flags, train_flags = parser.parse_known_args()
     gpus = gpu_names()
     settings = validate_flags(flags, train_flags, gpus=len(gpus))
-    if flags.explain:
-        settings = dataclasses.replace(settings, sections=("profile",))
-        if flags.write is not None:
-            raise ConfigError("--write", problem="it cannot be combined with --explain, which replaces --what",
-                              remedy="omit one of the two flags")
     if flags.write is not None:
         check_markers(flags.write, settings.preset_name)
     head = heading(settings, _without_write(sys.argv[1:]))

@@ -11,8 +11,8 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device, detect_
 from pretrain.errors import ConfigError
 
 # choices of --what
-SECTIONS = ("step", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "offload", "recompute",
-            "data")
+SECTIONS = ("step", "profile", "overhead", "guards", "pipeline", "checkpoint", "startup", "scaling", "offload",
+            "recompute", "data")
 _SIZE = whole_number(1, 2**31 - 1)
 _NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 _GPT2 = f"n_layer=8,n_embd=512,n_head=8,vocab_size=16384,n_positions={{positions}},{_NO_DROPOUT}"
@@ -37,10 +37,10 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset("gpt2", _GPT2, 512, 8, steps=3, warmup_steps=2, product_size=4096),
-    "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=3, warmup_steps=2, product_size=4096),
-    "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=3, warmup_steps=2, product_size=4096),
-    "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=3, warmup_steps=2, product_size=4096),
+    "cpu": Preset("gpt2", _GPT2, 512, 8, steps=2, warmup_steps=2, product_size=4096),
+    "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=2, warmup_steps=2, product_size=4096),
+    "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=2, warmup_steps=2, product_size=4096),
+    "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=2, warmup_steps=2, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
                         64, 4, steps=2, warmup_steps=2, product_size=512),
     "cpu-small-llama": Preset("llama2-7b", _SMALL_LLAMA, 64, 4, steps=2, warmup_steps=2, product_size=512),
@@ -83,9 +83,11 @@ class BenchSettings:
 
 
 def add_flags(parser: Parser) -> None:
-    """Add the flags of tools/bench.py, except --json, --write and --explain."""
+    """Add the flags of tools/bench.py, except --json and --write."""
     parser.add_argument("--what", type=text, default="step", metavar="A,B",
                         help=f"sections to measure: {', '.join(SECTIONS)} or all (default: %(default)s)")
+    parser.add_argument("--explain", dest="what", action="store_const", const="profile",
+                        help="the same as --what profile")
     parser.add_argument("--preset", type=text, default=None,
                         help=f"model and batch: {', '.join(PRESETS)} (default: cpu; on CUDA h200-gpt3-1.3b)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None,

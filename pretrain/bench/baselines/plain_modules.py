@@ -3,12 +3,14 @@
 Shapes: B batch, T positions, D hidden size, H query heads, K key/value heads, E elements per head, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 
+from pretrain.bench.baselines.operator_times import named_optimizer_step, operator_times
 from pretrain.bench.baselines.peers import micro_batches, parameter_count
 from pretrain.bench.processes.baseline_job import LEARNING_RATE, BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
@@ -22,26 +24,47 @@ from pretrain.model.rope import inverse_frequencies
 
 def plain_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     """Train the plain modules: fp32 weights, autocast, gradient clipping, torch's fused AdamW."""
+    step = _build(job, requests)
+    while True:
+        requests.after_step(step())
+
+
+def plain_profile(job: BaselineJob, requests: RequestLoop) -> NoReturn:
+    """Profile the steps of `plain_loop`."""
+    plan, step = job.plan(), _build(job, requests)
+    while True:
+        requests.end_repetition(operators=operator_times(
+            step, steps=requests.request["steps"], vocab_size=plan.model.vocab_size, cuda=job.device_kind == "cuda"))
+
+
+def _build(job: BaselineJob, requests: RequestLoop) -> Callable[[], torch.Tensor]:
+    """Return a function that does one training step, and returns its loss."""
     plan = job.plan()
     device = torch.device("cuda" if job.device_kind == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT does; it changes nothing in bf16
-    model: nn.Module = plain_model(plan).to(device)
+    model = plain_model(plan).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model.named_parameters()), lr=LEARNING_RATE, betas=(0.9, 0.95),
                                   eps=1e-8, weight_decay=0.1, fused=True)
-    parameters = parameter_count(model)
+    batches, is_bf16 = micro_batches(plan, device), plan.layout.precision == "bf16"
     if job.options.get("compiled"):
         model.compile()
-    requests.report_build(parameters)
-    for tokens_BT, labels_BT in micro_batches(plan, device):
-        with torch.autocast(device.type, torch.bfloat16, enabled=plan.layout.precision == "bf16"):
-            loss = model(tokens_BT, labels_BT)
-        loss.backward()
+
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        requests.after_step(loss)
-    requests.end()
+
+    named_update = named_optimizer_step(update)
+
+    def step() -> torch.Tensor:
+        tokens_BT, labels_BT = next(batches)
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
+            loss: torch.Tensor = model(tokens_BT, labels_BT)
+        loss.backward()
+        named_update()
+        return loss
+
+    requests.report_build(parameter_count(model))
+    return step
 
 
 def plain_model(plan: Plan) -> "PlainModel":

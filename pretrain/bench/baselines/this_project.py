@@ -3,14 +3,15 @@
 Each public function with the parameter `job` is the main function of a process, and never returns.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from pretrain import step_loop, trainer
 from pretrain.bench.baselines.measurement_time import MeasurementTime
+from pretrain.bench.baselines.operator_times import named_optimizer_step, operator_times
 from pretrain.bench.processes.baseline_job import BaselineJob
 from pretrain.bench.processes.request_loop import RequestLoop
 from pretrain.config.validate import Plan
@@ -102,25 +103,15 @@ def loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:
 
 
 def profile(job: BaselineJob, requests: RequestLoop) -> NoReturn:
-    """Profile the steps of `project` with torch.profiler.
-
-    The time of an operator does not include operators that it calls.
-    """
+    """Profile the steps of `project`."""
     _init_process_group()
     plan = job.plan()
     engine = _engine(plan)
+    engine.optimizer.step = named_optimizer_step(engine.optimizer.step)
     loader = training_loader(plan)
-    cuda = job.device_kind == "cuda"
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     requests.report_build(**_facts(engine, plan))
-    consumed_samples = 0
+    samples = itertools.count(0, plan.layout.global_batch_size)
     while True:
-        with torch.profiler.profile(activities=activities) as profiler:
-            for _ in range(requests.request["steps"]):
-                train_batch(engine, loader.step(consumed_samples))
-                consumed_samples += plan.layout.global_batch_size
-            requests.synchronize()
-        requests.end_repetition(operators=[
-            {"name": row.key, "calls": row.count,
-             "self_time_ms": (row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e3}
-            for row in profiler.key_averages()])
+        requests.end_repetition(operators=operator_times(
+            lambda: train_batch(engine, loader.step(next(samples))), steps=requests.request["steps"],
+            vocab_size=plan.model.vocab_size, cuda=job.device_kind == "cuda"))

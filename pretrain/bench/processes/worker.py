@@ -17,7 +17,7 @@ MAIN_FUNCTIONS = {
     "guarded_loop": "guarded_loop.guarded_loop",
     "checkpoint": "checkpoints.checkpoint", "profile": "this_project.profile",
     "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop", "torch": "peers.torch_loop",
-    "plain": "plain_modules.plain_loop",
+    "plain": "plain_modules.plain_loop", "plain_profile": "plain_modules.plain_profile",
     "products": "machine_limits.products", "disk": "machine_limits.disk",
 }
 
