@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.alibi import alibi_slopes
-from pretrain.model.kernels.cpu_attention import causal_attention
+from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
+from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.kernels.linear import linear
@@ -147,18 +148,31 @@ class Attention(nn.Module):
                           plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        batch, length, _ = x_BTD.shape
-        q_BTHE, k_BTKE, v_BTKE = self.qkv(x_BTD).view(batch, length, -1, self.head_size).split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        qkv_BTGE = self.qkv(x_BTD).unflatten(2, (-1, self.head_size))
+        return self.out(self._attend(qkv_BTGE, documents).flatten(2))
+
+    def _attend(self, qkv_BTGE: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return [B, T, H, E] from queries, keys and values: G = H + 2 K heads."""
+        dropout = self.dropout if self.training else 0.0
+        in_c = not self.plain_operators and can_attend_in_c(qkv_BTGE, self.num_kv_heads, dropout)
+        if in_c and self.q_norm is None:  # one tensor: the gradients of its parts need no concatenation
+            return self._attend_in_c((qkv_BTGE,), documents)
+        q_BTHE, k_BTKE, v_BTKE = qkv_BTGE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE)
+        if in_c:
+            return self._attend_in_c((q_BTHE, k_BTKE, v_BTKE), documents)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE, documents), self.rope.rotate(k_BKTE, documents)
-        y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=self.dropout if self.training else 0.0,
-                                  plain=self.plain_operators, scale=self.scale, window=self.window,
-                                  softcap=self.softcap, alibi_slopes=self.slopes_H, documents=documents)
-        return self.out(y_BHTE.transpose(1, 2).reshape(batch, length, -1))
+        return causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, plain=self.plain_operators, scale=self.scale,
+                                window=self.window, softcap=self.softcap, alibi_slopes=self.slopes_H,
+                                documents=documents).transpose(1, 2)
+
+    def _attend_in_c(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
+        tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
+        return attention(inputs, AttentionSettings(self.num_heads, self.scale, self.window, self.softcap, self.slopes_H,
+                                                   tables, documents))
 
     def prepare(self, documents: Documents, like: torch.Tensor) -> None:
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""

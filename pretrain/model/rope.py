@@ -130,15 +130,16 @@ class Rope:
             documents.rope_tables[key] = cos[positions_BT][:, None], sin[positions_BT][:, None]
         return documents.rope_tables[key]
 
+    def tables_for(self, x_BTHE: torch.Tensor, documents: Documents | None) -> Tables:
+        """Return cos and sin for queries or keys: those of `tables`, or with documents those of `document_tables`."""
+        return self.tables(x_BTHE.shape[1], x_BTHE) if documents is None else self.document_tables(documents, x_BTHE)
+
     def rotate(self, x_BHTE: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Rotate the first `rotary_size` elements of each head by position. Pairs are i and i + rotary_size / 2.
 
         Positions begin at 0 with each sample, or with each of its `documents`.
         """
-        if documents is None:
-            cos, sin = self.tables(x_BHTE.shape[2], x_BHTE)
-        else:
-            cos, sin = self.document_tables(documents, x_BHTE)
+        cos, sin = self.tables_for(x_BHTE.transpose(1, 2), documents)
         size = self._config.rotary_size
         first, second = x_BHTE[..., :size].chunk(2, dim=-1)
         rotated = (first * cos - second * sin, second * cos + first * sin)

@@ -1,5 +1,7 @@
 """Causal attention: a custom operator on CPUs in bf16 or with documents, torch's operators elsewhere.
 
+In bf16 on CPUs with dot products of bf16, attention is computed in C instead (cpu/attention.py).
+
 The custom operator consists of matrix products that use the CPU's bf16 units. For queries a..b and all keys up to b:
 P = softmax(S), S = scale Q K^T with later positions at -inf,  O = P V.
 The backward pass recomputes P (FlashAttention, arXiv 2205.14135, algorithm 4, with complete rows instead of tiles):
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain.model.kernels.cpu.attention import instructions
+from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import torch_causal_attention
 
@@ -55,6 +59,12 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
         return out
     return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
                                   softcap=softcap, alibi_slopes=alibi_slopes, documents=documents)
+
+
+def can_attend_in_c(qkv_BTGE: torch.Tensor, num_kv_heads: int, dropout: float) -> bool:
+    """Return whether `attention` in cpu/attention.py computes it: there is one key/value head or more per thread."""
+    return (dropout == 0.0 and uses_c("attention", qkv_BTGE) and instructions() > 0
+            and qkv_BTGE.shape[0] * num_kv_heads >= torch.get_num_threads())
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,10 @@ def decay_on_norms() -> Any:
 
 def no_causal_mask() -> Any:
     """Each token sees all tokens."""
-    return mock.patch("pretrain.model.layers.causal_attention",
-                      lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return mock.patch.multiple("pretrain.model.layers", causal_attention=attend, can_attend_in_c=lambda *_: False)
 
 
 def wrong_vocabulary() -> Any:

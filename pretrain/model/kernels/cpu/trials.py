@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pretrain.model.kernels.cpu import activations, losses, matrices
+from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
 _TIMED_ROWS = 256
@@ -73,6 +74,32 @@ def _layer(rows: int, generator: torch.Generator) -> Operands:
     return _rows(1, 512)(8 * rows, generator) + _rows(1, 1024)(8 * rows, generator)
 
 
+def _projections(rows: int, generator: torch.Generator) -> Operands:
+    """Return queries, keys and values of 2 samples with 4 query heads, 2 key/value heads of 64, and a gradient."""
+    return tuple(torch.randn((2, rows, heads, 64), generator=generator, device="cpu").bfloat16() for heads in (8, 4))
+
+
+def _attention_in_c(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
+    if not instructions():
+        return _attention_in_torch(qkv_BTGE, grad_BTHE)
+    return _with_gradient(lambda qkv: attention((qkv,), AttentionSettings(num_heads=4)), qkv_BTGE, grad_BTHE)
+
+
+def _attention_in_torch(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
+    def attend(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in qkv.split((4, 2, 2), dim=2))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+    return _with_gradient(attend, qkv_BTGE, grad_BTHE)
+
+
+def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> Operands:
+    """Return the function's value and the gradient of its input."""
+    with torch.enable_grad():
+        value = function(x.requires_grad_())
+        return value.detach(), *torch.autograd.grad(value, x, grad)
+
+
 TRIALS = (
     *_activation_trials("gelu_tanh", "tanh"),
     *_activation_trials("gelu", "none"),
@@ -82,6 +109,7 @@ TRIALS = (
           lambda x, grad: (grad.t() @ x, x.t() @ grad)),
     Trial("linear", _rows(1, 515), matrices.column_sum, lambda grad: grad.sum(0)),
     Trial("loss", _logits, _losses_in_c, _losses_in_torch),
+    Trial("attention", _projections, _attention_in_c, _attention_in_torch),
 )
 
 
