@@ -23,7 +23,8 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         names: the files to hash. None: all files; then files that the manifest does not name are also reported.
         advance: called after each file, in the calling thread.
     """
-    checked = sorted(manifest.files if names is None else names)
+    # the largest file first, because one thread hashes it alone: SHA-256 of a file cannot be divided
+    checked = sorted(manifest.files if names is None else names, key=lambda name: (-manifest.files[name].bytes, name))
     problems = []
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
         records = [manifest.files[name] for name in checked]
@@ -33,7 +34,7 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
                 problems.append(f"{folder / name}: {problem}")
             if advance is not None:
                 advance(manifest.files[name].bytes, name)
-    return problems + (unexpected_files(folder, manifest) if names is None else [])
+    return sorted(problems) + (unexpected_files(folder, manifest) if names is None else [])
 
 
 def unexpected_files(folder: Path, manifest: Manifest) -> list[str]:

@@ -34,6 +34,7 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         optimizer = engine.optimizer
         settings = {name: copy(getattr(optimizer, name)) for name in _JSON_SETTINGS if hasattr(optimizer, name)}
         checkpoint_patch.load_checkpoint(engine, folder.parent, folder.name)
+        engine.checkpoint_engine = FileEngine()  # release the content of the last file
         for name, value in settings.items():  # this run's JSON applies, not the saved run's
             setattr(optimizer, name, value)
         set_loss_scale(engine, manifest.loss_scale)

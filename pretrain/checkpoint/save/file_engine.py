@@ -41,6 +41,7 @@ class FileEngine(CheckpointEngine):
         self.name = "ds-pretrain"
         self.error: str | None = None
         self._open_file, self._finite = open_file, finite
+        self._first_load: tuple[str, Any] | None = None  # a path, and the content that was loaded from it
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing, because the folder exists already."""
@@ -69,7 +70,17 @@ class FileEngine(CheckpointEngine):
             torch.serialization.set_crc32_options(crc32)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return load_pickle(Path(path))
+        """Return the content of a file. Two calls in a row for the same path read the file once.
+
+        DeepSpeed 0.19.8 loads a model-states or layer file, drops the content, and loads the file again
+        (runtime/state_dict_factory.py, check_ckpt_list and load).
+        """
+        first, self._first_load = self._first_load, None
+        if first is not None and first[0] == path:
+            return first[1]
+        content = load_pickle(Path(path))
+        self._first_load = path, content
+        return content
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         return True

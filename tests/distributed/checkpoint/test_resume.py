@@ -60,6 +60,9 @@ def test_resume_is_bit_exact(results: dict[str, dict[str, Any]], subtests: pytes
             assert resumed_end == at_end, "weights or optimizer state differ at the end"
             assert at_end != at_save, "nothing was trained after the checkpoint"
             assert len(set(result["tail"]["loss"])) == 3
+            for files in result["read_files"]:
+                assert files, "the rank loaded nothing"
+                assert len(files) == len(set(files)), "the rank read a file twice"
 
 
 @pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}")

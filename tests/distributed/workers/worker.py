@@ -9,6 +9,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -19,6 +20,7 @@ from deepspeed.utils import groups
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.load_checkpoint import load_checkpoint
 from pretrain.checkpoint.load.start import Start, check_start
+from pretrain.checkpoint.save import file_engine
 from pretrain.checkpoint.save.save_checkpoint import save_checkpoint
 from pretrain.config.flags.arguments import parse_arguments
 from pretrain.config.validate import Plan
@@ -166,10 +168,14 @@ def resume(case: Case) -> dict[str, Any]:
     end(engine)
     engine = engine_of(plan)
     steps(engine, plan, 0, 1)  # so that the load must replace weights and states
-    load_checkpoint(engine, plan, folder, read_manifest(folder))
+    read_files: list[str] = []
+    load_pickle = file_engine.load_pickle
+    with patch.object(file_engine, "load_pickle", lambda path: read_files.append(path.name) or load_pickle(path)):
+        load_checkpoint(engine, plan, folder, read_manifest(folder))
     loaded = state_hash(engine)
     again = steps(engine, plan, half, plan.train_steps)
-    result = {"before": rows, "tail": tail, "resumed": again, "state": [at_save, loaded, at_end, state_hash(engine)]}
+    result = {"before": rows, "tail": tail, "resumed": again, "state": [at_save, loaded, at_end, state_hash(engine)],
+              "read_files": gather(read_files)}
     end(engine)
     return result
 
