@@ -139,7 +139,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     announce_start(plan, world, screen, folder, first_step=start.step,
                    resumed_from=resume.folder if resume and not resume.manifest.weights_only else None,
                    is_branch=resume is not None and resume.branch is not None,
-                   warnings=resume.warnings if resume else ())
+                   warnings=resume.warnings if resume else (), operators=engine.operators)
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)

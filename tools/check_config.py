@@ -13,6 +13,7 @@ from pretrain.config.schedules.describe import batches_text, rates_text, schedul
 from pretrain.config.validate import Plan
 from pretrain.data.samples.blend import BlendedSamples
 from pretrain.distributed.device import cpu_device, cuda_device, detect_device
+from pretrain.model.attention_on_cuda import expected_operator
 from pretrain.model.recompute import Recompute
 
 _DEVICES = {"cpu": cpu_device, "cuda": cuda_device, "auto": detect_device}
@@ -36,6 +37,7 @@ def plan_lines(plan: Plan) -> list[str]:
     rows = {
         "layout": ", ".join([ranks, *offload]),
         "precision": precision,
+        "attention": _attention(plan),
         "recompute": _recomputation(layout.recomputation),
         "batch": batch,
         "ramp-up": batches_text(plan.length),
@@ -50,6 +52,19 @@ def plan_lines(plan: Plan) -> list[str]:
     }
     return [f"{name:<11}{text}" for name, text in rows.items() if text] + _source_lines(plan) + \
         [f"note       {note}" for note in plan.notes]
+
+
+def _attention(plan: Plan) -> str:
+    """Describe the operators that attention will probably use on CUDA; "" on other devices."""
+    model, args = plan.model, plan.args
+    if plan.layout.device_kind != "cuda":
+        return ""
+    windows = dict.fromkeys(model.window(index) % args.seq_length for index in range(model.num_layers))
+    return "; ".join(dict.fromkeys(expected_operator(
+        precision=plan.layout.precision, head_size=model.head_size, seq_length=args.seq_length,
+        dropout=model.attention_dropout, softcap=bool(model.attention_softcap), plain=args.plain_operators,
+        special=bool(window or model.attention_softcap or model.position == "alibi" or args.document_attention))
+        for window in windows))
 
 
 def _length_text(plan: Plan) -> str:

@@ -24,6 +24,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.group_settings import remember_settings
+from pretrain.engine.operators import operators_on_cuda
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.recipe import add_recipe
 from pretrain.errors import ConfigError
@@ -99,6 +100,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     survive_failing_profile(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
+    engine.operators = operators_on_cuda(engine, plan)
     if plan.args.compile_blocks:
         compile_blocks(engine.module, seq_length=plan.args.seq_length, device=engine.device)
     return engine

@@ -178,7 +178,9 @@ class Attention(nn.Module):
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""
         if self.rope is not None:
             self.rope.document_tables(documents, like)
-        make_mask(like, self.window, self.slopes_H, documents)
+        q_0HTE = like.new_empty(0, self.num_heads, documents.positions_BT.shape[1], self.head_size)
+        make_mask(q_0HTE, self.window, self.slopes_H, documents, dropout=self.dropout if self.training else 0.0,
+                  plain=self.plain_operators)
 
     def _normalized(self, norm: nn.Module, x_BTHE: torch.Tensor) -> torch.Tensor:
         """Apply a norm over each head, or over all heads together."""

@@ -1,6 +1,6 @@
 """Lines and events of a run's start and end: on the terminal, in run.json and in events.jsonl."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,19 +21,24 @@ EARLY_STOP = "early_stop"  # the event, and the reason of the event "stop"
 
 
 def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, *, first_step: int,
-                   resumed_from: Path | None, is_branch: bool, warnings: Sequence[str]) -> None:
+                   resumed_from: Path | None, is_branch: bool, warnings: Sequence[str],
+                   operators: Mapping[str, str]) -> None:
     """Describe the run, its notes, and the checkpoint or weights that it starts from. Collective.
 
-    `is_branch`: the checkpoint `resumed_from` is that of another run.
+    Args:
+        is_branch: the checkpoint `resumed_from` is that of another run.
+        operators: names of the operators that were chosen for this device, such as {"attention": "flash"}.
     """
     hosts = gather(host_record())
     if world.rank == 0:
         folder.start(run_record(plan, hosts, first_step=first_step, resumed_from=resumed_from))
-    folder.event("start", step=first_step, world_size=world.size)
+    folder.event("start", step=first_step, world_size=world.size, **operators)
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"
     screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout_text(plan.layout)}; global batch "
                 f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
+    if operators:
+        screen.line("; ".join(f"{name}: {choice}" for name, choice in operators.items()))
     for note in plan.notes:
         screen.line(f"note: {note}")
     for warning in warnings:

@@ -58,7 +58,7 @@ def causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.T
         out: torch.Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scores)
         return out
     return torch_causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, scale=scale, window=window,
-                                  softcap=softcap, alibi_slopes=alibi_slopes, documents=documents)
+                                  softcap=softcap, alibi_slopes=alibi_slopes, documents=documents, plain=plain)
 
 
 def can_attend_in_c(qkv_BTGE: torch.Tensor, num_kv_heads: int, dropout: float) -> bool:

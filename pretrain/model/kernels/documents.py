@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Documents:
     def __init__(self, positions_BT: torch.Tensor) -> None:
         self.positions_BT = positions_BT
         self.rope_tables: dict[tuple[bool, torch.dtype], _Tables] = {}  # filled by rope.py
+        self.block_masks: dict[int, Any] = {}  # by window; filled by flex_attention.py
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._blocks: dict[int, list[list[RowBlock]]] = {}
         self._first_keys: dict[int, torch.Tensor] = {}

@@ -8,6 +8,8 @@ Saved for the backward pass:
 - soft-capping: q, k, v (k and v with as many heads as q) and three tensors [B, H, T, T], because torch has no fused
   kernel for it: the tanh in the dtype of q, the softmax in fp32, and the same in the dtype of q. Dropout adds its mask
   and its output.
+
+On CUDA, flex_attention.py computes these cases, except the usual one, as fused kernels without a mask, if it can.
 """
 
 import functools
@@ -17,18 +19,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.flex_attention import block_mask, flex_causal_attention, why_not_flex
 
 
 def torch_causal_attention(q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor, *, dropout: float = 0.0,
                            scale: float = 0.0, window: int = 0, softcap: float = 0.0,
                            alibi_slopes: torch.Tensor | None = None,
-                           documents: Documents | None = None) -> torch.Tensor:
+                           documents: Documents | None = None, plain: bool = False) -> torch.Tensor:
     """Return [B, H, T, E]. See `causal_attention` in cpu_attention.py for the arguments."""
     grouped = q_BHTE.shape[1] != k_BKTE.shape[1]
     has_mask = window > 0 or alibi_slopes is not None or documents is not None
     if not has_mask and not softcap:
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, dropout_p=dropout,
                                               scale=scale or None, enable_gqa=grouped)
+    if not plain and not why_not_flex(q_BHTE, dropout=dropout, on_cuda=q_BHTE.device.type == "cuda"):
+        return flex_causal_attention(q_BHTE, k_BKTE, v_BKTE, scale=scale or 1 / math.sqrt(q_BHTE.shape[-1]),
+                                     window=window, softcap=softcap, alibi_slopes=alibi_slopes, documents=documents)
     mask = _mask(q_BHTE, window, alibi_slopes, documents)
     if softcap:
         return _softcapped(q_BHTE, k_BKTE, v_BKTE, mask, dropout=dropout,
@@ -56,10 +62,15 @@ def _repeat_heads(x_BKTE: torch.Tensor, q_BHTE: torch.Tensor) -> torch.Tensor:
     return x_BKTE if repeats == 1 else x_BKTE.repeat_interleave(repeats, dim=1)
 
 
-def make_mask(like: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None, documents: Documents) -> None:
-    """Make the mask of a micro-batch for queries [B, H, T, E], of whose dtype `like` is, before it is used."""
+def make_mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None, documents: Documents, *,
+              dropout: float = 0.0, plain: bool = False) -> None:
+    """Make the mask of a micro-batch for queries of this shape, dtype and device, before it is used."""
     length = documents.positions_BT.shape[1]
-    _mask(like.new_empty(0, 0, length, 0), 0 if window >= length else window, alibi_slopes, documents)
+    window = 0 if window >= length else window
+    if not plain and not why_not_flex(q_BHTE, dropout=dropout, on_cuda=q_BHTE.device.type == "cuda"):
+        block_mask(length, q_BHTE.device, window, documents)
+    else:
+        _mask(q_BHTE, window, alibi_slopes, documents)
 
 
 def _mask(q_BHTE: torch.Tensor, window: int, alibi_slopes: torch.Tensor | None,
