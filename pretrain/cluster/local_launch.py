@@ -102,13 +102,14 @@ def _master_port(flag: int | None) -> int:
 
 def _launcher_command(flags: argparse.Namespace, slots: Sequence[int | str], port: int,
                       train: Sequence[str]) -> list[str]:
-    """Return the command of DeepSpeed's launcher for one host. This saves the start of the `deepspeed` command.
+    """Return the command of DeepSpeed's launcher for one host, which starts the ranks within 0.2 s.
 
-    `deepspeed` would import torch and DeepSpeed, then start the same launcher.
+    The `deepspeed` command would import torch and DeepSpeed, then start the same launcher, which would import them too.
     """
     world = base64.urlsafe_b64encode(json.dumps({LOCAL: slots}).encode()).decode()
-    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}",
-               "--master_addr=127.0.0.1", f"--master_port={port}", f"--log_level={flags.log_level or 'critical'}"]
+    command = [sys.executable, "-u", str(ROOT / "pretrain" / "patches" / "without_torch.py"),
+               "deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}",
+               f"--log_level={flags.log_level or 'critical'}"]
     command += ["--bind_cores_to_rank"] if flags.bind_cores_to_rank else []
     for name in ("bind_core_list", "enable_each_rank_log"):
         command += [f"--{name}={getattr(flags, name)}"] if getattr(flags, name) else []

@@ -41,6 +41,7 @@ Defects that raise an error or only waste resources:
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
+    the launcher of a host imports torch and DeepSpeed, 1.3 s             without_torch.py, run by ds-pretrain
     every load of an operator measures the CPU's clock rate, 1 s          cpu_features.read_features_from_proc
 """
 

@@ -1,0 +1,60 @@
+"""The launcher that ds-pretrain runs without torch starts the same ranks as DeepSpeed's launcher does by itself."""
+
+import base64
+import json
+import os
+from pathlib import Path
+
+from tests.support.effort import run_and_list_imports
+from tests.support.launch import ROOT
+
+RANK = """
+import json, os, sys
+with open(f"{os.environ['OUT']}/rank{os.environ['RANK']}.json", "w") as file:
+    json.dump([dict(os.environ), sys.argv, sys.executable, sys.path[0]], file)
+sys.exit(int(os.environ["CODE"]))
+"""
+LAUNCHER = "deepspeed.launcher.launch"
+PLAIN, OURS = ["-m", LAUNCHER], [str(ROOT / "pretrain" / "patches" / "without_torch.py"), LAUNCHER]
+NOT_COMPARED = {"OUT", "PYTORCH_NVML_BASED_CUDA_CHECK"}  # the last one is set by each import of DeepSpeed
+
+
+def launch(folder: Path, start: list[str], devices: list[int | str], code: int, *flags: str) \
+        -> tuple[int, list[str], list[list], set[str]]:
+    """Start a rank for each device. Return the exit code, the log's messages, the ranks' records, and the imports."""
+    folder.mkdir()
+    (folder / "rank.py").write_text(RANK)
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    done, imported = run_and_list_imports(
+        [*start, f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29501", *flags, "rank.py", "--flag",
+         "a b"], cwd=folder, timeout=300,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OUT": str(folder), "CODE": str(code)})
+    records = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(len(devices))]
+    for record in records:
+        record[0] = {name: value for name, value in record[0].items() if name not in NOT_COMPARED}
+        record[3] = Path(record[3]).relative_to(folder).as_posix()
+    messages = [line.partition("] [launch.py:")[2].partition("] ")[2] for line in done.stdout.splitlines()
+                if "] [launch.py:" in line and "process" not in line and "Process" not in line]
+    return done.returncode, messages, records, imported
+
+
+def test_ranks_and_log_are_those_of_deepspeeds_launcher(tmp_path: Path) -> None:
+    plain = launch(tmp_path / "plain", PLAIN, ["GPU-abc", 3], 0, "--log_level=info")
+    ours = launch(tmp_path / "ours", OURS, ["GPU-abc", 3], 0, "--log_level=info")
+    assert ours[:3] == plain[:3]
+    assert ours[0] == 0
+    assert ours[2][1][0]["CUDA_VISIBLE_DEVICES"] == "GPU-abc,3"
+    assert len(ours[1]) > 3
+    assert "torch" in plain[3], "DeepSpeed's launcher no longer imports torch: delete pretrain/patches/without_torch.py"
+    assert not {"torch", "numpy", "deepspeed.runtime"} & ours[3]
+
+
+def test_the_exit_code_is_that_of_the_failed_rank(tmp_path: Path) -> None:
+    code, messages, records, _ = launch(tmp_path / "ours", OURS, [0, 1], 75, "--log_level=critical")
+    assert (code, messages, len(records)) == (75, [], 2)
+
+
+def test_only_the_launcher_can_be_run() -> None:
+    done, _ = run_and_list_imports([OURS[0], "deepspeed.launcher.runner"])
+    assert done.returncode == 1
+    assert LAUNCHER in done.stderr
