@@ -2,11 +2,11 @@
 """Compare the speed and memory of this project with other training programs and with the limits of the machine.
 
     python tools/bench.py                                            # one training step on this machine
-    python tools/bench.py --what all --write tools/performance.md    # all sections; writes the tables into this page
+    python tools/bench.py --write tools/performance.md               # writes the table into this page
     python tools/bench.py --preset h200-llama-1b --seq_length 8192 --json
     python tools/bench.py --what step,profile                        # and where the time of a step goes
 
-tools/performance.md describes the optimizations of this project. Flags of pretrain/train.py are passed to this project
+tools/performance.md has the results. Flags of pretrain/train.py are passed to this project
 only, not to the other programs. Exit codes: 0 everything was measured; 1 a measurement failed, one line for each; 2 bad
 input.
 """
@@ -39,12 +39,12 @@ def main() -> int:
     add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", type=Path, metavar="FILE",
-                        help="write the tables into FILE, between the two markers of the preset")
+                        help="write each table into FILE, between its two markers")
     flags, train_flags = parser.parse_known_args()
     gpus = gpu_names()
     settings = validate_flags(flags, train_flags, gpus=len(gpus))
     if flags.write is not None:
-        check_markers(flags.write, settings.preset_name)
+        check_markers(flags.write, settings.preset_name, settings.sections)
     head = heading(settings, _without_write(sys.argv[1:]))
     warning = busy_warning(head, settings)
     devices = len(gpus) if settings.device.kind == "cuda" else len(os.sched_getaffinity(0))
@@ -56,10 +56,10 @@ def main() -> int:
         sections.append(section)
         if not flags.json:
             print_section(section, console)
+        if flags.write is not None and section.rows:  # what could not be measured keeps its older table
+            write_between_markers(flags.write, settings.preset_name, section.name, markdown(head, section, warning))
     if flags.json:
         print(as_json(head, sections))
-    if flags.write is not None:
-        write_between_markers(flags.write, settings.preset_name, markdown(head, sections, warning))
     return 1 if any(section.failures for section in sections) else 0
 
 

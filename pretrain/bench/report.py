@@ -1,4 +1,4 @@
-"""Print sections as tables or JSON, and write them as Markdown between two markers of a page."""
+"""Print sections as tables or JSON, and write each as Markdown between two markers of a page."""
 
 import datetime
 import json
@@ -18,6 +18,9 @@ from pretrain.distributed.device import nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.monitor.environment import versions
 
+# flag in /proc/cpuinfo -> name of the instructions, the fastest for products in bf16 first
+_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX512", "avx2": "AVX2",
+                 "sve": "SVE", "bf16": "NEON with BF16"}
 _BUSY_LOAD = 0.25  # load average per core
 
 
@@ -29,11 +32,15 @@ def gpu_names() -> list[str]:
 
 
 def device_name(settings: BenchSettings) -> str:
-    """Return the name of the GPU, or the number of cores and the name of the CPU."""
+    """Return the name of the GPU, or the cores, the name and the fastest instructions of the CPU."""
     if settings.device.kind == "cuda":
         return gpu_names()[0]
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    return f"{len(settings.cores)} cores of {found[1] if found else 'an unknown CPU'}"
+    text = Path("/proc/cpuinfo").read_text(errors="replace")
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(flags|Features)\s*:(.+)$", text, re.MULTILINE)
+    names = set(flags[2].split()) if flags else set()
+    fastest = next((f" ({text})" for flag, text in _INSTRUCTIONS.items() if flag in names), "")
+    return f"{len(settings.cores)} cores of {found[1] if found else 'an unknown CPU'}{fastest}"
 
 
 def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:
@@ -74,47 +81,50 @@ def print_section(section: BenchSection, console: Console) -> None:
     console.print()
 
 
-def markdown(head: dict[str, Any], sections: Sequence[BenchSection], warning: str) -> str:
-    """Return Markdown: date, device and command, then one table for each section."""
-    lines = [f"{head['date']}, {head['device']}, torch {head['versions']['torch']}, "
-             f"DeepSpeed {head['versions']['deepspeed']}, transformers {head['versions']['transformers']}: "
-             f"`{head['command']}`", "", f"{head['shape']}.", *(["", warning] if warning else [])]
-    for section in sections:
-        lines += ["", f"**{section.title}**", ""]
-        if section.rows:
-            lines += [_table_line(section.columns), _table_line(["---"] + ["---:"] * (len(section.columns) - 1)),
-                      *map(_table_line, section.rows), ""]
-        lines += [f"- {line}" for line in (*section.notes, *(f"failed: {line}" for line in section.failures))]
-    return "\n".join(lines)
+def markdown(head: dict[str, Any], section: BenchSection, warning: str) -> str:
+    """Return Markdown: title, date, device and command, the table, and its notes.
+
+    The command is not marked as code: tests/test_pages.py would look for a test of it.
+    """
+    rows = section.rows if section.page_rows is None else section.page_rows
+    lines = [f"**{section.title}.** {head['shape']}. {head['date']}, {head['device']}, torch "
+             f"{head['versions']['torch']}, DeepSpeed {head['versions']['deepspeed']}, transformers "
+             f"{head['versions']['transformers']}: {head['command']}", *(["", warning] if warning else [])]
+    if rows:
+        lines += ["", _table_line(section.columns), _table_line(["---"] + ["---:"] * (len(section.columns) - 1)),
+                  *map(_table_line, rows)]
+    notes = [*section.notes, *(f"failed: {line}" for line in section.failures)]
+    return "\n".join([*lines, *([""] if notes else []), *(f"- {line}" for line in notes)])
 
 
 def _table_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def markers(preset: str) -> tuple[str, str]:
-    """Return the lines that stand before and after a preset's tables on the page."""
-    return f"<!-- bench {preset}: begin -->", f"<!-- bench {preset}: end -->"
+def markers(preset: str, section: str) -> tuple[str, str]:
+    """Return the lines that stand before and after the table of a section on the page."""
+    return f"<!-- bench {preset} {section}: begin -->", f"<!-- bench {preset} {section}: end -->"
 
 
-def check_markers(path: Path, preset: str) -> None:
-    """Raise ConfigError unless a file has both markers and is writable. Call this before the long measurement."""
-    begin, end = markers(preset)
+def check_markers(path: Path, preset: str, sections: Sequence[str]) -> None:
+    """Raise ConfigError unless a file has the markers of all sections and is writable. Call this before measuring."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError("--write", problem=f"cannot read {path}: {reason}") from None
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ConfigError(f"--write {path}", problem="the file has no markers for the tables of this preset",
-                          remedy=f'add a line "{begin}" and, after it, a line "{end}"')
+    for section in sections:
+        begin, end = markers(preset, section)
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ConfigError(f"--write {path}", problem=f"the file has no markers for the table of --what {section} "
+                              "with this preset", remedy=f'add a line "{begin}" and, after it, a line "{end}"')
     if not os.access(path, os.W_OK):
         raise ConfigError("--write", problem=f"{path} is not writable")
 
 
-def write_between_markers(path: Path, preset: str, text: str) -> None:
-    """Replace the text between a preset's two markers."""
-    begin, end = markers(preset)
+def write_between_markers(path: Path, preset: str, section: str, text: str) -> None:
+    """Replace the text between the two markers of a section."""
+    begin, end = markers(preset, section)
     old = path.read_text(encoding="utf-8")
     before, after = old[: old.index(begin) + len(begin)], old[old.index(end):]
     path.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")

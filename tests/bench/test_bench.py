@@ -25,7 +25,7 @@ from pretrain.bench.sections.overhead import BARE, LOOP, overhead_section
 from pretrain.bench.sections.pipeline import highest_speedup
 from pretrain.bench.sections.recompute import MODES
 from pretrain.bench.sections.step import PRODUCTS, PROJECT, peers, step_section
-from pretrain.bench.settings import PRESETS, BenchSettings, add_flags, validate_flags
+from pretrain.bench.settings import PRESETS, SECTIONS, BenchSettings, add_flags, validate_flags
 from pretrain.cli import Parser
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.distributed.device import cpu_device
@@ -193,14 +193,29 @@ def test_wrong_output_files_are_rejected_before_anything_is_measured() -> None:
 
 def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text("\n".join(["before", *markers("cpu"), "after"]))
+    step, profile = markers("cpu", "step"), markers("cpu", "profile")
+    path.write_text("\n".join(["before", *step, "between", *profile, "after"]))
     for text in ("| old |", "| new |"):
-        check_markers(path, "cpu")
-        write_between_markers(path, "cpu", text)
-    assert path.read_text().splitlines() == ["before", markers("cpu")[0], "| new |", markers("cpu")[1], "after"]
-    with pytest.raises(ConfigError, match="bench h200-llama-1b: begin"):
-        check_markers(path, "h200-llama-1b")
-    check_markers(ROOT / "tools" / "performance.md", "cpu")
+        check_markers(path, "cpu", ("step", "profile"))
+        write_between_markers(path, "cpu", "step", text)
+    assert path.read_text().splitlines() == ["before", step[0], "| new |", step[1], "between", *profile, "after"]
+    for preset, section in (("cpu", "overhead"), ("h200-llama-1b", "step")):
+        with pytest.raises(ConfigError, match=f"bench {preset} {section}: begin"):
+            check_markers(path, preset, ("step", section))
+
+
+def test_the_pages_have_the_markers_of_their_commands() -> None:
+    """Each command with --write on the two pages finds its markers."""
+    commands = [line.split() for page in ("performance.md", "costs.md") for line in
+                (ROOT / "tools" / page).read_text().splitlines() if line.startswith("python ") and "--write" in line]
+    assert len(commands) == 5
+    for words in commands:
+        parser = Parser()
+        add_flags(parser)
+        parser.add_argument("--write")
+        flags = parser.parse_args(words[2:])
+        assert set(flags.what.split(",")) <= set(SECTIONS)
+        check_markers(ROOT / flags.write, flags.preset or "cpu", flags.what.split(","))
 
 
 def test_highest_speedup_of_1f1b() -> None:
@@ -262,8 +277,8 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert all(figure["ratio"] > 0 for figure in found["data"]["figures"].values())
 
 
-def test_the_performance_page_names_files_and_flags_that_exist() -> None:
-    text = (ROOT / "tools" / "performance.md").read_text()
+def test_the_performance_pages_name_files_and_flags_that_exist() -> None:
+    text = "".join((ROOT / "tools" / f"{page}.md").read_text() for page in ("performance", "optimizations", "costs"))
     paths = re.findall(r"`((?:pretrain|launch|tools)/[\w/.]+)", text)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []

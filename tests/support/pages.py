@@ -11,6 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
+    "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md",
     "ds_configs/schedules.md", "ds_configs/loss.md",
@@ -35,10 +36,11 @@ COVERED: dict[str, tuple[str, str]] = {
     "lint-imports": ("tests/run.sh", "lint-imports"),
     # benchmarks: the tests run the same sections with a smaller model
     "python tools/bench.py --preset cpu-small --rounds 2": ("tests/bench/test_bench.py", '"--preset", "cpu-small"'),
-    "python tools/bench.py --what all --nvme_path /tmp --write tools/performance.md":
-        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"'),
-    "python tools/bench.py --what all --nvme_path /tmp":  # the heading of the tables has this command
-        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"'),
+    **{f"python tools/bench.py --what {words} --write tools/{page}.md":
+       ("tests/bench/test_bench.py", "test_the_pages_have_the_markers_of_their_commands") for page, words in (
+           *(("performance", f"step,profile --preset {preset}")
+             for preset in ("cpu", "cpu-2048", "cpu-llama", "cpu-llama-2048")),
+           ("costs", "overhead,pipeline,checkpoint,startup,scaling,offload --nvme_path /tmp"))},
     **{f"tools/bench.py --what {section}":
        ("tests/bench/test_bench.py", '"overhead,guards,pipeline,checkpoint,startup,scaling,offload,recompute,data"')
        for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data", "recompute",

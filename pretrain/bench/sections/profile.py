@@ -55,7 +55,8 @@ def profile_section(results: InterleavedResults) -> BenchSection:
     rows.append(["sum", *(cell for name in profiles for cell in (f"{totals[name]:,.1f}", "", "", "", ""))])
     repetitions = max((len(answers) for answers in results.answers.values()), default=0)
     return BenchSection("profile", "Time of a training step by operator", columns, rows if profiles else [],
-                        _notes(repetitions), results.failures, _data(profiles, totals))
+                        _notes(repetitions), results.failures,
+                        page_rows=[row for row in rows if not row[0].startswith("- ")], data=_data(profiles, totals))
 
 
 def _sums(answers: list[dict[str, Any]]) -> _Profile:

@@ -19,6 +19,7 @@ class BenchSection:
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # one line for each failed baseline
     data: dict[str, Any] = field(default_factory=dict)  # figures for --json
+    page_rows: list[list[str]] | None = None  # rows in a page, if they are fewer
 
 
 def spread(values: list[float]) -> float:
