@@ -32,14 +32,19 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
+/* The intrinsics of GCC 12 do not say which memory they read and write. */
+#define MEMORY_IS_READ __asm__ volatile("" ::: "memory")
+
 /* Configure the tiles, and store the former configuration in `saved`: oneDNN may continue to use it. */
 static inline void begin_tiles(int amx, TileConfig *saved) {
 #ifdef __AMX_BF16__
+    static const TileConfig config = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     if (amx) {
-        TileConfig config = {.palette = 1};
-        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+        memset(saved, 0, sizeof(*saved));
+        MEMORY_IS_READ;
         _tile_storeconfig(saved);
         _tile_loadconfig(&config);
+        MEMORY_IS_READ;
     }
 #endif
     (void)amx, (void)saved;
@@ -47,6 +52,7 @@ static inline void begin_tiles(int amx, TileConfig *saved) {
 
 static inline void end_tiles(int amx, const TileConfig *saved) {
 #ifdef __AMX_BF16__
+    MEMORY_IS_READ;
     if (amx && saved->palette) _tile_loadconfig(saved);
     else if (amx) _tile_release();
 #endif
@@ -56,7 +62,7 @@ static inline void end_tiles(int amx, const TileConfig *saved) {
 #ifdef __AMX_BF16__
 static inline void product_amx(const uint16_t *a, int64_t lda, const uint16_t *b, int64_t ldb, int64_t depth, float *c,
                                int64_t ldc, int add) {
-    __asm__ volatile("" ::: "memory"); /* the intrinsics of GCC 12 do not say that they read memory */
+    MEMORY_IS_READ;
     if (add) {
         _tile_loadd(0, c, ldc * 4);
         _tile_loadd(1, c + 16, ldc * 4);
