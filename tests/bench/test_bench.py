@@ -262,8 +262,13 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     # 16-bit weights (2 bytes); master weights and two optimizer states in 32 bits (12 bytes)
     parameters = context.model.num_parameters()
     assert 14 * parameters < found["checkpoint"]["checkpoint_bytes"] < 17 * parameters + 10**5
-    assert len(found["startup"]["seconds"]) == 2
-    assert all(len(times) == 2 for times in found["startup"]["seconds"].values())
+    starts = found["startup"]
+    assert {name: len(times) for name, times in starts["seconds"].items()} == dict.fromkeys([
+        "python pretrain/train.py", "the same, resumed", "ds-pretrain", "deepspeed pretrain/train.py",
+        "rejected, exit code 2"], 2)
+    assert all(list(phases)[1:] == ["imports", "process group", "engine, data", "first step"]
+               for name, phases in starts["phases"].items() if "rejected" not in name)
+    assert list(starts["phases"]["rejected, exit code 2"]) == ["rejection"]
     assert set(found["scaling"]["efficiency"]) == {"1", "2"}
     rates = [row["both_bytes_per_s"] for row in found["offload"]["settings"]]
     assert len(rates) == 3 * 3 * 3
