@@ -68,13 +68,13 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config, loss) if tied else LayerSpec(TokenEmbedding, config)]
     if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
-        specs.append(LayerSpec(EmbeddingNorm, config))
+        specs.append(LayerSpec(EmbeddingNorm, config, plain_operators=plain_operators))
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
     specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
                         recompute=recompute.part_of(index))
               for index, rope in enumerate(_ropes(config))]
-    specs.append(LayerSpec(FinalNorm, config))
+    specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:
         specs.append(_tied_spec(config, loss, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))

@@ -23,6 +23,7 @@ from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.kernels.linear import linear
 from pretrain.model.kernels.torch_attention import make_mask
 from pretrain.model.loss import Labels, TrainingLoss
+from pretrain.model.norm import Norm
 from pretrain.model.rope import Rope
 
 
@@ -102,27 +103,6 @@ class PositionEmbedding(nn.Module):
         return self.dropout(x_BTD + F.embedding(documents.positions_BT, self.embedding))
 
 
-class OffsetRMSNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by weight + offset, computed in fp32."""
-
-    def __init__(self, size: int, eps: float, offset: float) -> None:
-        super().__init__(size, eps)
-        self.offset = offset
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + self.offset, self.eps).type_as(x)
-
-
-def build_norm(config: ModelConfig, size: int = 0) -> nn.Module:
-    """Return a LayerNorm or RMSNorm over `size` elements; 0: over D."""
-    size = size or config.hidden_size
-    if config.norm == "layernorm":
-        return nn.LayerNorm(size, config.norm_eps, bias=config.norm_bias)
-    if config.norm_offset:
-        return OffsetRMSNorm(size, config.norm_eps, config.norm_offset)
-    return nn.RMSNorm(size, config.norm_eps)
-
-
 class Attention(nn.Module):
     """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads.
 
@@ -142,8 +122,9 @@ class Attention(nn.Module):
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
         self.qk_norm = config.qk_norm
-        self.q_norm = build_norm(config, config.qk_norm_size(config.num_heads)) if config.qk_norm else None
-        self.k_norm = build_norm(config, config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
+        build_norm = partial(Norm, config, plain_operators=plain_operators)
+        self.q_norm = build_norm(config.qk_norm_size(config.num_heads)) if config.qk_norm else None
+        self.k_norm = build_norm(config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
         self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias,
                           plain_operators=plain_operators)
 
@@ -241,12 +222,13 @@ class Block(nn.Module):
         self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
-        self.norm1 = build_norm(config) if config.pre_norm else None
+        build_norm = partial(Norm, config, plain_operators=plain_operators)
+        self.norm1 = build_norm() if config.pre_norm else None
         self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators)
-        self.post_norm1 = build_norm(config) if config.post_norm else None
-        self.norm2 = build_norm(config) if config.pre_norm and not config.shared_norm else None
+        self.post_norm1 = build_norm() if config.post_norm else None
+        self.norm2 = build_norm() if config.pre_norm and not config.shared_norm else None
         self.mlp = build_mlp(config, index, plain_operators=plain_operators)
-        self.post_norm2 = build_norm(config) if config.post_norm else None
+        self.post_norm2 = build_norm() if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -254,9 +236,20 @@ class Block(nn.Module):
             normed_BTD = _apply(self.norm1, x_BTD)
             attended_BTD = self.dropout(self._part("attention", self._attend, normed_BTD, documents))
             return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed_BTD))
+        if self.norm1 is not None and self.norm2 is not None and not self.parallel \
+                and self.recompute not in ("attention", "mlp"):
+            return self._forward_with_fused_sums(self.norm1, self.norm2, x_BTD, documents)
         after_BTD = x_BTD + self.dropout(self._part("attention", self._attend, x_BTD, documents))
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
         return after_BTD + self.dropout(self._part("mlp", self._transform, mlp_input_BTD))
+
+    def _forward_with_fused_sums(self, norm1: nn.Module, norm2: nn.Module, x_BTD: torch.Tensor,
+                                 documents: Documents | None) -> torch.Tensor:
+        """Compute attention, then the MLP. The norms also add the residual connections and their gradients."""
+        x_BTD, normed_BTD = norm1(x_BTD, returns_sum=True)
+        attended_BTD = _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
+        x_BTD, normed_BTD = norm2(x_BTD, self.dropout(attended_BTD), returns_sum=True)
+        return x_BTD + self.dropout(_apply(self.post_norm2, self.mlp(normed_BTD)))
 
     def _attend(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         normed_BTD = x_BTD if self.shared_norm else _apply(self.norm1, x_BTD)
@@ -273,30 +266,32 @@ class Block(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False)
 
 
-def _apply(norm: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
-    return x_BTD if norm is None else norm(x_BTD)
+def _apply(layer: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
+    return x_BTD if layer is None else layer(x_BTD)
 
 
 class EmbeddingNorm(nn.Module):
     """Norm after the token embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
         super().__init__()
-        self.norm = build_norm(config)
+        self.norm = Norm(config, plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.norm(x_BTD)
+        normed: torch.Tensor = self.norm(x_BTD)
+        return normed
 
 
 class FinalNorm(nn.Module):
     """Norm before the head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
         super().__init__()
-        self.norm = build_norm(config)
+        self.norm = Norm(config, plain_operators=plain_operators)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.norm(x_BTD)
+        normed: torch.Tensor = self.norm(x_BTD)
+        return normed
 
 
 class Head(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import activations, losses, matrices
+from pretrain.model.kernels.cpu import activations, losses, matrices, norms
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
@@ -100,6 +100,27 @@ def _with_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
         return value.detach(), *torch.autograd.grad(value, x, grad)
 
 
+def _norm(rows: int, generator: torch.Generator) -> Operands:
+    """Return input, added residual, gradients of norm and sum, weight and bias."""
+    return _rows(4, 515)(rows, generator) + _rows(2, 515)(1, generator)
+
+
+def _norm_in_c(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+               bias: torch.Tensor) -> tuple[Any, ...]:
+    settings = norms.NormSettings(is_rms=False, eps=1e-5)
+    total, normed = norms.norm(x, added, weight[0], bias[0], settings)
+    return total, normed, *norms.norm_backward(grad, total, residual, weight[0], settings, with_bias=True)
+
+
+def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, residual: torch.Tensor,
+                   weight: torch.Tensor, bias: torch.Tensor) -> Operands:
+    total, shape = x + added, list(x.shape[1:])
+    normed, mean, scale = torch.native_layer_norm(total, shape, weight[0], bias[0], 1e-5)
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(grad, total, shape, mean, scale, weight[0], bias[0],
+                                                                   [True, True, True])
+    return total, normed, dx + residual, dweight, dbias
+
+
 TRIALS = (
     *_activation_trials("gelu_tanh", "tanh"),
     *_activation_trials("gelu", "none"),
@@ -108,6 +129,7 @@ TRIALS = (
     Trial("linear", _layer, lambda x, grad: (matrices.weight_gradient(x, grad), matrices.weight_gradient(grad, x)),
           lambda x, grad: (grad.t() @ x, x.t() @ grad)),
     Trial("linear", _rows(1, 515), matrices.column_sum, lambda grad: grad.sum(0)),
+    Trial("norm", _norm, _norm_in_c, _norm_in_torch),
     Trial("loss", _logits, _losses_in_c, _losses_in_torch),
     Trial("attention", _projections, _attention_in_c, _attention_in_torch),
 )

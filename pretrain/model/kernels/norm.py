@@ -1,0 +1,80 @@
+"""LayerNorm and RMSNorm, with the addition before them: torch's operators, or one C function on CPUs in bf16.
+
+The C function keeps only the sum for the backward pass. torch's RMSNorm on CPUs keeps two tensors in fp32.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pretrain.model.kernels.cpu import norms
+from pretrain.model.kernels.cpu.choice import uses_c
+from pretrain.model.kernels.cpu.norms import NormSettings
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: NormSettings, *,
+         plain: bool = False) -> torch.Tensor:
+    """Return the norm of x over its last dimension. `plain`: use torch's operators."""
+    if plain or weight.dtype != x.dtype or not uses_c("norm", x):
+        return _torch_norm(x, weight, bias, settings)
+    out: torch.Tensor = _Norm.apply(x, weight, bias, settings)
+    return out
+
+
+def residual_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+                  settings: NormSettings, *, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum x + added, or x itself if `added` is None, and the norm of the sum.
+
+    The sum is the residual connection. Its gradient is added in the same pass that computes the norm's gradient.
+    """
+    if plain or weight.dtype != x.dtype or not uses_c("norm", x):
+        total = x if added is None else x + added
+        return total, _torch_norm(total, weight, bias, settings)
+    both: tuple[torch.Tensor, torch.Tensor] = _ResidualNorm.apply(x, added, weight, bias, settings)
+    return both
+
+
+def _torch_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                settings: NormSettings) -> torch.Tensor:
+    shape = (x.shape[-1],)
+    if not settings.is_rms:
+        return F.layer_norm(x, shape, weight, bias, settings.eps)
+    if not settings.offset:
+        return F.rms_norm(x, shape, weight, settings.eps)
+    return F.rms_norm(x.float(), shape, weight.float() + settings.offset, settings.eps).type_as(x)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                settings: NormSettings) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
+        return norms.norm(x, None, weight, bias, settings)[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        gradients = norms.norm_backward(grads[0], x, None, weight, ctx.settings,  # type: ignore[attr-defined]
+                                        with_bias=ctx.with_bias)  # type: ignore[attr-defined]
+        return *gradients, None
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor,
+                bias: torch.Tensor | None, settings: NormSettings) -> tuple[torch.Tensor, torch.Tensor]:
+        total, out = norms.norm(x, added, weight, bias, settings)
+        ctx.save_for_backward(total, weight)
+        ctx.settings, ctx.with_bias = settings, bias is not None  # type: ignore[attr-defined]
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        dtotal, dweight, dbias = norms.norm_backward(
+            grads[1], total, grads[0], weight, ctx.settings,  # type: ignore[attr-defined]
+            with_bias=ctx.with_bias)  # type: ignore[attr-defined]
+        return dtotal, dtotal if ctx.needs_input_grad[1] else None, dweight, dbias, None  # type: ignore[attr-defined]
