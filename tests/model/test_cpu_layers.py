@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
 
 from pretrain.model.kernels.activation import activated_linear
-from pretrain.model.kernels.cpu import activations, matrices
+from pretrain.model.kernels.cpu import activations, matrices, norms
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.linear import linear
-from tests.support.tensors import relative_error
+from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
+from tests.support.tensors import relative_error, saved_by
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
 
@@ -136,3 +137,69 @@ def test_the_mlp_in_bf16_is_as_exact_as_torchs(name, gated):
     theirs = results(plain, operands, grad, torch.bfloat16)
     for found, torchs, wanted in zip(mine, theirs, exact, strict=True):
         assert relative_error(found, wanted) <= 1.1 * relative_error(torchs, wanted) + 1e-4
+
+
+NORMS = pytest.mark.parametrize(("settings", "with_bias"), [
+    (NormSettings(is_rms=False, eps=1e-5), True), (NormSettings(is_rms=False, eps=1e-5), False),
+    (NormSettings(is_rms=True, eps=1e-6), False), (NormSettings(is_rms=True, eps=1e-6, offset=1.0), False)],
+    ids=["layernorm", "without_bias", "rmsnorm", "with_offset"])
+
+
+@NORMS
+@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 65, 40), (2, 33, 515)])
+@pytest.mark.parametrize("adds", ["nothing", "sum", "kept"])
+def test_norms_in_bf16_are_as_exact_as_torchs(shape, settings, with_bias, adds):
+    """Inputs with a large mean, not contiguous; "sum": x + added, "kept": x itself is the residual connection."""
+    x, added = (3 + random(shape[0], shape[2], shape[1], seed=seed).transpose(1, 2) for seed in (0, 1))
+    operands = (x, added if adds == "sum" else None, random(shape[2], seed=2),
+                random(shape[2], seed=3) if with_bias else None)
+    grad, dtotal = random(*shape, seed=4), random(*shape, seed=5)
+
+    def compute(x, added, weight, bias, *, plain):
+        if adds == "nothing":
+            return norm(x, weight, bias, settings, plain=plain)
+        total, normed = residual_norm(x, added, weight, bias, settings, plain=plain)
+        return torch.cat((total, normed))
+
+    grads = grad if adds == "nothing" else torch.cat((dtotal, grad))
+    exact = results(lambda *each: compute(*each, plain=True), operands, grads, torch.float64)
+    mine, torchs = (results(lambda *each, plain=plain: compute(*each, plain=plain), operands, grads, torch.bfloat16)
+                    for plain in (False, True))
+    for found, plain, wanted in zip(mine, torchs, exact, strict=True):
+        assert relative_error(found, wanted) <= 1.2 * relative_error(plain, wanted) + 2e-3
+
+
+@NORMS
+def test_norms_do_not_depend_on_the_threads_and_propagate_nan_and_infinity(settings, with_bias, threads):
+    x, grad, residual, weight = random(130, 40), random(130, 40, seed=1), random(130, 40, seed=2), random(40, seed=3)
+    x[70, 3], x[71, 5], grad[72, 7] = SPECIAL
+    bias, found = random(40, seed=4) if with_bias else None, []
+    for count in (1, 2, 3):
+        threads(count)
+        total, normed = norms.norm(x, None, weight, bias, settings)
+        found.append((normed, *norms.norm_backward(grad, total, residual, weight, settings, with_bias=with_bias)))
+    for first, second, third in zip(*found, strict=True):
+        if first is not None:
+            torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(first, third, rtol=0, atol=0, equal_nan=True)
+    normed, dx, dweight, dbias = found[0]
+    rows = torch.arange(130)
+    assert normed[70].isnan().all()
+    assert torch.equal(normed.isfinite().all(1), (rows < 70) | (rows > 71))
+    assert torch.equal(dx.isfinite().all(1), (rows < 70) | (rows > 72))
+    assert not dweight[7].isfinite()
+    assert dbias is None or not dbias[7].isfinite()
+
+
+def test_norms_keep_only_their_sum_and_one_gradient_may_be_missing():
+    x, added, weight = (random(*shape).requires_grad_() for shape in ((4, 8), (4, 8), (8,)))
+    settings = NormSettings(is_rms=True, eps=1e-6)
+    (total, _), saved = saved_by(residual_norm, x, added, weight, None, settings)
+    assert sorted(tensor.data_ptr() for tensor in saved) == sorted((total.data_ptr(), weight.data_ptr()))
+    total.sum().backward()  # the norm is not used
+    assert torch.equal(x.grad, torch.ones_like(x))
+    x.grad = None
+    residual_norm(x, None, weight, None, settings)[1].sum().backward()  # the sum is not used
+    plain = x.detach().float().requires_grad_()
+    F.rms_norm(plain, (8,), weight.detach().float(), 1e-6).sum().backward()
+    assert relative_error(x.grad, plain.grad) < 0.01

@@ -41,11 +41,14 @@ def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = Fal
 def _norm_saved(shape: ModelShape, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
     """Bytes that a norm saves which has `rows` vectors of `size` elements for each token.
 
-    RMSNorm on a CPU computes in fp32 and saves the converted input and the normalised input, both in fp32. With
-    norm_offset every device converts the input, and also saves the sum of weight and offset in fp32.
+    The C function on CPUs saves only the input. torch's RMSNorm on a CPU computes in fp32 and saves the converted input
+    and the normalised input, both in fp32. With norm_offset every device converts the input, and also saves the sum of
+    weight and offset in fp32.
     """
     width = rows * size
     own_input = 0 if shared_input else width * batch.element_bytes
+    if uses_c_norm(batch):
+        return batch.tokens * own_input
     if shape.norm != "rmsnorm":  # mean and reciprocal standard deviation of each vector
         return batch.tokens * (own_input + 2 * rows * (FP32 if batch.cuda else batch.element_bytes))
     if batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda):
@@ -53,6 +56,11 @@ def _norm_saved(shape: ModelShape, batch: MicroBatch, rows: int, size: int, *, s
     offset_weight = size * FP32 if shape.norm_offset else 0
     normalised = 0 if batch.cuda else width * FP32
     return batch.tokens * (own_input + normalised + rows * FP32) + offset_weight
+
+
+def uses_c_norm(batch: MicroBatch) -> bool:
+    """Return whether model/kernels/norm.py computes norms in C: on CPUs in bf16, if there is a compiler."""
+    return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
 
 
 def linear_saved(inputs: int, batch: MicroBatch) -> int:
@@ -131,7 +139,8 @@ def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False)
 
 def _qk_norm_keeps_input(shape: ModelShape, batch: MicroBatch) -> bool:
     """Return whether the norms of queries and keys save views of the output of `qkv`, instead of an fp32 copy."""
-    return bool(shape.qk_norm) and (batch.element_bytes == FP32 or (batch.cuda and not shape.norm_offset))
+    converts = batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda) and not uses_c_norm(batch)
+    return bool(shape.qk_norm) and not converts
 
 
 def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) -> int:

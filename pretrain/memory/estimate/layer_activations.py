@@ -16,6 +16,7 @@ from pretrain.memory.estimate.activations import (
     mlp_saved,
     norm_saved,
     query_width,
+    uses_c_norm,
     uses_cpu_attention,
 )
 from pretrain.memory.estimate.loss_activations import loss_saved
@@ -79,7 +80,7 @@ def _recomputed(shape: ModelShape, batch: MicroBatch, part: str, window: int, *,
 def _norm_converts(shape: ModelShape, batch: MicroBatch) -> bool:
     """Return whether the norm before attention or MLP saves its input in fp32 instead of the input itself."""
     converts = shape.norm == "rmsnorm" and batch.element_bytes != FP32 and (shape.norm_offset or not batch.cuda)
-    return shape.pre_norm and bool(converts)
+    return shape.pre_norm and bool(converts) and not uses_c_norm(batch)
 
 
 def layer_saved(shape: ModelShape, layer: Layer, batch: MicroBatch, part: str = "none") -> int:
@@ -121,7 +122,7 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
     """Bytes that a block's backward pass allocates at its peak, beyond what the block saved with this `part`.
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
-    post-norm comes first; on a CPU RMSNorm has four tensors in fp32. The MLP's phase has recomputed tensors and
+    post-norm comes first; torch's RMSNorm on a CPU has four tensors in fp32. The MLP's phase has recomputed tensors and
     gradients of inner tensors. The attention's phase follows, after the MLP's saved tensors are freed. A part that is
     recomputed is allocated at the beginning of its phase.
     """
@@ -135,7 +136,7 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
     freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
     if uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(shape, batch), batch)
-    on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda
+    on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
     post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
     attention = attention_backward(shape, batch, window) - freed
     recomputed = _recomputed(shape, batch, part, window, experts=shape.num_experts > 0)
