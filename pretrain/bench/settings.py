@@ -37,10 +37,10 @@ class Preset:
 
 
 PRESETS = {
-    "cpu": Preset("gpt2", _GPT2, 512, 8, steps=2, warmup_steps=2, product_size=4096),
-    "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=2, warmup_steps=2, product_size=4096),
-    "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=2, warmup_steps=2, product_size=4096),
-    "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=2, warmup_steps=2, product_size=4096),
+    "cpu": Preset("gpt2", _GPT2, 512, 8, steps=1, warmup_steps=1, product_size=4096),
+    "cpu-2048": Preset("gpt2", _GPT2, 2048, 2, steps=1, warmup_steps=1, product_size=4096),
+    "cpu-llama": Preset("llama2-7b", _LLAMA, 512, 8, steps=1, warmup_steps=1, product_size=4096),
+    "cpu-llama-2048": Preset("llama2-7b", _LLAMA, 2048, 2, steps=1, warmup_steps=1, product_size=4096),
     "cpu-small": Preset("gpt2", f"n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions={{positions}},{_NO_DROPOUT}",
                         64, 4, steps=2, warmup_steps=2, product_size=512),
     "cpu-small-llama": Preset("llama2-7b", _SMALL_LLAMA, 64, 4, steps=2, warmup_steps=2, product_size=512),

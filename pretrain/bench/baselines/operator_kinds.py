@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-PRODUCTS, ATTENTION, NORMS, ACTIVATIONS = "matrix products", "attention softmax", "norms", "activations"
+PRODUCTS, ATTENTION, NORMS, ACTIVATIONS = "matrix products", "attention", "norms", "activations"
 COPIES, LOSS, EMBEDDING, ELEMENTWISE = "copies and casts", "loss", "embedding", "other elementwise and sums"
 OPTIMIZER, COLLECTIVES, HOST = "optimizer", "collectives", "Python and host"
 KINDS = (PRODUCTS, ATTENTION, NORMS, ACTIVATIONS, COPIES, LOSS, EMBEDDING, ELEMENTWISE, OPTIMIZER, COLLECTIVES, HOST)

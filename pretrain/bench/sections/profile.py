@@ -106,7 +106,7 @@ def _notes(repetitions: int) -> list[str]:
             "c::NAME: a C function of this project; names without :: are torch's operators. Copies and elementwise "
             "operators of logits count as loss; clipping and weight casts of the update count as optimizer.",
             "GB: bytes of the operator's tensors, by their recorded shapes; lists of tensors have none. Caches are "
-            "not considered. A fused attention of torch includes its matrix products."]
+            "not considered. Fused attention includes its matrix products."]
 
 
 def _data(profiles: dict[str, _Profile], totals: dict[str, float]) -> dict[str, Any]:
