@@ -28,6 +28,7 @@ typedef struct {
 } Attention;
 
 #define LOG2E 1.44269504f
+enum { AHEAD = 16 };
 
 static inline int64_t rounded(int64_t x) { return (x + TILE - 1) / TILE * TILE; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -53,6 +54,11 @@ static inline void rotate(const Attention *a, int64_t sample, int64_t position, 
     for (int64_t i = 2 * half; i < a->size; i++) out[i] = x[i];
 }
 
+/* Fetch a row that is used AHEAD rows later, because the processor does not recognize such steps; it need not exist. */
+static inline void prefetch_row(const uint16_t *row, int64_t size) {
+    for (int64_t i = 0; i < size; i += 32) __builtin_prefetch(row + i);
+}
+
 /* Copy positions start .. start + count of a head into rows of `width`, rotated; 0 after the last position. */
 static inline void load_rows(const Attention *a, const uint16_t *x, int64_t step, int64_t sample, int64_t start,
                              int64_t count, int64_t width, int rotated_rows, uint16_t *out) {
@@ -60,7 +66,7 @@ static inline void load_rows(const Attention *a, const uint16_t *x, int64_t step
     for (int64_t t = start; t < start + count; t++, out += width) {
         int64_t filled = t < a->length ? a->size : 0;
         const uint16_t *restrict source = x + t * step;
-        for (int64_t i = 0; i < filled; i += 32) __builtin_prefetch(source + 16 * step + i); /* it need not exist */
+        prefetch_row(source + AHEAD * step, a->size);
         if (rotated_rows && a->rotary && filled) {
             for (int64_t i = 0; i < filled; i++) row[i] = to_float(source[i]);
             rotate(a, sample, t, 1.0f, row, turned);

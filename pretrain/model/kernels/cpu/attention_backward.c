@@ -112,8 +112,10 @@ static void load_queries(const Attention *a, Backward *b, int64_t sample, int64_
     const int32_t *first = a->first + sample * a->first_step;
     for (int64_t i = 0; i < count; i++) {
         int64_t t = smaller(start + i, a->length - 1);
+        const uint16_t *g = b->g_rows + i * width, *o = out + t * step;
         float sum = 0.0f;
-        for (int64_t e = 0; e < a->size; e++) sum += to_float(grad[t * step + e]) * to_float(out[t * step + e]);
+        prefetch_row(o + AHEAD * step, a->size);
+        for (int64_t e = 0; e < a->size; e++) sum += to_float(g[e]) * to_float(o[e]);
         b->deltas[i] = start + i < a->length ? sum : 0.0f;
         b->logs[i] = start + i < a->length ? logs[t] : 0.0f;
         b->first[i] = first[t];
@@ -137,6 +139,7 @@ static void store_query_gradients(const Attention *a, const Backward *b, int64_t
     for (int64_t t = start; t < smaller(start + QUERIES, a->length); t++) {
         for (int64_t e = 0; e < b->width; e += 16)
             _mm512_storeu_ps(row + e, _mm512_i32gather_ps(offsets, b->dq_columns + e * QUERIES + t - start, 4));
+        prefetch_row(dq + (t + AHEAD) * a->q_step, a->size);
         store_row(a, row, sample, t, 1, dq + t * a->q_step);
     }
 }
@@ -184,6 +187,8 @@ static void backward_heads(const Attention *a, int64_t sample, int64_t kv_head, 
         }
     }
     for (int64_t t = 0; t < a->length; t++) {
+        prefetch_row(x->dk + at_k + (t + AHEAD) * a->k_step, a->size);
+        prefetch_row(x->dv + at_v + (t + AHEAD) * a->v_step, a->size);
         store_row(a, b.dk + t * width, sample, t, 1, x->dk + at_k + t * a->k_step);
         store_row(a, b.dv + t * width, sample, t, 0, x->dv + at_v + t * a->v_step);
     }
