@@ -4,8 +4,8 @@ The matrix products in attention.c use AMX or AVX512_BF16. The operator reads qu
 projection wrote them, and writes their gradients into one tensor of the same layout. It keeps its inputs, its output,
 and the logarithms of the softmax sums for the backward pass.
 
-Measured on one core of an Intel Xeon with AMX, forward and backward, 8 heads of 64: 0.3 of the time of the operator in
-cpu_attention.py at 8 x 512 positions, and 0.15 at 2 x 2,048; 0.25 of the time of torch's scaled_dot_product_attention.
+Measured on one core of an Intel Xeon with AMX, forward and backward, 8 heads of 64: 0.28 of the time of the operator in
+cpu_attention.py at 8 x 512 positions, 0.18 at 2 x 2,048; 0.23 and 0.29 of the time of torch's operator.
 
 Shapes: B batch, T positions, H query heads, K key/value heads, G = H + 2 K, E elements per head.
 """
