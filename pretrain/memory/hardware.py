@@ -145,6 +145,11 @@ def _gpu_of_this_machine() -> Gpu | None:
         memory_bytes = int(mebibytes) * 2**20
     except (ValueError, IndexError):
         return None
+    return gpu_by_label(label, memory_bytes)
+
+
+def gpu_by_label(label: str, memory_bytes: int) -> Gpu | None:
+    """Return the entry of GPUS whose label is in a device's name and whose memory differs by less than 10%, if any."""
     similar = [gpu for gpu in GPUS.values()
                if gpu.label in label and abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]
     return max(similar, key=lambda gpu: len(gpu.label), default=None)

@@ -18,7 +18,7 @@ MODELS = {"125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12),
           "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56)}
 FITTED_GPU = "a100"  # the model's parameters were fitted to the rows of this GPU
 # These runs computed attention by the first version of FlashAttention in Triton. Fitted; see TimeParameters.
-TABLE_PARAMETERS = replace(DEFAULT_PARAMETERS, attention_speed=0.51)
+TABLE_PARAMETERS = replace(DEFAULT_PARAMETERS, attention_speed=0.52)
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,21 @@ def throughput_table(parameters: TimeParameters = TABLE_PARAMETERS) -> list[str]
         batch = f"{row.micro_batch_size} x {row.accumulation}"
         lines.append(f"{row.gpu:8s} {row.model:>5s} {row.seq_length:6d} {row.gpus:4d} {batch:>7s} {row.recompute:9s} "
                      f"{row.tokens_per_second:8,.0f} {row.tokens_per_second * ratio:9,.0f} {ratio:5.2f}")
+    return lines
+
+
+def page_table(parameters: TimeParameters = TABLE_PARAMETERS) -> list[str]:
+    """Return all rows as a Markdown table with a line for each GPU and model: measured tokens/s, and the ratio."""
+    rows = read_measurements()
+    columns = [(512, 8), (2048, 8), (2048, 16), (2048, 32), (2048, 64), (2048, 128), (8192, 8)]
+    lines = ["| GPU, model | " + " | ".join(f"{length} on {gpus}" for length, gpus in columns) + " |",
+             "| --- |" + " --- |" * len(columns)]
+    for gpu, model in dict.fromkeys((row.gpu, row.model) for row in rows):
+        cells = []
+        for column in columns:
+            own = [row for row in rows if (row.gpu, row.model) == (gpu, model) and column == (row.seq_length, row.gpus)]
+            cells.append("; ".join(f"{row.tokens_per_second:,.0f}{'r' if row.recompute != 'none' else ''} "
+                                   f"{row.measured_seconds / predict(row, parameters).total_seconds:.2f}"
+                                   for row in own))
+        lines.append(f"| {gpu} {model} | " + " | ".join(cells) + " |")
     return lines

@@ -10,8 +10,8 @@ README = ROOT / "README.md"
 PAGES = [README, *(ROOT / name for name in (
     "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
-    "tools/weights.md", "tools/memory.md", "tools/checkpoints.md", "tools/evaluation.md", "tools/performance.md",
-    "tools/optimizations.md", "tools/costs.md",
+    "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
+    "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md",
     "ds_configs/schedules.md", "ds_configs/loss.md",

@@ -10,7 +10,7 @@ from pretrain.config.initialization import given_dropouts, with_dropout
 from pretrain.distributed.device import detect_device
 from pretrain.errors import ConfigError
 from pretrain.memory.estimate.model_shape import read_shape, shape_of
-from pretrain.memory.hardware import GB, GIB, Cluster
+from pretrain.memory.hardware import DEFAULT_GPU, GB, GIB, Cluster
 from pretrain.memory.report.compare_zero_flags import DEFAULT_SEQ_LENGTH, axes_of, cluster_of, parse_flags
 from pretrain.memory.report.plot import save_plot
 from pretrain.memory.report.table import (
@@ -32,8 +32,9 @@ from pretrain.memory.search.compare import ComparisonRow, Workload, compare, ran
 from pretrain.memory.search.ds_config import write_config
 from pretrain.memory.search.largest_fit import find_largest
 from pretrain.memory.sizes import in_unit
+from pretrain.memory.step_time.calibrate import Calibration, calibrate, calibration_lines, on_cpus
 from pretrain.memory.step_time.run_cost import cost_lines, run_cost
-from pretrain.memory.step_time.time_parameters import MODEL_ERROR
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR
 from pretrain.model.config import load_model_config
 
 
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line. Raises ConfigError."""
     flags = parse_flags(sys.argv[1:] if argv is None else argv)
     workload = workload_of(flags)
-    candidates = candidates_of(flags, workload, _device_kind(flags.mode))
+    kind = _device_kind(flags.mode) if workload.cluster.gpu.kind == "cuda" else "cpu"
+    candidates = candidates_of(flags, workload, kind)
     if flags.mode != "estimate":
         # imports numpy, which the estimate does not need
         from pretrain.memory.report.estimate_check import check_estimates, checks_json, print_checks, print_progress
@@ -67,18 +69,34 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def workload_of(flags: argparse.Namespace) -> Workload:
-    """Return the model and the machines that the flags describe."""
-    cluster = cluster_of(flags)
+    """Return the model and the machines that the flags describe, or those of the run in --calibrate."""
+    calibration = calibrate(flags.calibrate, flags.gpu) if flags.calibrate else None
+    cluster = cluster_of(flags, flags.gpu) if calibration is None else _calibrated_cluster(flags, calibration)
     if flags.kernel_efficiency is not None:
         cluster = replace(cluster, gpu=replace(cluster.gpu, product_efficiency=flags.kernel_efficiency))
-    if flags.model is None:
+    if flags.num_parameters is not None:
         return Workload(cluster, flags.num_parameters, name=f"{flags.num_parameters / 1e9:,.4g} B parameters")
+    if flags.model is None:
+        assert calibration is not None
+        run = calibration.runs[0]
+        return Workload(cluster, run.shape.num_parameters(), run.shape, run.model, f"the model of {run.path}",
+                        calibration.parameters, calibration)
     shape = shape_of(load_model_config(flags.model, flags.model_overrides)) if flags.model_overrides else \
         read_shape(flags.model)
     shape = replace(shape, **given_dropouts(flags))
     model = None if shape.untrainable_reason else \
         with_dropout(load_model_config(flags.model, flags.model_overrides), flags)
-    return Workload(cluster, shape.num_parameters(), shape, model, flags.model)
+    parameters = calibration.parameters if calibration else DEFAULT_PARAMETERS
+    return Workload(cluster, shape.num_parameters(), shape, model, flags.model, parameters, calibration)
+
+
+def _calibrated_cluster(flags: argparse.Namespace, calibration: Calibration) -> Cluster:
+    """Return machines like those of the measured runs. The number of ranks is that of the first run without flags."""
+    run = calibration.runs[0]
+    if flags.world_size is None and flags.nodes is None and flags.gpus_per_node is None:
+        flags = argparse.Namespace(**{**vars(flags), "world_size": run.layout.world_size})
+    cluster = cluster_of(flags, calibration.gpu.name if calibration.gpu else DEFAULT_GPU)
+    return cluster if calibration.gpu else on_cpus(cluster, run)
 
 
 def _device_kind(mode: str) -> str:
@@ -169,6 +187,8 @@ def _lines_below_table(report: ComparisonReport, flags: argparse.Namespace) -> l
     if workload.shape is None:
         lines.append(paper_line(report))
     else:
+        lines += calibration_lines(workload.calibration) if workload.calibration else []
+        lines += _other_precisions(report)
         lines.append(step_time_line(workload))
         lines += _recommendation(report, flags)
     lines += _estimator_differences(report)
@@ -218,6 +238,17 @@ def _recommendation(report: ComparisonReport, flags: argparse.Namespace) -> list
             *cost_lines(report.cost, cluster.nodes, flags.storage_gbps * GB)]
 
 
+def _other_precisions(report: ComparisonReport) -> list[str]:
+    """Warn about layouts in another precision than the measured runs."""
+    calibration = report.workload.calibration
+    if calibration is None:
+        return []
+    measured = {run.layout.precision for run in calibration.runs}
+    other = sorted({row.candidate.layout.precision for row in report.rows} - measured)
+    return [f"  the runs did not compute in {', '.join(other)}: expect larger errors, or select another --precision"
+            ] if other else []
+
+
 def _faster_line(report: ComparisonReport) -> list[str]:
     """Explain why a layout is recommended although another one is predicted to be faster."""
     best = report.recommended
@@ -233,11 +264,15 @@ def _faster_line(report: ComparisonReport) -> list[str]:
 def step_time_line(workload: Workload) -> str:
     """Describe the rates that the step times follow from."""
     cluster, rates, gpu = workload.cluster, workload.time_parameters, workload.cluster.gpu
-    links = "" if gpu.kind == "cpu" else f", {gpu.pcie_rate / GB:g} PCIe, {cluster.nvme_rate / GB:g} NVMe (a node)"
-    return f"step times: large products reach {gpu.product_efficiency * rates.compute_speed:.0%} of the peak rate; " \
-           f"{rates.link_efficiency:.0%} of {gpu.peer_rate / GB:g} GB/s in a node, " \
-           f"{cluster.network_rate / GB:g} between nodes (a GPU){links}; " \
-           f"{rates.launch_seconds * 1e6:.3g} us to launch a kernel"
+    launch = f"{rates.launch_seconds * 1e6:.3g} us to launch a kernel"
+    products = gpu.product_efficiency * rates.compute_speed
+    link = f"{rates.link_efficiency:.0%} of {gpu.peer_rate / GB:g} GB/s"
+    if gpu.kind == "cpu":
+        return f"step times: large products reach {products * gpu.peak_tflops:.3g} TFLOP/s on a rank, which MFU " \
+               f"takes as the peak rate; {link} between ranks; {launch}"
+    return f"step times: large products reach {products:.0%} of the peak rate; {link} in a node, " \
+           f"{cluster.network_rate / GB:g} between nodes (a GPU), {gpu.pcie_rate / GB:g} PCIe, " \
+           f"{cluster.nvme_rate / GB:g} NVMe (a node); {launch}"
 
 
 def paper_line(report: ComparisonReport) -> str:

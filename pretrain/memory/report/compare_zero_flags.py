@@ -94,6 +94,8 @@ def _parser() -> Parser:
                        help="MFU (fraction of the peak rate) for the cost, instead of the predicted MFU")
     group.add_argument("--kernel_efficiency", type=number(1e-4, 1),
                        help="fraction of the peak rate that large matrix products reach (default: the GPU's)")
+    group.add_argument("--calibrate", nargs="+", type=path_text, metavar="RUN",
+                       help="fit the step times to measured runs (their run folders); also on CPUs")
     group.add_argument("--storage_gbps", type=number(1e-3, 1e9), default=STORAGE_RATE / GB,
                        help=f"rate at which a node writes checkpoints, GB/s (default: {STORAGE_RATE / GB:g})")
     group.add_argument("--steps", type=whole_number(2, 10**4), help="measure: timed steps of each run (default: 4)")
@@ -128,12 +130,16 @@ def _add_layouts(group: Any) -> None:
 
 def validate_flags(flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, that exclude one another, or that would have no effect."""
-    if (flags.model is None) == (flags.num_parameters is None):
+    if flags.model is None and flags.num_parameters is None and flags.calibrate:
+        pass  # the model is that of the run
+    elif (flags.model is None) == (flags.num_parameters is None):
         raise ConfigError("--model / --num_parameters", expected="one of the two",
                           found="neither" if flags.model is None else "both")
     for name in ("model_overrides", *DROPOUTS):
         if getattr(flags, name) is not None and flags.model is None:
             raise ConfigError(f"--{name}", problem="it needs --model, which is missing")
+    if flags.calibrate and flags.kernel_efficiency is not None:
+        raise ConfigError("--kernel_efficiency", problem="--calibrate fits this value", remedy="Leave one of them out")
     if flags.configs:
         _reject(flags, [name for name in _AXES if name not in ("micro_batch_size", "seq_length")], "with --configs")
         _reject(flags, ["global_batch_size"], "with --configs")
@@ -144,11 +150,11 @@ def validate_flags(flags: argparse.Namespace) -> None:
         raise ConfigError("measure", problem="--configs is missing, which names the DeepSpeed JSONs to run",
                           remedy="Example: --configs ds_configs/zero*.json")
     if flags.mode != "estimate":
-        _reject(flags, ["find", "num_parameters", "plot", "write", "csv"], f"in the mode {flags.mode}")
+        _reject(flags, ["find", "num_parameters", "plot", "write", "csv", "calibrate"], f"in the mode {flags.mode}")
     if flags.mode != "measure":
         _reject(flags, ["steps", "nvme_path"], f"in the mode {flags.mode}")
     if flags.find:
-        _reject(flags, ["plot", "write", "csv"], "with --find")
+        _reject(flags, ["plot", "write", "csv", "calibrate"], "with --find")
     if flags.find == "max_seq":
         _reject(flags, ["seq_length"], "with --find max_seq")
     if flags.find == "max_micro_batch":
@@ -161,7 +167,7 @@ def validate_flags(flags: argparse.Namespace) -> None:
     if flags.num_parameters is not None:
         _reject(flags, ["micro_batch_size", "seq_length", "global_batch_size", "activation_checkpoint_interval",
                         "recompute", "gradient_accumulation_steps", "sequence_parallel", "expert_parallel", "write",
-                        "document_attention"],
+                        "document_attention", "calibrate"],
                 "with --num_parameters")
 
 
@@ -180,9 +186,9 @@ def axes_of(flags: argparse.Namespace, seq_length: int) -> Axes:
                 gradient_accumulation_steps=flags.gradient_accumulation_steps)
 
 
-def cluster_of(flags: argparse.Namespace) -> Cluster:
-    """Return the machines that the flags describe. Raises ConfigError."""
+def cluster_of(flags: argparse.Namespace, gpu: str | None) -> Cluster:
+    """Return the machines that the flags describe, with a GPU by its name (see find_gpu). Raises ConfigError."""
     return make_cluster(
-        gpu=flags.gpu, world_size=flags.world_size, nodes=flags.nodes, gpus_per_node=flags.gpus_per_node,
+        gpu=gpu, world_size=flags.world_size, nodes=flags.nodes, gpus_per_node=flags.gpus_per_node,
         host_memory_gib=flags.host_memory_gib, nvme_gb=flags.nvme_gb, nvme_gbps=flags.nvme_gbps,
         network_gbps=flags.network_gbps, margin=flags.margin)

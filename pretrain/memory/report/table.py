@@ -16,6 +16,7 @@ from pretrain.memory.search.candidates import Candidate
 from pretrain.memory.search.compare import ComparisonRow, Workload
 from pretrain.memory.search.largest_fit import LargestFit
 from pretrain.memory.sizes import in_unit
+from pretrain.memory.step_time.calibrate import calibration_json
 from pretrain.memory.step_time.run_cost import Cost
 from pretrain.memory.step_time.traffic import LINKS, link_bytes
 
@@ -167,6 +168,8 @@ def report_json(report: ComparisonReport) -> str:
         "cluster": {**asdict(workload.cluster), "device_budget_bytes": workload.cluster.device_budget_bytes,
                     "host_budget_bytes": workload.cluster.host_budget_bytes},
         "recommended": report.recommended.candidate.name if report.recommended else None,
+        "calibration": calibration_json(workload.calibration) if workload.calibration else None,
+        "time_parameters": asdict(workload.time_parameters),
         "cost": asdict(report.cost) if report.cost else None, "impossible": report.impossible,
         "rows": [row_json(row) for row in report.rows]}, indent=2) + "\n"
 

@@ -23,6 +23,7 @@ from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.candidates import Candidate, group_micro_batches
 from pretrain.memory.sizes import with_unit
+from pretrain.memory.step_time.calibrate import Calibration
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR, TimeParameters
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
@@ -45,6 +46,7 @@ class Workload:
     model: ModelConfig | None = None  # None: this project cannot train the model
     name: str = ""
     time_parameters: TimeParameters = DEFAULT_PARAMETERS
+    calibration: Calibration | None = None
 
     def flops_per_token(self, seq_length: int) -> float:
         """FLOPs of forward and backward pass."""
@@ -182,8 +184,8 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
         return ""
     if layout.seq_length > model.longest_sequence():
         return f"--seq_length {layout.seq_length} is more than the model's {model.max_positions} positions"
-    device = Device("cuda", fp16=True, bf16=workload.cluster.gpu.knows_bf16,
-                    memory_bytes=workload.cluster.gpu.memory_bytes)
+    gpu = workload.cluster.gpu
+    device = Device(gpu.kind, fp16=gpu.kind == "cuda", bf16=gpu.knows_bf16, memory_bytes=gpu.memory_bytes)
     file = DsFile(candidate.path or candidate.name, _without_nvme_paths(candidate.config))
     on_nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
     args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,

@@ -32,6 +32,10 @@ class StepTime:
     pcie_seconds: float
     disk_seconds: float
     optimizer_seconds: float
+    # The same time without the bubble, by phase: all forward passes, all backward passes, and what follows them once.
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
     model_flops: float  # of a step on all devices, without recomputation
     peak_flops: float  # of all devices, per second
 
@@ -130,7 +134,7 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, tran
                   key=lambda stage: stage.slowest)
     optimizer = _optimizer_seconds(layout, cluster, parameters.after_zero(layout), rates)
     waits = {"network": 0.0, "pcie": 0.0, "disk": 0.0}
-    launch = dict.fromkeys(PHASES, 0.0)
+    launch, total = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     for phase in PHASES:
         compute, host = slowest.device[phase], slowest.host[phase]
         own = _waits(layout, cluster, [each for each in transfers if each.phase == phase], compute, rates)
@@ -138,14 +142,18 @@ def estimate_step_time(layout: Layout, cluster: Cluster, shape: ModelShape, tran
             waits[link] += seconds
         busy = compute + sum(own.values()) + (optimizer if phase == "step" else 0.0)
         launch[phase] = host if cluster.gpu.kind == "cpu" else max(0.0, host - busy)
+        total[phase] = busy + launch[phase]
     compute = slowest.device["forward"] + slowest.device["backward"]
+    # The data sheet of a CPU has no such rate: there it is the rate of products that the calibration found.
+    peak = cluster.peak_flops(layout.precision) * (rates.compute_speed if cluster.gpu.kind == "cpu" else 1.0)
     idle = (layout.pipeline_stages - 1) / layout.gradient_accumulation_steps
     return StepTime(
         compute_seconds=compute, launch_seconds=sum(launch.values()),
         bubble_seconds=(compute + launch["forward"] + launch["backward"]) * idle,
         network_seconds=waits["network"], pcie_seconds=waits["pcie"], disk_seconds=waits["disk"],
-        optimizer_seconds=optimizer, model_flops=flops_per_token * layout.tokens_per_step,
-        peak_flops=cluster.peak_flops(layout.precision) * layout.world_size)
+        optimizer_seconds=optimizer, forward_seconds=total["forward"], backward_seconds=total["backward"],
+        update_seconds=total["step"], model_flops=flops_per_token * layout.tokens_per_step,
+        peak_flops=peak * layout.world_size)
 
 
 def _waits(layout: Layout, cluster: Cluster, transfers: list[Transfer], compute: float,

@@ -13,16 +13,19 @@ class TimeParameters:
 
     # Factor on all rates of the device: 1, or the result of --calibrate.
     compute_speed: float = 1.0
-    # Fraction of the device memory's bandwidth that norms, activations, residuals and the loss reach. Fitted.
-    memory_efficiency: float = 0.49
-    # Speed of the attention kernel relative to FlashAttention-2. The fit gives 0.51 for FlashAttention's Triton kernel,
+    # Fraction of the device memory's bandwidth that norms, activations, residuals and the loss reach. Fitted. It is low
+    # because it also stands for small kernels that are not counted.
+    memory_efficiency: float = 0.43
+    # Speed of the attention kernel relative to FlashAttention-2. The fit gives 0.52 for FlashAttention's Triton kernel,
     # which was used for those measurements. "Around 2x" as fast: FlashAttention-2, arXiv 2307.08691, abstract.
     attention_speed: float = 1.0
-    # Keys that a query sees for which attention reaches half of its efficiency on long sequences. Fitted.
-    attention_half_keys: float = 425.0
+    # Keys that a query sees for which attention reaches half of its efficiency on long sequences: an assumption. The
+    # measurements are described about equally well with 200 to 700.
+    attention_half_keys: float = 400.0
     # Seconds that communication costs although it overlaps, for each second that it takes: it uses multiprocessors and
-    # memory bandwidth of the computation. Fitted.
-    overlap_cost: float = 0.6
+    # memory bandwidth of the computation. An assumption; the measurements are described about equally well with 0.2 to
+    # 0.6.
+    overlap_cost: float = 0.5
     # Fraction of a link's stated bandwidth that transfers reach: an assumption.
     link_efficiency: float = 0.8
     # Seconds that the host needs to launch a kernel from Python: an assumption, for PyTorch without CUDA graphs.

@@ -16,15 +16,16 @@ from pretrain.memory.step_time.latency import collective_latency
 from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
 from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, MODEL_ERROR
 from pretrain.memory.step_time.traffic import Transfer, rank_parameters, step_traffic
-from tests.memory.step_time.fit_throughput import FITTED, fit
+from tests.memory.step_time.fit_throughput import FITTED, fit_to_one_gpu
 from tests.support.gpu_throughput import (
-    FITTED_GPU,
     TABLE_PARAMETERS,
+    page_table,
     predict,
     read_measurements,
     shape_of_model,
     throughput_table,
 )
+from tests.support.launch import ROOT
 
 ROWS = read_measurements()
 
@@ -52,10 +53,15 @@ def test_predictions_are_within_the_error_of_published_measurements(gpu: str) ->
 
 
 def test_the_fit_gives_the_parameters_in_use() -> None:
-    start = replace(TABLE_PARAMETERS, memory_efficiency=0.7, attention_speed=0.6, overlap_cost=0.5)
-    found = fit([row for row in ROWS if row.gpu == FITTED_GPU], start)
+    found = fit_to_one_gpu()
     for name in FITTED:
-        assert getattr(found, name) == pytest.approx(getattr(TABLE_PARAMETERS, name), rel=0.1), name
+        assert getattr(found, name) == pytest.approx(getattr(TABLE_PARAMETERS, name), rel=0.05), name
+
+
+def test_the_page_shows_the_predictions_of_this_version() -> None:
+    page = (ROOT / "tools/step_time.md").read_text()
+    for line in page_table():  # python -m tests.memory.step_time.fit_throughput prints them
+        assert line in page
 
 
 def test_products_slow_down_with_unfavourable_shapes() -> None:

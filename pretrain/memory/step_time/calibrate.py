@@ -1,0 +1,161 @@
+"""Calibration: the step-time model's parameters, fitted to runs that were measured."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pretrain.errors import ConfigError
+from pretrain.memory.hardware import GB, Cluster, Gpu, find_gpu, gpu_by_label, make_cluster
+from pretrain.memory.step_time.fit import fit
+from pretrain.memory.step_time.measured_run import MeasuredRun, read_measured_run
+from pretrain.memory.step_time.time_model import StepTime, estimate_step_time, model_flops_per_token
+from pretrain.memory.step_time.time_parameters import DEFAULT_PARAMETERS, TimeParameters
+from pretrain.memory.step_time.traffic import rank_parameters, step_traffic
+
+# A CPU before the calibration: values of a thread. They are assumptions; the calibration scales all of them together.
+_CPU_TFLOPS, _CPU_MEMORY_RATE, _CPU_ATTENTION = 0.5, 8 * GB, 0.1
+_CPU_PEER_RATE = 1 * GB  # between processes of a host: an assumption
+# Launch of a kernel: the time of PyTorch's and DeepSpeed's Python code for it; measured on one thread.
+CPU_PARAMETERS = replace(DEFAULT_PARAMETERS, launch_seconds=4e-5, overlap_cost=1.0)
+# Weight of the squared logarithm of a change: parameters that the runs hardly determine remain near their first values.
+_PRIOR = 2e-4
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Fitted parameters, and how well they describe the runs."""
+
+    parameters: TimeParameters
+    fitted: tuple[str, ...]  # names of the parameters that were fitted
+    runs: tuple[MeasuredRun, ...]
+    gpu: Gpu | None  # None: the runs used CPUs
+    before: tuple[StepTime, ...]  # predictions for the runs, with the parameters before the calibration
+    after: tuple[StepTime, ...]
+
+
+def calibrate(paths: Sequence[str], gpu: str | None = None) -> Calibration:
+    """Fit the parameters to the runs in some run folders.
+
+    Args:
+        gpu: the value of --gpu; None: the one that the runs used.
+
+    Raises:
+        ConfigError: a run cannot be used, the runs used different hardware, or it is not that of --gpu.
+    """
+    runs = tuple(read_measured_run(path) for path in paths)
+    device = _device_of(runs, gpu)
+    start = DEFAULT_PARAMETERS if device else CPU_PARAMETERS
+    before = tuple(predict_run(run, start) for run in runs)
+    names = _names_to_fit(runs, before)
+    found = fit(start, names, lambda parameters: sum(_error(run, parameters) for run in runs) +
+                sum(_PRIOR * math.log(getattr(parameters, name) / getattr(start, name)) ** 2 for name in names))
+    return Calibration(found, names, runs, device, before, tuple(predict_run(run, found) for run in runs))
+
+
+def _device_of(runs: Sequence[MeasuredRun], gpu: str | None) -> Gpu | None:
+    """Return the GPU of the runs; None if they used CPUs."""
+    devices = {run.gpu_name or f"CPU {run.host.get('cpu')}": run for run in runs}
+    if len(devices) > 1:
+        raise ConfigError("--calibrate", problem=f"the runs used different devices: {', '.join(devices)}",
+                          remedy="Name only runs on the devices that the layouts are for")
+    (name, run), = devices.items()
+    if not run.gpu_name:
+        if gpu not in (None, "cpu"):
+            raise ConfigError("--calibrate", problem=f"{run.path} ran on CPUs, which say nothing about --gpu {gpu}",
+                              remedy="Name a run on that GPU, or leave --gpu out")
+        return None
+    device = gpu_by_label(run.gpu_name, run.gpu_memory_bytes)
+    if device is None:
+        raise ConfigError("--calibrate", problem=f"{run.path} ran on {name}, which is not in the table of GPUs",
+                          remedy="Add it to GPUS in pretrain/memory/hardware.py")
+    if gpu is not None and (gpu == "cpu" or find_gpu(gpu).name != device.name):
+        raise ConfigError("--calibrate", problem=f"{run.path} ran on {name} ({device.name}), not on --gpu {gpu}",
+                          remedy="Name a run on that device, or leave --gpu out")
+    return device
+
+
+def _names_to_fit(runs: Sequence[MeasuredRun], before: Sequence[StepTime]) -> tuple[str, ...]:
+    """Return the parameters that the runs determine.
+
+    One run cannot tell slow kernels from slow launches: of the two, the one that takes most of the predicted step is
+    fitted. The optimizer's rate needs measured phases, that of the network several ranks.
+    """
+    compute = sum(each.compute_seconds for each in before)
+    launch = sum(each.launch_seconds for each in before)
+    names = ["compute_speed" if compute >= launch else "launch_seconds"]
+    if len(runs) > 1:
+        names = ["compute_speed", "launch_seconds"]
+    if all(run.phases for run in runs):
+        names.append("optimizer_speed")
+    if any(each.network_seconds > 0 for each in before) and all(run.phases for run in runs):
+        names.append("link_efficiency")
+    return tuple(names)
+
+
+def _error(run: MeasuredRun, parameters: TimeParameters) -> float:
+    """Return the squared error of the predicted step, as a fraction of it, and that of its phases if they are known."""
+    predicted = predict_run(run, parameters)
+    pairs = [(run.step_seconds, predicted.total_seconds)]
+    if run.phases:
+        pairs += [(run.phases["forward"], predicted.forward_seconds),
+                  (run.phases["backward"], predicted.backward_seconds),
+                  (run.phases["update"], predicted.update_seconds)]
+    return sum(((measured - found) / run.step_seconds) ** 2 for measured, found in pairs)
+
+
+def predict_run(run: MeasuredRun, parameters: TimeParameters) -> StepTime:
+    """Return the predicted time of a run's steps."""
+    layout, shape, ranks = run.layout, run.shape, run.host["ranks"]
+    device = gpu_by_label(run.gpu_name, run.gpu_memory_bytes) if run.gpu_name else None
+    cluster = cluster_of_run(run, device, world_size=layout.world_size, gpus_per_node=ranks)
+    own = rank_parameters(layout, shape, shape.num_parameters())
+    return estimate_step_time(layout, cluster, shape, step_traffic(layout, own, shape), own,
+                              flops_per_token=model_flops_per_token(shape, 0, layout.seq_length), rates=parameters)
+
+
+def cluster_of_run(run: MeasuredRun, device: Gpu | None, *, world_size: int, gpus_per_node: int) -> Cluster:
+    """Return a cluster of machines like those of a run. A rank on CPUs has as many threads as in the run, or fewer."""
+    cluster = make_cluster(gpu=device.name if device else None, world_size=world_size, nodes=None,
+                           gpus_per_node=gpus_per_node)
+    return cluster if device else on_cpus(cluster, run)
+
+
+def on_cpus(cluster: Cluster, run: MeasuredRun) -> Cluster:
+    """Return the cluster with the CPUs of a run's host instead of GPUs: each rank is a device."""
+    ranks, memory_bytes = cluster.gpus_per_node, int(run.host["memory_bytes"])
+    threads = min(float(run.threads), run.host["cores"] / ranks)
+    cpu = Gpu("cpu", memory_bytes // ranks, str(run.host.get("cpu")), threads * _CPU_MEMORY_RATE, _CPU_PEER_RATE,
+              threads * _CPU_MEMORY_RATE, cluster.network_rate, memory_bytes // ranks, 0, 1.0, 1, 1.0, _CPU_ATTENTION,
+              kind="cpu", peak_tflops=threads * _CPU_TFLOPS)
+    return replace(cluster, gpu=cpu, host_memory_bytes=memory_bytes, nvme_bytes=0, nvme_rate=1.0)
+
+
+def calibration_lines(calibration: Calibration) -> list[str]:
+    """Describe the runs, their measured and predicted times, and the fitted parameters."""
+    lines = []
+    for run, before, after in zip(calibration.runs, calibration.before, calibration.after, strict=True):
+        lines.append(f"calibrated with {run.describe()}")
+        lines.append(f"  measured {_milliseconds(run.step_seconds, run.phases)}")
+        for title, time in (("before", before), ("after", after)):
+            phases = {"forward": time.forward_seconds, "backward": time.backward_seconds,
+                      "update": time.update_seconds} if run.phases else {}
+            lines.append(f"  predicted {title} the calibration {_milliseconds(time.total_seconds, phases)}: "
+                         f"{time.total_seconds / run.step_seconds:.2f} of the measured step")
+    found = ", ".join(f"{name} {getattr(calibration.parameters, name):.3g}" for name in calibration.fitted)
+    return [*lines, f"  fitted: {found}"]
+
+
+def calibration_json(calibration: Calibration) -> dict[str, Any]:
+    """Return the calibration for `compare_zero.py --json`."""
+    return {
+        "parameters": asdict(calibration.parameters), "fitted": list(calibration.fitted),
+        "runs": [{"path": run.path, "rows": run.rows, "measured_seconds": run.step_seconds,
+                  "measured_phases": run.phases, "before": asdict(before), "after": asdict(after),
+                  "before_seconds": before.total_seconds, "after_seconds": after.total_seconds}
+                 for run, before, after in zip(calibration.runs, calibration.before, calibration.after, strict=True)]}
+
+
+def _milliseconds(seconds: float, phases: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {each * 1e3:.4g}" for name, each in phases.items())
+    return f"{seconds * 1e3:.4g} ms a step" + (f" ({parts})" if parts else "")
