@@ -1,0 +1,56 @@
+"""The kernels of a GPU compared with torch's separate operators."""
+
+import pytest
+import torch
+
+from pretrain.model.kernels.alibi import alibi_slopes
+from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not_flex
+from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
+from pretrain.model.kernels.torch_attention import torch_causal_attention
+from tests.support.tensors import relative_error
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize(("window", "softcap", "alibi", "is_packed", "kv_heads"), [
+    (0, 0.0, False, True, 8), (300, 0.0, False, True, 2), (0, 0.0, True, False, 8), (0, 30.0, False, False, 2)])
+def test_flex_attention_equals_dense_masks(head_size, window, softcap, alibi, is_packed, kv_heads):
+    """Errors against fp32 are about those of torch's operators in bf16."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 1024, head_size, generator=generator, device="cuda", dtype=torch.bfloat16)
+                     for heads in (8, kv_heads, kv_heads, 8))
+    assert why_not_flex(q, dropout=0.0, on_cuda=True) == ""
+    positions_BT = (torch.arange(1024, device="cuda") % 417).expand(2, -1)
+    how = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes(8) if alibi else None, "scale": 0.1}
+    results = {}
+    for name, operator, dtype in (("exact", torch_causal_attention, torch.float32),
+                                  ("torch", torch_causal_attention, torch.bfloat16),
+                                  ("flex", flex_causal_attention, torch.bfloat16)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        plain = {} if operator is flex_causal_attention else {"plain": True}
+        out = operator(*leaves, documents=Documents(positions_BT) if is_packed else None, **how, **plain)
+        results[name] = [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+    for exact, torchs, flex in zip(*results.values(), strict=True):
+        assert relative_error(flex.float(), exact) < max(2 * relative_error(torchs.float(), exact), 0.01)
+
+
+@pytest.mark.parametrize("terms", [CROSS_ENTROPY, LossTerms(label_smoothing=0.1, z_loss=1e-3)])
+def test_the_fused_loss_waits_for_nothing_and_is_precise(terms):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2, 1500, 256, generator=generator, device="cuda")
+    weight = torch.randn(5003, 256, generator=generator, device="cuda") / 16
+    labels = torch.randint(0, 5003, (2, 1500), generator=generator, device="cuda")
+    weights = torch.full((2, 1500), 1 / 3000, device="cuda")
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss, _ = fused_linear_cross_entropy(leaves[0], leaves[1], labels, weights, terms=terms)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([loss.detach(), *(leaf.grad.float() for leaf in leaves)])
+    assert torch.isclose(results[1][0], results[0][0], rtol=1e-3)
+    for found, expected in zip(results[1][1:], results[0][1:], strict=True):
+        assert relative_error(found, expected) < 0.02

@@ -1,0 +1,146 @@
+"""Real runs on a GPU: every layout, parity with the CPU, resume, memory, waiting, and the operators that are named."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.distributed.device import nvcc_fits_torch
+from tests.distributed.test_ds_configs import FILES, ranks_of
+from tests.gpu.runs import Run, start
+from tests.support.cases import config, flags
+from tests.support.launch import ROOT
+from tests.support.layouts import relative_difference
+
+# DeepSpeed 0.19.8 reads the norm of the gradients and the overflow flag in each step (see tools/gpu.md)
+DEEPSPEED_WAITS_PER_STEP = {0: 2, 1: 4, 2: 4, 3: 1}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Return a function that writes a DeepSpeed JSON."""
+    def write(values: dict[str, object], name: str = "ds") -> Path:
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(values))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_layout_trains(path: Path, corpus: str, tmp_path: Path) -> None:
+    """The training loss of the small corpus falls within 20 steps."""
+    ranks = 1 if "pipeline" not in path.stem else ranks_of(path)
+    if ranks > torch.cuda.device_count():
+        pytest.skip(f"{ranks} pipeline stages need as many GPUs")
+    if "nvme" in path.stem and not nvcc_fits_torch():
+        pytest.skip("NVMe offload compiles an operator with nvcc, which is missing")
+    run = start(tmp_path / "run", path, flags(corpus, steps=20, micro_batch_size=2, gradient_accumulation_steps=4,
+                                              learning_rate=1e-3), ranks=ranks, DS_PRETRAIN_NVME_PATH=str(tmp_path))
+    assert len(run.losses) == 20
+    assert run.losses[-1] < run.losses[0] - 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_losses_in_fp32_equal_those_of_the_cpu(stage: int, corpus: str, tmp_path: Path, write) -> None:
+    path = write(config(stage))
+    runs = [start(tmp_path / kind, path, flags(corpus, steps=6), DS_ACCELERATOR=kind) for kind in ("cpu", "cuda")]
+    assert relative_difference(runs[1].losses, runs[0].losses) < 1e-5
+    norms = [[row["grad_norm"] for row in run.rows] for run in runs]
+    assert relative_difference(norms[1], norms[0]) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_resumed_run_has_the_same_bits(stage: int, corpus: str, tmp_path: Path, write) -> None:
+    path, own = write(config(stage, precision="bf16")), flags(corpus, steps=8, overrides="resid_pdrop=0.1")
+    program = "tests/gpu/deterministic_train.py"
+    complete = start(tmp_path / "complete", path, own, program=program)
+    start(tmp_path / "parts", path, {**own, "exit_step": 4}, program=program)
+    parts = start(tmp_path / "parts", path, {**own, "resume": "required"}, program=program)
+    assert parts.losses == complete.losses
+
+
+def predicted_and_measured(run: Run) -> list[float]:
+    """Return both peaks of the line "memory: ...", in MiB."""
+    found = re.search(r"memory: predicted ([\d.]+) (MiB|GiB) at the peak .*measured ([\d.]+) (MiB|GiB)", run.output)
+    assert found, run.output[-3000:]
+    return [float(found[i]) * (1024 if found[i + 1] == "GiB" else 1) for i in (1, 3)]
+
+
+@pytest.mark.parametrize("extra", [{}, {"recompute": "blocks"}, {"plain_operators": "true"}],
+                         ids=["usual", "recompute", "plain"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["gpt2", "llama3-1b"])
+def test_memory_is_predicted_within_a_tenth(model: str, stage: int, extra: dict[str, str], corpus: str, tmp_path: Path,
+                                            write) -> None:
+    """The prediction is compared with torch.cuda.max_memory_allocated of a step."""
+    path = write(config(stage, precision="bf16", micro=4, accumulation=1))
+    run = start(tmp_path / "run", path, {"model": model, "train_data": corpus, "seq_length": 512, "train_steps": 4,
+                                         "eval_steps": 0, **extra})
+    predicted, measured = predicted_and_measured(run)
+    assert abs(predicted - measured) < 0.1 * measured
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_host_waits_only_in_deepspeeds_checks(stage: int, corpus: str, tmp_path: Path, write) -> None:
+    path = write(config(stage, precision="bf16"))
+    run = start(tmp_path / "run", path, flags(corpus, steps=12, log_interval=100, document_attention="true",
+                                              seq_length=128), program="tests/gpu/watched_train.py")
+    places = Counter(re.findall(r"^WAIT (.*):\d+$", run.output, re.MULTILINE))
+    assert not [place for place in places if "/deepspeed/" not in place], places
+    assert sum(places.values()) <= 4 * 2 * DEEPSPEED_WAITS_PER_STEP[stage], places  # 4 steps, 2 parameter groups
+
+
+def test_the_chosen_operators_are_named(corpus: str, tmp_path: Path, write) -> None:
+    path, own = write(config(1, precision="bf16")), flags(corpus, steps=2, seq_length=128)
+    usual = start(tmp_path / "usual", path, own)
+    documents = start(tmp_path / "documents", path, {**own, "document_attention": "true"})
+    plain = start(tmp_path / "plain", path, {**own, "document_attention": "true", "plain_operators": "true"})
+    assert re.search(r"attention: (flash|cuDNN); optimizer: (FusedAdam of deepspeed|AdamW of torch \(fused\))",
+                     usual.output)
+    assert "attention: flex_attention;" in documents.output
+    assert "attention: efficient with a mask (no flex_attention: --plain_operators)" in plain.output
+    assert relative_difference(documents.losses, plain.losses) < 5e-3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("model", ["gpt2", "llama3-1b", "gemma2-2b"])
+def test_compiled_blocks_have_equal_losses(model: str, stage: int, corpus: str, tmp_path: Path, write) -> None:
+    """Also on several GPUs, where ZeRO-3 gathers the parameters of a block before its graph runs."""
+    path = write(config(stage, precision="bf16", micro=2))
+    layers = "n_layer=4" if model == "gpt2" else "num_hidden_layers=4"
+    own = {"model": model, "model_overrides": layers, "train_data": corpus, "seq_length": 512, "train_steps": 4,
+           "eval_steps": 0}
+    ranks = min(2, torch.cuda.device_count())
+    runs = [start(tmp_path / str(compiled), path, {**own, "compile_blocks": compiled}, ranks=ranks)
+            for compiled in ("false", "true")]
+    assert relative_difference(runs[1].losses, runs[0].losses) < 5e-3
+
+
+def test_both_kinds_of_fused_adamw_are_equal_and_read_each_other(corpus: str, tmp_path: Path, write) -> None:
+    if not nvcc_fits_torch():
+        pytest.skip("FusedAdam needs an nvcc of torch's CUDA version")
+    values, own = config(1), flags(corpus, steps=8)
+    torchs = {**values, "optimizer": {**values["optimizer"], "params": {
+        **values["optimizer"]["params"], "torch_adam": True, "fused": True}}}
+    paths = {"deepspeed": write(values, "deepspeed"), "torch": write(torchs, "torch")}
+    complete = {name: start(tmp_path / name, path, own) for name, path in paths.items()}
+    assert relative_difference(complete["torch"].losses, complete["deepspeed"].losses) < 1e-5
+    for first, second in (("torch", "deepspeed"), ("deepspeed", "torch")):
+        folder = tmp_path / f"{first}_to_{second}"
+        start(folder, paths[first], {**own, "exit_step": 4})
+        resumed = start(folder, paths[second], {**own, "resume": "required"})
+        assert relative_difference(resumed.losses, complete[first].losses) < 1e-5
+
+
+def test_a_gpu_without_nvcc_trains(corpus: str, tmp_path: Path) -> None:
+    """Adam on the GPU is torch's, and the offloaded one is compiled by g++."""
+    for name in ("zero2_bf16", "zero3_offload_optimizer_cpu"):
+        run = start(tmp_path / name, ROOT / "ds_configs" / f"{name}.json",
+                    flags(corpus, steps=3, micro_batch_size=2, gradient_accumulation_steps=1, learning_rate=1e-3),
+                    CUDA_HOME=str(tmp_path), CUDA_PATH=str(tmp_path), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
+        assert len(run.losses) == 3
+        assert ("AdamW of torch (fused)" in run.output) == (name == "zero2_bf16")

@@ -1,0 +1,14 @@
+"""The model on a device other than the CPU: no tensor on the wrong device, and no value that the host reads."""
+
+import subprocess
+import sys
+
+from pretrain.distributed.process import ROOT
+from tests.model.on_fake_device import MODELS
+
+
+def test_families_run_on_another_device_without_reading_values():
+    command = [sys.executable, "-m", "tests.model.on_fake_device"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(MODELS)
