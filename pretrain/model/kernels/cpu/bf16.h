@@ -40,13 +40,17 @@ static inline float sigmoid(float z) { return 1.0f / (1.0f + exponential(-z)); }
 
 #define BLOCK 512 /* elements of 2 bytes: a prefetch may end before the end of a page, where the processor's stops */
 
-static inline void prefetch(const uint16_t *block) { /* the block after the next one; it need not exist */
+static inline void prefetch_line(const uint16_t *address) { /* it need not exist */
 #ifdef __GNUC__
-    for (int line = 0; line < BLOCK; line += 32)
-        __builtin_prefetch(block + 2 * BLOCK + line, 0, 2);
+    __builtin_prefetch(address, 0, 2);
 #else
-    (void)block;
+    (void)address;
 #endif
+}
+
+static inline void prefetch(const uint16_t *block) { /* the block after the next one */
+    for (int line = 0; line < BLOCK; line += 32)
+        prefetch_line(block + 2 * BLOCK + line);
 }
 
 #endif

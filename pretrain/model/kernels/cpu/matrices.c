@@ -15,8 +15,10 @@ static inline void interleave(const uint16_t *restrict in, uint16_t *restrict ou
 
 static inline void transpose_tile(const uint16_t *restrict x, int64_t columns, uint16_t *restrict out, int64_t rows) {
     _Alignas(64) uint16_t a[TILE * TILE], b[TILE * TILE];
-    for (int i = 0; i < TILE; i++)
+    for (int i = 0; i < TILE; i++) {
+        prefetch_line(x + (i + TILE) * columns), prefetch_line(out + i * rows + TILE); /* the next tile */
         memcpy(a + i * TILE, x + i * columns, 2 * TILE);
+    }
     interleave(a, b), interleave(b, a), interleave(a, b), interleave(b, a), interleave(a, b);
     for (int i = 0; i < TILE; i++)
         memcpy(out + i * rows, b + i * TILE, 2 * TILE);

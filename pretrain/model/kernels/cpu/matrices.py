@@ -58,6 +58,6 @@ def _has_bias_form() -> bool:
     x = torch.ones(2, 2, dtype=torch.bfloat16, device="cpu")
     try:
         torch.ops.mkldnn._linear_pointwise(x, x, x[0], "none", [], "")
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
-    return True

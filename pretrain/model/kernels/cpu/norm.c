@@ -12,12 +12,8 @@ typedef struct {
 } Statistics;
 
 static inline void prefetch_next_row(const uint16_t *row, int64_t columns) {
-#ifdef __GNUC__
     for (int64_t j = 0; j < columns; j += 32)
-        __builtin_prefetch(row + columns + j, 0, 2);
-#else
-    (void)row, (void)columns;
-#endif
+        prefetch_line(row + columns + j);
 }
 
 static inline Statistics statistics(const uint16_t *restrict x, int64_t columns, int64_t is_rms, float eps) {

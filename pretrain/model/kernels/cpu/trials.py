@@ -70,8 +70,22 @@ def _activation_trials(name: str, approximate: str) -> tuple[Trial, ...]:
 
 
 def _layer(rows: int, generator: torch.Generator) -> Operands:
-    """Return the input of a linear layer, and the gradient of its output."""
-    return _rows(1, 512)(8 * rows, generator) + _rows(1, 1024)(8 * rows, generator)
+    """Return the input of a linear layer, the gradient of its output, its weight and its bias.
+
+    The time is measured with the rows of a micro-batch, 2,048; the check has few rows, because each process makes it.
+    """
+    tokens = rows**2 // 32
+    return (*_rows(1, 512)(tokens, generator), *_rows(1, 1024)(tokens, generator),
+            *_rows(1, 512)(1024, generator), *_rows(1, 1024)(1, generator))
+
+
+def _layer_in_c(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
+    return (matrices.linear(x, weight, bias[0]), matrices.weight_gradient(x, grad), matrices.weight_gradient(grad, x),
+            matrices.column_sum(grad))
+
+
+def _layer_in_torch(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Operands:
+    return torch.nn.functional.linear(x, weight, bias[0]), grad.t() @ x, x.t() @ grad, grad.sum(0)
 
 
 def _projections(rows: int, generator: torch.Generator) -> Operands:
@@ -126,9 +140,7 @@ TRIALS = (
     *_activation_trials("gelu", "none"),
     Trial("activation", _rows(2, 515), partial(activations.activate_backward, "silu"),
           lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x))),
-    Trial("linear", _layer, lambda x, grad: (matrices.weight_gradient(x, grad), matrices.weight_gradient(grad, x)),
-          lambda x, grad: (grad.t() @ x, x.t() @ grad)),
-    Trial("linear", _rows(1, 515), matrices.column_sum, lambda grad: grad.sum(0)),
+    Trial("linear", _layer, _layer_in_c, _layer_in_torch),
     Trial("norm", _norm, _norm_in_c, _norm_in_torch),
     Trial("loss", _logits, _losses_in_c, _losses_in_torch),
     Trial("attention", _projections, _attention_in_c, _attention_in_torch),
