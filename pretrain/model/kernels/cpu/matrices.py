@@ -15,8 +15,8 @@ BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias. torch's operator adds a bias in another pass over the output."""
-    if bias_O is None or bias_O.dtype != x.dtype or not _has_bias_form():
+    """Return x @ weight^T + bias as oneDNN's inner product. torch's operator adds a bias in another pass."""
+    if (bias_O is not None and bias_O.dtype != x.dtype) or not _has_inner_product():
         return F.linear(x, weight_OI, bias_O)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
     return out
@@ -53,8 +53,8 @@ def partial_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _has_bias_form() -> bool:
-    """Return whether this build of torch has oneDNN's product with a bias, which torch.compile also uses."""
+def _has_inner_product() -> bool:
+    """Return whether oneDNN computes in bf16 on this CPU, with an operator that torch.compile uses too."""
     x = torch.ones(2, 2, dtype=torch.bfloat16, device="cpu")
     try:
         torch.ops.mkldnn._linear_pointwise(x, x, x[0], "none", [], "")
