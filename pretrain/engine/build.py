@@ -27,6 +27,7 @@ from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.operators import operators_on_cuda
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.recipe import add_recipe
+from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
 from pretrain.model.init_methods import width_multiplier
@@ -96,6 +97,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
                                       optimizer=make_optimizer, lr_scheduler=_scheduler(plan))
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
+    pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
     survive_failing_profile(engine)
     if engine.device.type == "cpu":

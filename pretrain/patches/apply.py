@@ -40,6 +40,7 @@ Defects that raise an error or only waste resources:
     monitors get one point for each batch of an evaluation in a pipeline,
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
+    one data-parallel rank: gradients are copied twice and divided by 1   one_rank.skip_reduction_on_one_rank
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
     the launcher of a host imports torch and DeepSpeed, 1.3 s             without_torch.py, run by ds-pretrain
     every load of an operator measures the CPU's clock rate, 1 s          cpu_features.read_features_from_proc
@@ -56,6 +57,7 @@ from pretrain.patches.adam import make_bias_correction_stateless
 from pretrain.patches.fp16 import grow_scale_after_the_update, scale_loss_at_stage_0
 from pretrain.patches.muon import clip_only_adam_with_muon
 from pretrain.patches.nvme import parameters_on_nvme, save_complete_nvme_checkpoints
+from pretrain.patches.one_rank import skip_reduction_on_one_rank
 from pretrain.patches.pipeline import (
     clip_fp32_by_global_norm,
     has_different_groups,
@@ -90,4 +92,5 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         keep_muon_momentum(engine)
     if engine.optimizer_name() == "muon":
         clip_only_adam_with_muon(engine)
+    skip_reduction_on_one_rank(engine)
     make_bias_correction_stateless(getattr(engine.optimizer, "optimizer", engine.optimizer))

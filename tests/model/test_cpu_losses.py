@@ -5,7 +5,7 @@ import torch
 
 from pretrain.model.kernels import fused_loss
 from pretrain.model.kernels.cpu import library
-from pretrain.model.kernels.cpu.losses import cross_entropy_, transpose_scaled
+from pretrain.model.kernels.cpu.losses import cross_entropy_
 from pretrain.model.kernels.fused_loss import LossTerms
 from pretrain.model.loss import linear_cross_entropy
 from tests.support.tensors import relative_error
@@ -71,14 +71,6 @@ def test_results_in_c_do_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 100), (33, 65), (64, 32)])
-def test_scaled_transposes_in_c(rows, columns):
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = transpose_scaled(x, 0.3)
-    assert found.is_contiguous()
-    assert torch.equal(found, (x.float() * torch.tensor(0.3)).bfloat16().t())
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=["cross_entropy", "all_terms"])

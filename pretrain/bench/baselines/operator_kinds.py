@@ -26,7 +26,7 @@ _BY_NAME = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in
     (ATTENTION, r"softmax|scaled_dot|flash|fmha|attention|rope|rotate|sdpa"),
     (NORMS, r"layer_?norm|rms_?norm|GammaBeta"),
     (ACTIVATIONS, r"gelu|silu|swiglu|threshold|relu|activat"),
-    (OPTIMIZER, r"adam|multi_tensor|clip|lion|muon"),
+    (OPTIMIZER, r"adam|multi_tensor|clip|lion|muon|sum_squares|find_not_finite|scale_to_float"),
     (EMBEDDING, r"embedding|index_(add|select|put)|^aten::index"),
     (COPIES, r"copy|^aten::(cat|stack|fill_|zero_|_to_copy)$|memcpy|memset|CatArray|transpose|cast|FillFunctor"),
 ))

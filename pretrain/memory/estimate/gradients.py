@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py, runtime/fp1
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import Layer
-from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper
+from pretrain.memory.estimate.optimizer_wrappers import master_weight_bytes, optimizer_wrapper, reduces_gradients
 from pretrain.memory.estimate.pipeline_stages import local_size
 from pretrain.memory.estimate.rank_parameters import FP32, Rank
 from pretrain.memory.estimate.states import overlapping_elements, padded_size, reduce_buckets_bytes
@@ -30,7 +30,7 @@ def gradients_in_backward(rank: Rank, done: int, layers: tuple[Layer, ...] = (),
     element = layout.element_bytes
     largest = max((local_size(tensor, layout) for layer in layers for tensor in layer.tensors), default=0)
     missing = 0  # bytes
-    if not accumulated and wrapper == "zero12" and layout.zero_stage == 2:
+    if not accumulated and wrapper == "zero12" and layout.zero_stage == 2 and reduces_gradients(layout):
         missing = _zero2_gradients(rank) if not done else 0  # allocated at the first reduction
     elif not accumulated and wrapper != "zero3":
         total = sum(group.size for group in rank.groups())
@@ -84,6 +84,8 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     else:
         buffers = reduce_buckets_bytes(layout)
         gradients = _zero2_gradients(rank) if rank.accumulates else 0
+        if not reduces_gradients(layout):  # they remain where the backward pass allocates them, one after the other
+            gradients = min(gradients, done * layout.element_bytes)
         largest = max(group.largest for group in groups)
     if layout.offload_optimizer != "none":
         buffers += min(largest, _NORM_ELEMENTS) * _FP64
@@ -109,6 +111,8 @@ def gradients_in_reduction(rank: Rank) -> Footprint:
     gradient is converted to fp64 for its norm.
     """
     layout, groups = rank.layout, rank.groups()
+    if not reduces_gradients(layout):
+        return Footprint()
     if layout.offload_optimizer == "none":
         return Footprint.of([(("gradients", "device"), _overlapping_elements(rank) * layout.grad_accum_bytes)])
     copied = 0
@@ -152,6 +156,9 @@ def _step_gradients(rank: Rank, elements: int) -> int:
         return max(flattened, _masked_norm(rank, elements)) if _has_tied_copy(rank) else flattened
     converts_sums = layout.grad_accum_bytes != layout.element_bytes
     is_flat = wrapper == "bf16" or (wrapper == "zero12" and converts_sums)
+    if wrapper == "zero12" and layout.device_kind == "cpu" and layout.precision == "bf16" \
+            and layout.optimizer != "muon" and not layout.masters_in_16bit:
+        is_flat = True  # engine/update_passes.py converts the gradients to fp32 as it concatenates them
     copied = 0 if is_flat else elements * layout.grad_accum_bytes
     converted = 0
     if layout.grad_accum_bytes != master_weight_bytes(layout):

@@ -27,6 +27,12 @@ def optimizer_wrapper(layout: Layout) -> str:
     return "fp16" if layout.precision == "fp16" else "none"
 
 
+def reduces_gradients(layout: Layout) -> bool:
+    """Return whether ZeRO stages 1 and 2 copy gradients to reduce them; see patches/one_rank.py."""
+    in_place = layout.zero_size == 1 and layout.contiguous_gradients and layout.offload_optimizer == "none"
+    return not in_place or layout.grad_accum_bytes != layout.element_bytes
+
+
 def optimizer_location(layout: Layout) -> str:
     """Return the location of an offloaded optimizer's tensors that DeepSpeed pins if `pin_memory` is true."""
     if layout.offload_optimizer == "none":

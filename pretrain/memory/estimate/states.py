@@ -17,6 +17,7 @@ from pretrain.memory.estimate.optimizer_wrappers import (
     optimizer_location,
     optimizer_states,
     optimizer_wrapper,
+    reduces_gradients,
 )
 from pretrain.memory.estimate.rank_parameters import FP32, ParameterGroup, Rank
 from pretrain.memory.estimate.states_zero3 import zero3_states
@@ -102,7 +103,7 @@ def reduce_buckets_bytes(layout: Layout) -> int:
 
     There are two buffers if the reduction overlaps with the backward pass, otherwise one.
     """
-    if not (layout.contiguous_gradients or layout.offload_optimizer != "none"):
+    if not (layout.contiguous_gradients or layout.offload_optimizer != "none") or not reduces_gradients(layout):
         return 0
     element = layout.grad_accum_bytes if layout.zero_stage == 1 else layout.element_bytes
     return layout.reduce_bucket_size * element * (2 if layout.overlap_comm else 1)

@@ -35,7 +35,9 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model.kernels.cpu.choice import uses_c
-from pretrain.model.kernels.cpu.losses import cross_entropy_, transpose_scaled
+from pretrain.model.kernels.cpu.gradients import multiply_
+from pretrain.model.kernels.cpu.losses import cross_entropy_
+from pretrain.model.kernels.cpu.matrices import transposed
 
 _TOKENS = 1024  # per chunk: enough for efficient matrix products
 _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache
@@ -127,13 +129,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
                 weighted_CD = (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype)
-                _add_weight_gradient(dw, logits_CV, weighted_CD, transposed=in_c)
+                _add_weight_gradient(dw, logits_CV, weighted_CD, is_DV=in_c)
                 if db_V is not None:
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk
         if with_grad:
             ctx.save_for_backward(dx_ND, dw, db_V, weights_N, total)  # type: ignore[arg-type]  # it accepts None
-            ctx.transposed = in_c  # type: ignore[attr-defined]
+            ctx.is_DV = in_c  # type: ignore[attr-defined]
             ctx.bias_dtype = None if bias_V is None else bias_V.dtype  # type: ignore[attr-defined]
             ctx.carrier = carrier  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(squares)
@@ -146,8 +148,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_ND, dw, db_V, weights_N, total = ctx.saved_tensors  # type: ignore[attr-defined]
         dx_ND = (dx_ND * (weights_N * grad)[:, None]).to(dx_ND.dtype)
         scale = total * grad / _UNIT
-        transposed: bool = ctx.transposed  # type: ignore[attr-defined]
-        dw_VD = transpose_scaled(dw, float(scale)) if transposed else (dw * scale).to(dw.dtype)
+        is_DV: bool = ctx.is_DV  # type: ignore[attr-defined]
+        dw_VD = multiply_(transposed(dw), float(scale)) if is_DV else (dw * scale).to(dw.dtype)
         if db_V is not None:
             db_V = (db_V * scale).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
@@ -157,10 +159,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor, *,
-                         transposed: bool) -> None:
-    """Add G^T x to dW [V, D]; if `transposed`, add x^T G to its transpose."""
-    if transposed:
-        dw.addmm_(x_CD.t().contiguous(), gradient_CV)
+                         is_DV: bool) -> None:
+    """Add G^T x to dW [V, D], or x^T G to its transpose [D, V]."""
+    if is_DV:
+        dw.addmm_(transposed(x_CD), gradient_CV)
     else:
         dw.addmm_(gradient_CV.t(), x_CD)
 

@@ -43,18 +43,3 @@ void cross_entropy(uint16_t *logits, const int64_t *labels, float *losses, float
         row[labels[r]] = to_bf16(own);
     }
 }
-
-/* target[column, row] = source[row, column] * scale, in tiles that stay in the cache. */
-void transpose_scaled(const uint16_t *restrict source, uint16_t *restrict target, int64_t rows, int64_t columns,
-                      float scale) {
-#pragma omp parallel for schedule(static)
-    for (int64_t first = 0; first < columns; first += 32) {
-        int64_t last = first + 32 < columns ? first + 32 : columns;
-        for (int64_t top = 0; top < rows; top += 32) {
-            int64_t bottom = top + 32 < rows ? top + 32 : rows;
-            for (int64_t column = first; column < last; column++)
-                for (int64_t row = top; row < bottom; row++)
-                    target[column * rows + row] = to_bf16(to_float(source[row * columns + column]) * scale);
-        }
-    }
-}

@@ -16,11 +16,3 @@ def cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, *, with_grad
     call("cross_entropy", logits_CV, labels_C.contiguous(), losses_C, log_z_C, rows, vocabulary, int(with_grad),
          float(label_smoothing), float(z_loss))
     return losses_C, log_z_C
-
-
-def transpose_scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the transpose of a contiguous matrix, times a number, as a contiguous matrix."""
-    rows, columns = x.shape
-    out = x.new_empty(columns, rows)
-    call("transpose_scaled", x, out, rows, columns, scale)
-    return out

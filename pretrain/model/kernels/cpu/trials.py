@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pretrain.model.kernels.cpu import activations, losses, matrices, norms
+from pretrain.model.kernels.cpu import activations, gradients, losses, matrices, norms
 from pretrain.model.kernels.cpu.attention import AttentionSettings, attention, instructions
 
 _CHECKED_ROWS = 37  # odd, so that loops over vectors have a remainder
@@ -136,6 +136,18 @@ def _norm_in_torch(x: torch.Tensor, added: torch.Tensor, grad: torch.Tensor, res
     return total, normed, dx + residual, dweight, dbias
 
 
+def _gradients_in_c(x: torch.Tensor) -> Operands:
+    not_finite = torch.stack([gradients.has_not_finite(x), gradients.has_not_finite(x / 0)])
+    scaled = gradients.scale_to_float_(torch.empty(x.shape), x, 0.3)
+    return not_finite.float(), gradients.norm(x), scaled, gradients.norm(scaled), gradients.multiply_(x, 3.0)
+
+
+def _gradients_in_torch(x: torch.Tensor) -> Operands:
+    not_finite = torch.stack([torch.isfinite(y.amax() + y.amin()).logical_not() for y in (x, x / 0)])
+    norm, scaled = torch.linalg.vector_norm(x.double()), x.float().mul_(0.3)
+    return not_finite.float(), norm, scaled, 0.3 * norm, x.mul_(3.0)
+
+
 TRIALS = (
     *_activation_trials("gelu_tanh", "tanh"),
     *_activation_trials("gelu", "none"),
@@ -143,6 +155,7 @@ TRIALS = (
           lambda grad, x: (torch.ops.aten.silu_backward(grad, x), torch.nn.functional.silu(x))),
     Trial("linear", _layer, _layer_in_c, _layer_in_torch),
     Trial("norm", _norm, _norm_in_c, _norm_in_torch),
+    Trial("optimizer", _rows(1, 515), _gradients_in_c, _gradients_in_torch),
     Trial("loss", _logits, _losses_in_c, _losses_in_torch),
     Trial("attention", _projections, _attention_in_c, _attention_in_torch),
 )

@@ -1,0 +1,75 @@
+"""One rank of test_update_passes.py: train with this project's passes over the gradients, and with DeepSpeed's.
+
+A case: that of `worker.py` with "job": "train", and "plain": true for DeepSpeed's passes.
+"""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.engine.loaders import open_loader
+from pretrain.engine.steps import grad_norm, train_batch
+from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
+from tests.support.cases_loop import each_case
+
+BAD_STEP = 2  # in this step gradients are NaN or infinite
+
+
+class CountElements(TorchDispatchMode):
+    """Counts the elements that operators get from DeepSpeed's ZeRO optimizers, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while "torch" in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        if any(name in frame.f_code.co_filename for name in ("deepspeed/runtime/zero/", "deepspeed/runtime/utils")):
+            self.elements[function.overloadpacket.__name__] += sum(x.numel() for x in args if torch.is_tensor(x))
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def passes(*, plain: bool) -> Iterator[None]:
+    """Force DeepSpeed's passes, or the C functions, whatever is faster on this machine."""
+    with contextlib.ExitStack() as stack:
+        if plain:
+            stack.enter_context(patch("pretrain.patches.apply.skip_reduction_on_one_rank", lambda engine: None))
+            stack.enter_context(patch("pretrain.engine.build.pass_over_gradients_in_c", lambda engine: None))
+        else:
+            stack.enter_context(patch("pretrain.engine.update_passes.uses_c", lambda _, x, dtype: x.dtype == dtype))
+        yield
+
+
+def train(case: Case) -> dict[str, Any]:
+    with passes(plain=case["plain"]):
+        plan = plan_of(case)
+        engine = engine_of(plan)
+        loader, losses, norms = open_loader(engine, plan, "train"), [], []
+        for step in range(plan.train_steps):
+            batches = loader.step(plan.length.samples_after(step))
+            if step == BAD_STEP:
+                inputs, (labels, weights) = batches[0]
+                batches[0] = (inputs, (labels, weights * float("inf")))
+            with CountElements() as counter:
+                losses.append(float(train_batch(engine, batches)))
+            norms.append(grad_norm(engine))
+        loader.close()
+        parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+        result = {"losses": losses, "norms": norms, "skipped": engine.skipped_steps, "state": state_hash(engine),
+                  "passes": {name: count / parameters for name, count in counter.elements.items()},
+                  "optimizer": type(engine.optimizer).__name__}
+        end(engine)
+        return result
+
+
+if __name__ == "__main__":
+    each_case(train)
