@@ -41,6 +41,11 @@ def multiplies_bf16() -> bool:
     return any(name in flags for name in ("amx_bf16", "avx512_bf16", " bf16 "))  # the last one: Arm
 
 
+def multiplies_bf16_on_x86() -> bool:
+    """Return whether this CPU has AVX512_BF16, with which attention in bf16 is computed in C."""
+    return "avx512_bf16" in _cpuinfo()
+
+
 def _cpuinfo() -> str:
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

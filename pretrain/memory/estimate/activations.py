@@ -80,7 +80,11 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
         window: number of latest tokens that a query sees; 0: all.
     """
     output = linear_saved(query_width(shape, batch), batch)
-    if uses_cpu_attention(shape, batch):
+    if uses_c_attention(shape, batch):
+        log_sums = batch.tokens * shape.num_heads // batch.tensor_parallel_size * FP32
+        inputs = 2 if _qk_norm_keeps_input(shape, batch) else 1  # the normalised ones, and the output of `qkv`
+        core = inputs * batch.tokens * _qkv_width(shape, batch) * batch.element_bytes + log_sums + output
+    elif uses_cpu_attention(shape, batch):
         core = _qkv_saved(shape, batch) + output
     elif shape.attention_softcap:
         core = _capped_attention_saved(shape, batch) + output
@@ -103,12 +107,13 @@ def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
 
 
 def uses_cpu_attention(shape: ModelShape, batch: MicroBatch) -> bool:
-    """Return whether model/kernels/cpu_attention.py computes the attention: on CPUs in bf16 without dropout.
-
-    Attention in C (model/kernels/cpu/attention.py), of which a prediction does not know whether this CPU uses it, saves
-    less with RoPE, and otherwise 4 bytes more for each token and head.
-    """
+    """Return whether a custom operator computes the attention, in C or not: on CPUs in bf16 without dropout."""
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.attention_dropout
+
+
+def uses_c_attention(shape: ModelShape, batch: MicroBatch) -> bool:
+    """Return whether model/kernels/cpu/attention.py computes the attention, which rotates q and k itself."""
+    return batch.c_attention and uses_cpu_attention(shape, batch)
 
 
 def query_width(shape: ModelShape, batch: MicroBatch) -> int:
@@ -219,6 +224,8 @@ def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int
     if not batch.cuda and shape.attention_dropout:
         return scores
     qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
+    if uses_c_attention(shape, batch):  # with norms of q and k, their gradients are concatenated
+        return max(linear_saved(query_width(shape, batch), batch) + qkv, 2 * qkv if shape.qk_norm else 0)
     uses_rows = uses_cpu_attention(shape, batch) or (batch.documents and not batch.cuda)
     work = _cpu_attention_work(shape, batch, window) if uses_rows else 0
     return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv)

@@ -16,6 +16,7 @@ from pretrain.memory.estimate.activations import (
     mlp_saved,
     norm_saved,
     query_width,
+    uses_c_attention,
     uses_c_norm,
     uses_cpu_attention,
 )
@@ -134,7 +135,8 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
     norm = norm_saved(shape, batch)
     mlp = (3 if shape.gated_mlp else 2) * inner - (norm if shape.post_norm else 0)  # post_norm2 is freed before
     freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
-    if uses_cpu_attention(shape, batch):  # only `out` saves the attention's output, and frees it before this phase
+    if uses_cpu_attention(shape, batch) and not uses_c_attention(shape, batch):
+        # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(shape, batch), batch)
     on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
     post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0

@@ -5,6 +5,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from pretrain.config.layout import Layout
+from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.memory.estimate.model_shape import Layer, ModelShape
 from pretrain.memory.estimate.pipeline_stages import divided_size, pipeline_stage_layers, tensors_of
 
@@ -22,6 +23,7 @@ class MicroBatch:
     tensor_parallel_size: int = 1
     documents: bool = False  # --document_attention
     fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
+    c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
     def mask_bytes(self) -> int:
@@ -103,7 +105,8 @@ class Rank:
         tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
         return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
-                          fp16=layout.precision == "fp16")
+                          fp16=layout.precision == "fp16",
+                          c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86())
 
     @property
     def is_last_stage(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pretrain.config.layout import Layout
+from pretrain.distributed.device import multiplies_bf16_on_x86
 from pretrain.memory.estimate.activations import ATTENTION_ROWS, CPU_SCORES
 from pretrain.memory.estimate.estimate_memory import estimate_rank
 from pretrain.memory.estimate.layer_activations import block_backward, block_saved
@@ -22,6 +23,7 @@ from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.kernels import cpu_attention, fused_loss, torch_attention
 from pretrain.model.kernels.alibi import alibi_slopes
 from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
+from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layer_specs import as_module
 from pretrain.model.layers import Block
@@ -53,7 +55,7 @@ def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iter
 
 @pytest.fixture(autouse=True)
 def attention_by_torch() -> Iterator[None]:
-    """Compute attention with torch's operators, which the estimate assumes; attention in C saves less with RoPE."""
+    """Compute attention with torch's operators, except in the tests of attention in C."""
     set_choice(KernelChoice(attention=False))
     yield
     set_choice(None)
@@ -258,6 +260,32 @@ def test_peak_bytes_of_a_blocks_backward_pass(name: str, dtype: torch.dtype, dro
         if part == "attention":  # dropout on CPUs converts q, k and v, and the scores, while it computes them
             tolerance = 0.25 if dropout else 0.15
         assert tracker.peak_bytes - before == pytest.approx(expected, rel=tolerance), window
+
+
+@pytest.mark.skipif(not multiplies_bf16_on_x86() or not has_library(), reason="no AVX512_BF16, or no C compiler")
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_bytes_of_a_block_with_attention_in_c(name: str, one_thread: None) -> None:
+    set_choice(None)
+    config = _config(name, dropout=False)
+    shape, micro_batch = shape_of(config), MicroBatch(2 * 512, 512, 2, cuda=False, c_attention=True)
+    for block, window in _blocks(config, torch.bfloat16):
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        x_BTD = torch.randn(2, 512, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        shared = list(block.attention.rope.tables(512, x_BTD)) if block.attention.rope else []
+        saved = block_saved(shape, micro_batch, window=window)
+        block(x_BTD.detach())  # compares the C functions with torch's operators before the measurement
+        assert saved_bytes(block, [*block.parameters(), *shared], x_BTD) == saved, window
+        with StorageTracker() as tracker:
+            for tensor in (*block.parameters(), *(parameter.grad for parameter in block.parameters())):
+                tracker.add(tensor)
+            before = tracker.live_bytes
+            y_BTD = block(x_BTD * 1)
+            before += y_BTD.nbytes
+            tracker.reset_peak()
+            y_BTD.backward(torch.ones_like(y_BTD))
+        expected = saved + block_backward(shape, micro_batch, window) + block.mlp.down.weight.nbytes
+        assert tracker.peak_bytes - before == pytest.approx(expected, rel=0.08), window
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

@@ -89,8 +89,13 @@ def _layer_in_torch(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, b
 
 
 def _projections(rows: int, generator: torch.Generator) -> Operands:
-    """Return queries, keys and values of 2 samples with 4 query heads, 2 key/value heads of 64, and a gradient."""
-    return tuple(torch.randn((2, rows, heads, 64), generator=generator, device="cpu").bfloat16() for heads in (8, 4))
+    """Return queries, keys and values with 4 query heads and 2 key/value heads of 64, and a gradient.
+
+    Each thread has a key/value head.
+    """
+    samples = max(2, -(-torch.get_num_threads() // 2))
+    return tuple(torch.randn((samples, rows, heads, 64), generator=generator, device="cpu").bfloat16()
+                 for heads in (8, 4))
 
 
 def _attention_in_c(qkv_BTGE: torch.Tensor, grad_BTHE: torch.Tensor) -> Operands:
