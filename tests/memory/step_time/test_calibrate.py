@@ -107,6 +107,15 @@ def test_a_run_on_a_gpu_calibrates_questions_about_this_gpu(runs: Path, tmp_path
         calibrate([path, str(runs / "one")])
 
 
+def test_a_start_without_steps_is_not_the_measured_one(runs: Path, tmp_path: Path) -> None:
+    """A run that is complete adds a record to run.json when it is started again."""
+    path = change(runs / "one", tmp_path, "again")
+    starts = json.loads(Path(path, "run.json").read_text())
+    starts.append({**starts[-1], "first_step": 12, "layout": {"world_size": 7}})
+    Path(path, "run.json").write_text(json.dumps(starts))
+    assert read_measured_run(path) == replace(read_measured_run(str(runs / "one")), path=path)
+
+
 def test_runs_that_cannot_be_used_are_rejected(runs: Path, tmp_path: Path) -> None:
     one = runs / "one"
     few = change(one, tmp_path, "few")
@@ -121,9 +130,10 @@ def test_runs_that_cannot_be_used_are_rejected(runs: Path, tmp_path: Path) -> No
     Path(unknown, "run.json").write_text(json.dumps(starts))
     cases: list[tuple[list[str], str]] = [
         ([str(tmp_path / "missing")], "there is no run folder"), ([str(tmp_path)], "cannot read the record"),
-        ([few], "2 logged steps after the first one"), ([empty], "0 logged steps"),
+        ([few], "after its first one (found 2)"), ([empty], "(found 0)"),
         ([str(one), "--gpu", "h100"], "ran on CPUs"), ([unknown], "not in the table of GPUs"),
-        ([change(one, tmp_path, "old", hardware=[])], "lacks"),
+        ([change(one, tmp_path, "old", hardware=[])], "hardware.0.cores: found None"),
+        ([change(one, tmp_path, "model", model_config=None)], "model_config: found None; expected a JSON object"),
         ([str(one), "--kernel_efficiency", "0.5"], "--calibrate fits this value"),
         ([str(one), "--find", "max_seq"], "no effect with --find"),
         ([str(one), "--num_parameters", "1e9", "--world_size", "2"], "no effect with --num_parameters"),
