@@ -142,7 +142,12 @@ def _batch_notes(resolved: ResolvedConfig) -> list[str]:
 def _speed_notes(resolved: ResolvedConfig) -> list[str]:
     """Note which faster operators cannot be used, and why."""
     notes, args, model = [], resolved.args, resolved.model
-    if resolved.device.kind == "cpu" and resolved.layout.precision == "bf16":
+    layout = resolved.layout
+    if resolved.device.kind == "cuda" and layout.zero_stage == 2 and layout.data_parallel_size > 1 and \
+            resolved.get("zero_optimization.overlap_comm") is None:
+        notes.append('zero_optimization.overlap_comm: DeepSpeed enables it at ZeRO-3 only; true reduces '
+                     "gradients during the backward pass, with a second bucket")
+    if resolved.device.kind == "cpu" and layout.precision == "bf16":
         if args.compile_blocks:
             notes.append("--compile_blocks on a CPU leaves out the attention and the GELU written for CPUs")
         if model.attention_dropout > 0:

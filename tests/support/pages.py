@@ -11,7 +11,7 @@ PAGES = [README, *(ROOT / name for name in (
     "launch/steering.md",
     "tools/README.md", "tools/data.md", "tools/tokenizers.md", "tools/training_data.md", "tools/inspect.md",
     "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
-    "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
+    "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
     "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md",
     "ds_configs/schedules.md", "ds_configs/loss.md",
@@ -46,6 +46,9 @@ COVERED: dict[str, tuple[str, str]] = {
        for section in ("overhead", "guards", "checkpoint", "startup", "pipeline", "data", "recompute",
                        "offload --nvme_path FOLDER")},
     "python tools/bench.py --what recompute": ("tests/bench/test_bench.py", "modes = found"),
+    # GPUs: without one, the tests run the same sections and programs with a smaller model
+    **{f"python tools/bench.py --preset {preset}": ("tests/bench/test_bench.py", '"--preset", "cpu-small"')
+       for preset in ("h200-gpt3-1.3b", "h200-gpt3-1.3b --compile_blocks true", "h200-llama-1b --compile_blocks true")},
     "tools/bench.py --compile_blocks true": ("tests/model/test_operators.py", "compile_blocks(module"),
     "python -m pretrain.engine.build_ops": ("launch/setup.sh", "-m pretrain.engine.build_ops"),
     "python tools/report.py runs/quickstart --watch": ("tests/analysis/report/runs.py", '"--watch"'),
