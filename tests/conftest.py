@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _order(item: pytest.Item) -> int:
-    longest = ("test_quickstart.py", "test_chaos.py", "test_pythons.py")
+    longest = ("test_quickstart.py", "test_chaos.py")
     if item.path.name in longest:
         return longest.index(item.path.name)
     return len(longest) + (item.path.relative_to(Path(__file__).parent).parts[0] not in ("distributed", "cluster"))

@@ -10,6 +10,7 @@ import pytest
 from tests.support.launch import ROOT
 
 
+@pytest.mark.slow  # continuous integration runs the other tests with each Python
 def test_two_pythons_read_the_checkpoints_of_each_other() -> None:
     done = subprocess.run(["tests/pythons.sh", "--two"], cwd=ROOT, capture_output=True, text=True, timeout=3600,
                           env={**os.environ, "VENV": str(Path(sys.executable).parents[1])})
