@@ -46,12 +46,13 @@ class Case:
         """Return when to kill the run: at a random time, after a sub-step of the commit, or after a snapshot."""
         if self.thorough:
             return ["random"] * 6 + ["one rank"] + list(SUB_STEPS) + ["snapshot"] * self.is_async
-        number = 3 * LAYOUTS.index(self.layout) + 1 + self.is_async
+        number = 4 * LAYOUTS.index(self.layout) + 1 + self.is_async
         return ["snapshot" if self.is_async else "one rank", SUB_STEPS[number % len(SUB_STEPS)], "random"]
 
 
 # tests/chaos kills such runs by default: pipeline2 with background saves. With ZeRO-1, the saver's code is the same.
-_SLOW = [("pipeline2", True), ("zero1", True)]
+# Each layout is killed once by default, ZeRO-3 on NVMe with background saves.
+_SLOW = [("pipeline2", True), ("zero1", True), ("zero3", True), ("nvme", False)]
 CASES = [pytest.param(Case(layout, is_async, thorough),
                       marks=[pytest.mark.slow] if thorough or (layout, is_async) in _SLOW else [])
          for thorough in (False, True) for layout in LAYOUTS for is_async in (False, True)]
