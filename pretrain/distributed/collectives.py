@@ -15,6 +15,7 @@ from pretrain.errors import ConfigError, SaveError
 
 T = TypeVar("T")
 _BROADCAST_INTERVAL_S = 10.0  # far below every process group's time-out
+_FIRST_POLL_S = 0.002
 _POLL_S = 0.05
 
 
@@ -61,6 +62,8 @@ def from_rank_0(action: Callable[[], T]) -> T:
 
 def wait_until_all(done: Callable[[], bool]) -> None:
     """Return on every rank once `done` is true on every rank."""
+    pause_s = _FIRST_POLL_S
     while not all(gather(done())):
         _OnPoll.call()
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _POLL_S)

@@ -16,7 +16,6 @@ from pretrain.sync import fsync, write_synced
 
 _SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
 _CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache
-_READ_BYTES = 2**22  # a buffer that is hashed while the next one is read
 _SYNC_THREADS = 4  # files that are synced to disk at the same time
 _MOST_UNSYNCED = 64  # files that wait for their sync; each has a descriptor
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
@@ -197,17 +196,15 @@ def _start_writing_to_disk(descriptor: int, offset: int, num_bytes: int) -> None
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal. A thread hashes each part while the next is read. Raises OSError.
+    """Return the SHA-256 of a file, in hexadecimal. The file is read in chunks. Raises OSError.
+
+    Linux reads ahead while a chunk is hashed. A thread for this would only move the bytes to the cache of another core:
+    1.1 instead of 1.4 GB/s, from a disk of 1.7 GB/s (Intel Xeon with SHA instructions).
     """
-    digest = hashlib.sha256()
-    buffer, other = (memoryview(bytearray(_READ_BYTES)) for _ in range(2))
-    hashed: Future[None] | None = None
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            if hashed is not None:
-                hashed.result()  # now nothing reads from `other`
-            hashed = hasher.submit(digest.update, buffer[:count])
-            buffer, other = other, buffer
+            digest.update(buffer[:count])
     return digest.hexdigest()
 
 
