@@ -18,9 +18,14 @@ LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermedi
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 # representative layouts for the variants of the model
 REPRESENTATIVE = ("zero0", "zero2", "zero3", "pipeline2_zero1", "pipeline2_data2_zero1")
-SHORTER = "0:16,3e3:32,6144:64"  # tokens; a step has 1024
+STEPS = 6
+SHORTER = "0:16,2e3:32,4096:64"  # tokens; a step has 1024
 BF16_LAYOUTS = (*REPRESENTATIVE,
                 "zero1", "zero3_cpu_all", "zero3_nvme_all", "pipeline2_zero0", "pipeline2_checkpointing")
+
+
+def _flags(corpus: str, **others: Any) -> dict[str, Any]:
+    return flags(corpus, steps=STEPS, **others)
 
 
 def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
@@ -48,27 +53,27 @@ def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def _cases(layouts: dict[str, dict[str, Any]], corpus: str, llama: Path, ranks: int) -> list[dict[str, Any]]:
-    cases = [case(name, "losses", values, flags(corpus)) for name, values in layouts.items()]
-    untied, masked = flags(corpus, overrides="tie_word_embeddings=false"), flags(corpus, eod_mask_loss=True)
+    cases = [case(name, "losses", values, _flags(corpus)) for name, values in layouts.items()]
+    untied, masked = _flags(corpus, overrides="tie_word_embeddings=false"), _flags(corpus, eod_mask_loss=True)
     chosen = [name for name in REPRESENTATIVE if name in layouts and (ranks == 1) == (name == "zero0")]
     cases += [case(f"untied_{name}", "losses", layouts[name], untied) for name in chosen]
     cases += [case(f"masked_{name}", "losses", layouts[name], masked) for name in chosen]
-    of_llama = {**flags(corpus), "model": str(llama)}
+    of_llama = {**_flags(corpus), "model": str(llama)}
     del of_llama["model_overrides"]
     cases += [case(f"llama_{name}", "losses", layouts[name], of_llama) for name in chosen]
-    lengths = flags(corpus, seq_length_schedule=SHORTER)
+    lengths = _flags(corpus, seq_length_schedule=SHORTER)
     cases += [case(f"lengths_{name}", "losses", layouts[name], lengths) for name in chosen]
     for name in layouts:
         if name in BF16_LAYOUTS and (ranks != 1 or name == "zero0"):
             values = {**layouts[name], "bf16": {"enabled": True}}
-            cases.append(case(f"bf16_{name}", "losses", values, flags(corpus)))
+            cases.append(case(f"bf16_{name}", "losses", values, _flags(corpus)))
     if ranks == 2:
         for name, stages in (("bf16_fp32_accumulation", 1), ("bf16_pipeline2_fp32_accumulation", 2)):
             values = config(1, precision="bf16", stages=stages, accumulation=2 * stages)
             values["data_types"] = {"grad_accum_dtype": "fp32"}
-            cases.append(case(name, "losses", values, flags(corpus)))
+            cases.append(case(name, "losses", values, _flags(corpus)))
         cases += [case(f"bf16_{name}_plain_operators", "losses", {**layouts[name], "bf16": {"enabled": True}},
-                       flags(corpus, plain_operators=True)) for name in ("zero2", "pipeline2_zero1")]
+                       _flags(corpus, plain_operators=True)) for name in ("zero2", "pipeline2_zero1")]
     return cases
 
 
@@ -96,7 +101,7 @@ def _assert_parity(results: dict[str, dict[str, Any]], names: list[str], referen
     norm_tolerance = 1e-5 if tolerance == FP32_TOLERANCE else 2e-2
     for name in names:
         with subtests.test(name):
-            assert len(results[name]["loss"]) == 10
+            assert len(results[name]["loss"]) == STEPS
             assert _worst(results[name], results[reference], "loss") <= tolerance
             assert _worst(results[name], results[reference], "grad_norm") <= norm_tolerance
             evaluated, expected = results[name]["eval_loss"], results[reference]["eval_loss"]
