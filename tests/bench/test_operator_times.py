@@ -88,7 +88,9 @@ def test_c_functions_have_their_names_and_their_bytes() -> None:
     ("c10d::allreduce_", ("optimizer step",), [[4]], COLLECTIVES),
     ("aten::view", (), [[4]], HOST),
     ("MmBackward0", (), [[4]], HOST),
-    ("c::rms_norm_backward", (), [[4, 8]], NORMS),
+    ("c::norm", (), [[4, 8]], NORMS),
+    ("c::norm_backward", (), [[4, 8]], NORMS),
+    ("c::silu_gated_backward", (), [[4, 8]], ACTIVATIONS),
 ])
 def test_kinds_of_operators(name: str, callers: tuple[str, ...], shapes: list[list[int]], kind: str) -> None:
     assert kind_of(name, callers, shapes, VOCAB) == kind

@@ -24,7 +24,7 @@ _BY_NAME = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in
     (PRODUCTS, r"gemm|cutlass|cublas|nvjet|splitk|wgmma"),
     (LOSS, r"nll_loss|log_softmax|cross_entropy|logit|(^|_|::)loss"),
     (ATTENTION, r"softmax|scaled_dot|flash|fmha|attention|rope|rotate|sdpa"),
-    (NORMS, r"layer_?norm|rms_?norm|GammaBeta"),
+    (NORMS, r"layer_?norm|rms_?norm|GammaBeta|^c::norm"),
     (ACTIVATIONS, r"gelu|silu|swiglu|threshold|relu|activat"),
     (OPTIMIZER, r"adam|multi_tensor|clip|lion|muon|sum_squares|find_not_finite|scale_to_float"),
     (EMBEDDING, r"embedding|index_(add|select|put)|^aten::index"),
