@@ -43,8 +43,7 @@ def choose_attention(plan: Plan, device: torch.device) -> str:
 
     All ranks choose the same ones. If a kernel fails or has other results than separate operators, it is not used.
     """
-    if plan.args.plain_operators:
-        reject_flex("--plain_operators")
+    reject_flex("--plain_operators" if plan.args.plain_operators else "")
     found = []
     for window in dict.fromkeys(plan.model.window(index) for index in range(plan.model.num_layers)):
         attention = _attention_of(plan, window if window < plan.args.seq_length else 0, device)

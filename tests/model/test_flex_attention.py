@@ -109,7 +109,9 @@ def test_each_reason_against_the_kernel(monkeypatch):
     assert "triton is missing" in why_not_flex(q, dropout=0.0, on_cuda=True)
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("llama", True), ("gemma2", False), ("gemma2", True), ("mpt", True)])
+@pytest.mark.parametrize(("name", "compiled"), [
+    ("gemma2", True), *(pytest.param(*values, marks=pytest.mark.slow) for values in (
+        ("llama", True), ("gemma2", False), ("mpt", True)))])
 def test_models_use_the_kernel_and_keep_their_gradients(name, compiled, on_cpu, monkeypatch, tmp_path):
     """With --compile_blocks the kernel is part of the graph of a block, also for other documents."""
     config = load_model_config(write_config(tmp_path, SHAPES[name] | {"max_position_embeddings": LENGTH}
