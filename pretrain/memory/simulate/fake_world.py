@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.validate import Plan, plan_without_data
 from pretrain.distributed.device import cpu_device
+from pretrain.engine import build
 from pretrain.engine.build import build_engine, deepspeed_output
 from pretrain.memory.footprint import Footprint
 from pretrain.memory.measure.observe_steps import observe_steps
@@ -29,6 +30,7 @@ from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
 from pretrain.model.dtypes import DTYPES
+from pretrain.model.kernels.cpu.choice import NONE_IN_C, set_choice
 from pretrain.patches.process_group import skip_shared_memory_operator
 
 
@@ -161,6 +163,8 @@ def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int)
     replace_loops_over_ranks()
     with deepspeed_output("error"):
         init_fake_process_group(rank, world_size)
+        set_choice(NONE_IN_C)  # C functions cannot read tensors without memory, also those that compare them with torch
+        build.choose_kernels = lambda recorded: None
         with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):
