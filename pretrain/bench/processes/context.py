@@ -60,7 +60,7 @@ def ds_config(settings: BenchSettings, *, micro_batch_size: int, gradient_accumu
     """Return a DeepSpeed JSON with ZeRO-1, AdamW and clipping. It has no "auto", so every baseline can read it."""
     params: dict[str, Any] = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     if settings.device.kind == "cuda" and not nvcc_fits_torch():
-        params["torch_adam"] = True  # DeepSpeed's FusedAdam needs nvcc
+        params |= {"torch_adam": True, "fused": True}  # DeepSpeed's FusedAdam needs nvcc
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps, "gradient_clipping": 1.0,
