@@ -8,6 +8,7 @@ from pretrain.bench.processes.context import BenchContext
 from pretrain.bench.sections.checkpoint import checkpoint_rates
 from pretrain.bench.sections.data.data import data
 from pretrain.bench.sections.guards import RANKS, guards
+from pretrain.bench.sections.host import host
 from pretrain.bench.sections.offload import offload
 from pretrain.bench.sections.overhead import overhead
 from pretrain.bench.sections.pipeline import STAGES, pipeline
@@ -21,7 +22,7 @@ from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
     "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_rates,
-    "startup": startup, "scaling": scaling, "offload": offload,
+    "startup": startup, "scaling": scaling, "host": host, "offload": offload,
     "recompute": recompute, "data": data, "profile": profile,
 }
 
