@@ -60,6 +60,17 @@ def test_large_logits_nan_and_infinity_in_c():
     assert logits[3, 7] == 0
 
 
+@pytest.mark.parametrize("label", [-100, 40])
+def test_a_label_that_the_vocabulary_lacks_is_rejected(label):
+    """C would write outside of the logits. The embedding rejects each token but the last one."""
+    logits, labels = logits_and_labels(3, 40)
+    labels[1] = label
+    before = logits.clone()
+    with pytest.raises(IndexError, match="for a vocabulary of 40"):
+        in_c(logits, labels, LossTerms())
+    assert torch.equal(logits, before)
+
+
 def test_results_in_c_do_not_depend_on_the_number_of_threads():
     threads = torch.get_num_threads()
     results = []
