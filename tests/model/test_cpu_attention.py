@@ -144,6 +144,13 @@ def test_nan_and_inf_reach_the_queries_that_see_them(kind, value):
     assert all(x.isfinite().all() for x in (out[:, :100], out[:, 140:], dqkv[:, :32]))
 
 
+def test_settings_may_be_whole_numbers(kind):
+    """MPT's softmax_scale in a config.json may be 1. C expects floats, which are passed in other registers."""
+    (qkv,), _ = random_inputs(1, 70, (8, 4), 32)
+    whole, fractions = (attention((qkv,), replace(PLAIN, scale=one, softcap=two)) for one, two in ((1, 2), (1.0, 2.0)))
+    assert torch.equal(whole, fractions)
+
+
 def test_large_scores_do_not_overflow(kind):
     inputs, grad = random_inputs(1, 90, (8, 4), 32)
     check_precision(inputs, replace(PLAIN, scale=200.0), grad)

@@ -98,8 +98,8 @@ def _arguments(inputs: _Tensors, settings: AttentionSettings) -> tuple[torch.Ten
     window = 0 if settings.window >= length else settings.window
     first = _first_keys(length, window) if settings.documents is None else settings.documents.first_keys(window)
     return (batch, length, settings.num_heads, kv_heads, size, *steps, cos, sin, rotary, table_step,
-            first, length if first.dim() == 2 else 0, settings.alibi_slopes, settings.scale or 1 / math.sqrt(size),
-            settings.softcap, int(instructions() == 2))
+            first, length if first.dim() == 2 else 0, settings.alibi_slopes,
+            float(settings.scale or 1 / math.sqrt(size)), float(settings.softcap), int(instructions() == 2))
 
 
 @functools.lru_cache(maxsize=8)
