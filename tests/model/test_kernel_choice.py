@@ -97,6 +97,22 @@ def test_without_a_working_compiler_there_is_no_library(compiler: str, tmp_path:
     assert choice.right_in_c.__wrapped__() == NONE_IN_C
 
 
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / library.library_name()).touch()
+    loaded = library._library.__wrapped__()
+    assert loaded is not None
+    assert hasattr(loaded, "cross_entropy")
+
+
+def test_without_a_home_folder_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that its /etc/passwd lacks."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    assert library._library.__wrapped__() is None
+
+
 def test_every_trial_is_right_and_the_random_state_is_kept() -> None:
     state = torch.random.get_rng_state()
     assert [trial.family for trial in TRIALS if not is_right(trial)] == []

@@ -62,8 +62,13 @@ def _library() -> ctypes.CDLL | None:
     """Load the library. Return None if it cannot be compiled or loaded; torch's operators are used then."""
     try:
         path = _compile()
-        return None if path is None else ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError, ValueError):
+        if path is None:
+            return None
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # the file may be damaged
+            return ctypes.CDLL(str(_compile(again=True)))
+    except (OSError, RuntimeError, subprocess.SubprocessError, ValueError):  # RuntimeError: no home folder
         return None
 
 
@@ -101,8 +106,8 @@ def _compiler() -> list[str]:
     return []
 
 
-def _compile() -> Path | None:
-    """Compile the library unless it exists, and return its path; None without a compiler.
+def _compile(*, again: bool = False) -> Path | None:
+    """Compile the library unless it exists, or `again`, and return its path; None without a compiler.
 
     Raises the error of the last attempt if the compiler accepts none of the sets of flags.
     """
@@ -110,7 +115,7 @@ def _compile() -> Path | None:
     if not name:
         return None
     library = root / name
-    if library.exists():
+    if library.exists() and not again:
         return library
     root.mkdir(parents=True, exist_ok=True)
     failure: subprocess.SubprocessError | None = None
@@ -123,6 +128,8 @@ def _compile() -> Path | None:
             except subprocess.SubprocessError as error:
                 failure = error
                 continue
+            with compiled.open("rb") as file:
+                os.fsync(file.fileno())  # after a power failure the file is complete, or does not exist
             compiled.replace(library)
             return library
     assert failure is not None
