@@ -30,7 +30,9 @@ from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.memory.measure.tensor_inventory import role_of_file
 from pretrain.memory.simulate.fake_collectives import replace_loops_over_ranks
 from pretrain.model.dtypes import DTYPES
-from pretrain.model.kernels.cpu.choice import NONE_IN_C, set_choice
+from pretrain.model.kernels.cpu.cached_choice import fastest_choice
+from pretrain.model.kernels.cpu.choice import set_choice
+from pretrain.model.kernels.cpu.library import simulate_calls
 from pretrain.patches.process_group import skip_shared_memory_operator
 
 
@@ -163,8 +165,9 @@ def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int)
     replace_loops_over_ranks()
     with deepspeed_output("error"):
         init_fake_process_group(rank, world_size)
-        set_choice(NONE_IN_C)  # C functions cannot read tensors without memory, also those that compare them with torch
+        set_choice(fastest_choice())  # measured on real tensors
         build.choose_kernels = lambda recorded: None
+        simulate_calls(FakeTensor)
         with FakeTensorMode(allow_non_fake_inputs=True), FakeStorageTracker() as tracker:
             engine = build_engine(plan)
             if isinstance(engine, PipelineEngine):

@@ -8,6 +8,7 @@ all ranks (fake_collectives.py), and code that needs data (fake_world.py):
 - A scalar that the host reads is 1 if it is a float (a loss, a norm), and 0 otherwise (no overflow).
 - DeepSpeed's compiled operators (Adam on the CPU, asynchronous I/O) do nothing. Files on NVMe are not written; their
   sizes are recorded.
+- The C functions of model/kernels/cpu do nothing. The choice between them and torch's operators is that of this CPU.
 - A pipeline stage does not receive the shape of its input from the stage before it. It always gets one hidden state
   [B, T, D] in the model's precision.
 

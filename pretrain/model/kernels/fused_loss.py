@@ -128,8 +128,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
                 torch.mm(logits_CV, weight_VD, out=dx_ND[chunk])
-                weighted_CD = (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype)
-                _add_weight_gradient(dw, logits_CV, weighted_CD, is_DV=in_c)
+                # the product is not kept in a variable, so that it is freed before the next chunk
+                _add_weight_gradient(dw, logits_CV, (x_ND[chunk] * units_N[chunk, None]).to(x_ND.dtype), is_DV=in_c)
                 if db_V is not None:
                     db_V += torch.mv(logits_CV.t(), units_N[chunk].to(x_ND.dtype))
             del logits_CV  # free the memory before the next chunk

@@ -102,9 +102,8 @@ def _arguments(inputs: _Tensors, settings: AttentionSettings) -> tuple[torch.Ten
             float(settings.scale or 1 / math.sqrt(size)), float(settings.softcap), int(instructions() == 2))
 
 
-@functools.lru_cache(maxsize=8)
 def _first_keys(length: int, window: int) -> torch.Tensor:
-    """Return int32 [T]: the first key that each query sees."""
-    with torch.inference_mode(False):
-        positions = torch.arange(length, dtype=torch.int32, device="cpu")
-        return (positions - (window or length) + 1).clamp_(min=0)
+    """Return int32 [T]: the first key that each query sees. It is not kept, because making it takes microseconds."""
+    if not window:
+        return torch.zeros(length, dtype=torch.int32, device="cpu")
+    return torch.arange(1 - window, length + 1 - window, dtype=torch.int32, device="cpu").clamp_(min=0)

@@ -25,13 +25,19 @@ _X86_FLAGS = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "avx512f": "-m
               "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl", "avx512_bf16": "-mavx512bf16"}
 
 
+class _Simulated:
+    """Holds the type of the tensors of a simulation, which have no memory; None: C functions are called."""
+
+    tensor_type: type[torch.Tensor] | None = None
+
+
 def has_kernels(x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Return whether C functions for `dtype` accept this tensor, which must be on a CPU, on a machine with a compiler.
 
     Operators call `choice.uses_c`, which also considers the choice for this CPU. Subclasses of tensors are excluded,
     because they may have no memory (torch's FakeTensor). torch.compile is excluded, because it cannot trace C.
     """
-    return (type(x) is torch.Tensor and x.device.type == "cpu" and x.dtype == dtype
+    return (type(x) is (_Simulated.tensor_type or torch.Tensor) and x.device.type == "cpu" and x.dtype == dtype
             and not torch.compiler.is_compiling() and _library() is not None)
 
 
@@ -41,6 +47,8 @@ def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
     The library must exist (`has_kernels`). The tensors must have the memory layout that the function expects. While
     torch.profiler is active, it records the function as `c::NAME` with the shapes of the tensors.
     """
+    if _Simulated.tensor_type is not None:
+        return
     library = _library()
     assert library is not None
     function = getattr(library, name)
@@ -49,6 +57,11 @@ def call(name: str, *arguments: torch.Tensor | int | float | None) -> None:
         return
     with torch._C._profiler._RecordFunctionFast(f"c::{name}", list(arguments)):
         function(*map(_as_c, arguments))
+
+
+def simulate_calls(tensor_type: type[torch.Tensor]) -> None:
+    """Accept tensors of this type only, and let `call` do nothing: operators allocate the same memory as with C."""
+    _Simulated.tensor_type = tensor_type
 
 
 def _as_c(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
