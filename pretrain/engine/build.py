@@ -26,6 +26,7 @@ from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.operators import operators_on_cuda
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
+from pretrain.engine.profiled_flops import count_flops_of_engine
 from pretrain.engine.recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
@@ -100,6 +101,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     pass_over_gradients_in_c(engine)
     add_recipe(engine, plan.args)
     survive_failing_profile(engine)
+    count_flops_of_engine(engine)
     if engine.device.type == "cpu":
         keep_freed_memory()  # not earlier: the temporaries of the construction are returned to the system
     engine.operators = operators_on_cuda(engine, plan)

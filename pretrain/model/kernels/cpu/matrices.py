@@ -15,9 +15,14 @@ BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight^T + bias as oneDNN's inner product. torch's operator adds a bias in another pass."""
+    """Return x @ weight^T + bias. Uses `inner_product` if it can."""
     if (bias_O is not None and bias_O.dtype != x.dtype) or not _has_inner_product():
         return F.linear(x, weight_OI, bias_O)
+    return inner_product(x, weight_OI, bias_O)
+
+
+def inner_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight^T + bias as oneDNN's inner product. torch's operator adds a bias in another pass."""
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
     return out
 

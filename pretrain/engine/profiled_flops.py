@@ -1,0 +1,60 @@
+"""FLOPs of linear layers and of attention in C, for DeepSpeed's flops profiler.
+
+DeepSpeed 0.19.8 (profiling/flops_profiler/profiler.py, start_profile) replaces torch's functions while it profiles. The
+replacements count FLOPs from the shapes of their arguments. Functions in C call none of them.
+Guarded by tests/engine/test_profiled_flops.py.
+"""
+
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.profiling.flops_profiler import profiler as flops_profiler
+
+from pretrain.model import layers
+from pretrain.model.kernels.cpu import matrices
+from pretrain.model.kernels.cpu.attention import AttentionSettings
+
+
+def count_functions_in_c(profiler: Any) -> None:
+    """Let a FlopsProfiler count them while it profiles."""
+    start_profile, stop_profile = profiler.start_profile, profiler.stop_profile
+    inner_product, attention = matrices.inner_product, layers.attention
+
+    def counted_product(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        _count("linear", flops_profiler._linear_flops_compute(x, weight_OI))
+        return inner_product(x, weight_OI, bias_O)
+
+    def counted_attention(inputs: tuple[torch.Tensor, ...], settings: AttentionSettings) -> torch.Tensor:
+        out = attention(inputs, settings)
+        q_BHTE = out.transpose(1, 2)
+        _count("attention", flops_profiler._attn_flops_compute(q_BHTE, q_BHTE, q_BHTE))
+        return out
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        start_profile(*args, **kwargs)
+        _replace(counted_product, counted_attention)
+
+    def stop() -> None:
+        _replace(inner_product, attention)
+        stop_profile()
+
+    profiler.start_profile, profiler.stop_profile = start, stop
+
+
+def count_flops_of_engine(engine: DeepSpeedEngine) -> None:
+    """Call `count_functions_in_c` if the engine has a flops profiler."""
+    profiler = getattr(engine, "flops_profiler", None)
+    if profiler is not None:
+        count_functions_in_c(profiler)
+
+
+def _replace(product: Any, attention: Any) -> None:
+    matrices.inner_product, layers.attention = product, attention
+
+
+def _count(name: str, counts: tuple[int, int]) -> None:
+    """Add FLOPs and multiply-accumulates to the module that is called now, as the profiler's `wrapFunc` does."""
+    for found, count in zip((flops_profiler.module_flop_count, flops_profiler.module_mac_count), counts, strict=True):
+        if found:
+            found[-1].append((name, count))

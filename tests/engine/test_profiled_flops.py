@@ -1,0 +1,51 @@
+"""DeepSpeed's flops profiler counts the same FLOPs with functions in C as with torch's operators."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+from pretrain.engine.profiled_flops import count_functions_in_c
+from pretrain.model.config import load_model_config
+from pretrain.model.init import initialize_parameters
+from pretrain.model.kernels.cpu.choice import NONE_IN_C, KernelChoice, set_choice
+from pretrain.model.kernels.cpu.library import has_library
+from pretrain.model.layer_specs import as_module
+from tests.support.model_shapes import SHAPES, write_config
+
+pytestmark = pytest.mark.skipif(not has_library(), reason="no C compiler")
+
+
+def flops_and_losses(folder: Path, choice: KernelChoice, *, counts_c: bool) -> tuple[int, list[float]]:
+    """Return the FLOPs of a forward pass that is profiled, and the losses before, during and after it."""
+    config = load_model_config(write_config(folder, SHAPES["gpt2"]))
+    model = as_module(config)
+    initialize_parameters(model, config, seed=1)
+    model.bfloat16()
+    tokens = torch.arange(66).view(2, 33) % config.vocab_size
+    profiler, losses = FlopsProfiler(model), []
+    if counts_c:
+        count_functions_in_c(profiler)
+    set_choice(choice)
+    try:
+        for profiled in (False, True, False):
+            if profiled:
+                profiler.start_profile()
+            losses.append(model(tokens[:, :-1], tokens[:, 1:], torch.full((2, 32), 1 / 64)).item())
+            if profiled:
+                flops = int(profiler.get_total_flops())
+                profiler.end_profile()
+    finally:
+        set_choice(None)
+    return flops, losses
+
+
+def test_linear_layers_and_attention_in_c_are_counted(tmp_path: Path) -> None:
+    in_c = KernelChoice()
+    with_torch, _ = flops_and_losses(tmp_path, NONE_IN_C, counts_c=True)
+    flops, losses = flops_and_losses(tmp_path, in_c, counts_c=True)
+    assert flops == pytest.approx(with_torch, rel=0.05)  # attention may count the visible scores only
+    assert losses[0] == losses[1] == losses[2]  # the profiler changes no result
+    uncounted, _ = flops_and_losses(tmp_path, in_c, counts_c=False)
+    assert uncounted < 0.8 * flops, "DeepSpeed counts them: delete pretrain/engine/profiled_flops.py"
