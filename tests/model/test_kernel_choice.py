@@ -147,6 +147,7 @@ def test_the_choice_is_measured_once_per_cpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(cached_choice, "measure_choice", measure)
     assert [fastest_choice(), fastest_choice()] == results[:1] * 2
     [path] = tmp_path.glob("ds_pretrain_choice_*.json")
+    assert path.stat().st_mode & 0o444 == 0o444  # other users of the folder read it
     assert parse_choice(json.loads(path.read_text())["in_c"]) == results[0]
     path.write_text("damaged")
     assert [fastest_choice(), fastest_choice()] == results[1:] * 2

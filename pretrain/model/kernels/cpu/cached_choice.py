@@ -64,6 +64,7 @@ def _write(path: Path, choice: KernelChoice, times: dict[str, tuple[float, float
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1))
         file.flush()
+        os.fchmod(file.fileno(), 0o644)  # several users may share the folder
         try:
             os.link(file.name, path)
         except FileExistsError:
