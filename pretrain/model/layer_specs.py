@@ -20,8 +20,9 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
-from pretrain.model.layers import Block, EmbeddingNorm, FinalNorm, Head, LossHead, PositionEmbedding, TokenEmbedding
+from pretrain.model.layers import Block, Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
+from pretrain.model.norm import EmbeddingNorm, FinalNorm
 from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
 from pretrain.model.run_layers import Layer, run_layers

@@ -236,20 +236,32 @@ class Block(nn.Module):
             normed_BTD = _apply(self.norm1, x_BTD)
             attended_BTD = self.dropout(self._part("attention", self._attend, normed_BTD, documents))
             return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed_BTD))
-        if self.norm1 is not None and self.norm2 is not None and not self.parallel \
-                and self.recompute not in ("attention", "mlp"):
-            return self._forward_with_fused_sums(self.norm1, self.norm2, x_BTD, documents)
+        if self.norm1 is not None and self.norm2 is not None and not self.parallel:
+            return self._forward_with_fused_sums(x_BTD, documents)
         after_BTD = x_BTD + self.dropout(self._part("attention", self._attend, x_BTD, documents))
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
         return after_BTD + self.dropout(self._part("mlp", self._transform, mlp_input_BTD))
 
-    def _forward_with_fused_sums(self, norm1: nn.Module, norm2: nn.Module, x_BTD: torch.Tensor,
-                                 documents: Documents | None) -> torch.Tensor:
+    def _forward_with_fused_sums(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Compute attention, then the MLP. The norms also add the residual connections and their gradients."""
-        x_BTD, normed_BTD = norm1(x_BTD, returns_sum=True)
-        attended_BTD = _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
-        x_BTD, normed_BTD = norm2(x_BTD, self.dropout(attended_BTD), returns_sum=True)
-        return x_BTD + self.dropout(_apply(self.post_norm2, self.mlp(normed_BTD)))
+        x_BTD, attended_BTD = self._part("attention", self._attend_and_add, x_BTD, documents)
+        inputs = (x_BTD, self.dropout(attended_BTD))
+        if self.recompute == "mlp":  # the recomputed part keeps one input
+            inputs = (x_BTD + inputs[1], None)
+        x_BTD, transformed_BTD = self._part("mlp", self._transform_and_add, *inputs)
+        return x_BTD + self.dropout(transformed_BTD)
+
+    def _attend_and_add(self, x_BTD: torch.Tensor,
+                        documents: Documents | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.norm1 is not None
+        x_BTD, normed_BTD = self.norm1(x_BTD, returns_sum=True)
+        return x_BTD, _apply(self.post_norm1, self.attention(normed_BTD, documents=documents))
+
+    def _transform_and_add(self, x_BTD: torch.Tensor,
+                           added_BTD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.norm2 is not None
+        x_BTD, normed_BTD = self.norm2(x_BTD, added_BTD, returns_sum=True)
+        return x_BTD, _apply(self.post_norm2, self.mlp(normed_BTD))
 
     def _attend(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         normed_BTD = x_BTD if self.shared_norm else _apply(self.norm1, x_BTD)
@@ -259,7 +271,7 @@ class Block(nn.Module):
         normed_BTD = x_BTD if self.shared_norm else _apply(self.norm2, x_BTD)
         return _apply(self.post_norm2, self.mlp(normed_BTD))
 
-    def _part(self, name: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    def _part(self, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
         """Compute a part of the block. Without its residual dropout, whose mask is kept, the part ends earlier."""
         if self.recompute != name or not torch.is_grad_enabled():
             return function(*inputs)
@@ -268,30 +280,6 @@ class Block(nn.Module):
 
 def _apply(layer: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
     return x_BTD if layer is None else layer(x_BTD)
-
-
-class EmbeddingNorm(nn.Module):
-    """Norm after the token embedding."""
-
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
-        super().__init__()
-        self.norm = Norm(config, plain_operators=plain_operators)
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x_BTD)
-        return normed
-
-
-class FinalNorm(nn.Module):
-    """Norm before the head."""
-
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
-        super().__init__()
-        self.norm = Norm(config, plain_operators=plain_operators)
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x_BTD)
-        return normed
 
 
 class Head(nn.Module):

@@ -30,3 +30,27 @@ class Norm(nn.Module):
         if returns_sum:
             return residual_norm(x, added, *arguments, plain=self.plain_operators)
         return norm(x, *arguments, plain=self.plain_operators)
+
+
+class EmbeddingNorm(nn.Module):
+    """Norm after the token embedding."""
+
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
+        super().__init__()
+        self.norm = Norm(config, plain_operators=plain_operators)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x_BTD)
+        return normed
+
+
+class FinalNorm(nn.Module):
+    """Norm before the head."""
+
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
+        super().__init__()
+        self.norm = Norm(config, plain_operators=plain_operators)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x_BTD)
+        return normed

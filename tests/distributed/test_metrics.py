@@ -120,12 +120,13 @@ def test_nothing_waits_for_the_device_between_logged_steps(name: str, results: d
     """Counted are the methods of torch.Tensor that return a Python value, by the function that calls them.
 
     DeepSpeed itself and its work-arounds read whether the gradient norm is finite; the guard reads a value of the step
-    before.
+    before. engine/update_passes.py runs on CPUs only, where nothing waits.
     """
     for rank in results[name]["waits"]:
         assert len(rank) == STEPS - 1
         for step, calls in enumerate(rank, 1):
             ours = {call for call in calls if call.startswith(("monitor/", "engine/", "step_loop", "trainer"))}
+            ours = {call for call in ours if not call.startswith("engine/update_passes.py")}
             ours.discard("engine/steps.py:sum_over_data_parallel")  # the loader counts tokens that are not masked
             assert bool(ours) == (step in LOGGED), (step, ours)
 

@@ -102,7 +102,7 @@ def test_each_reason_against_the_kernel(monkeypatch):
     assert why_not_flex(q, dropout=0.0, on_cuda=True) == ""
     assert why_not_flex(q, dropout=0.0, on_cuda=False) == "the device is not CUDA"
     assert why_not_flex(q, dropout=0.1, on_cuda=True) == "attention dropout"
-    assert "float32 instead of bf16" in why_not_flex(q.float(), dropout=0.0, on_cuda=True)
+    assert "fp32 instead of bf16" in why_not_flex(q.float(), dropout=0.0, on_cuda=True)
     assert "383 tokens" in why_not_flex(q[:, :, 1:], dropout=0.0, on_cuda=True)
     assert "heads of 63 elements" in why_not_flex(q[..., 1:], dropout=0.0, on_cuda=True)
     monkeypatch.setattr(flex_attention, "has_triton", lambda: False)

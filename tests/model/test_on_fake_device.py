@@ -11,4 +11,4 @@ def test_families_run_on_another_device_without_reading_values():
     command = [sys.executable, "-m", "tests.model.on_fake_device"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == list(MODELS)
+    assert done.stdout.split()[-len(MODELS):] == list(MODELS)  # after lines of DeepSpeed's log
