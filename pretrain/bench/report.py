@@ -14,7 +14,7 @@ from rich.table import Table
 from pretrain.bench.processes.context import describe
 from pretrain.bench.sections.section import BenchSection
 from pretrain.bench.settings import BenchSettings
-from pretrain.distributed.device import nvidia_smi
+from pretrain.distributed.device import cpu_name, cpuinfo, nvidia_smi
 from pretrain.errors import ConfigError
 from pretrain.monitor.environment import versions
 
@@ -35,12 +35,10 @@ def device_name(settings: BenchSettings) -> str:
     """Return the name of the GPU, or the cores, the name and the fastest instructions of the CPU."""
     if settings.device.kind == "cuda":
         return gpu_names()[0]
-    text = Path("/proc/cpuinfo").read_text(errors="replace")
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(flags|Features)\s*:(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(flags|Features)\s*:(.+)$", cpuinfo(), re.MULTILINE)
     names = set(flags[2].split()) if flags else set()
     fastest = next((f" ({text})" for flag, text in _INSTRUCTIONS.items() if flag in names), "")
-    return f"{len(settings.cores)} cores of {found[1] if found else 'an unknown CPU'}{fastest}"
+    return f"{len(settings.cores)} cores of {cpu_name() or 'an unknown CPU'}{fastest}"
 
 
 def heading(settings: BenchSettings, words: Sequence[str]) -> dict[str, Any]:

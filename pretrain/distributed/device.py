@@ -27,7 +27,7 @@ def detect_device() -> Device:
 
 def cpu_device() -> Device:
     """Describe the CPU. bf16 runs on every CPU, emulated if necessary. fp16 needs AVX512_FP16."""
-    flags = _cpuinfo()
+    flags = cpuinfo()
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -37,16 +37,23 @@ def cpu_device() -> Device:
 
 def multiplies_bf16() -> bool:
     """Return whether this CPU has instructions for bf16 products. Without them, bf16 is slower than fp32."""
-    flags = _cpuinfo()
+    flags = cpuinfo()
     return any(name in flags for name in ("amx_bf16", "avx512_bf16", " bf16 "))  # the last one: Arm
 
 
 def multiplies_bf16_on_x86() -> bool:
     """Return whether this CPU has AVX512_BF16, with which attention in bf16 is computed in C."""
-    return "avx512_bf16" in _cpuinfo()
+    return "avx512_bf16" in cpuinfo()
 
 
-def _cpuinfo() -> str:
+def cpu_name() -> str:
+    """Return the name of the CPU; "" if Linux does not know it."""
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def cpuinfo() -> str:
+    """Return Linux's description of the CPUs, /proc/cpuinfo; "" on other systems."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

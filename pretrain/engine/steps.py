@@ -83,8 +83,9 @@ def _mean_over_micro_batches(engine: DeepSpeedEngine, micro_batches: list[MicroB
     With document attention, the positions are a fourth argument.
     """
     total = torch.zeros((), device=engine.device)
-    for batch in micro_batches:
-        total += loss_of(*_to_device(engine, batch))
+    for inputs, (labels_BT, weights_BT) in _on_device(engine, micro_batches):
+        tokens_BT, *positions = (inputs,) if torch.is_tensor(inputs) else inputs
+        total += loss_of(tokens_BT, labels_BT, weights_BT, *positions)
     return total / len(micro_batches)
 
 
@@ -114,18 +115,11 @@ def rank_loss(engine: DeepSpeedEngine) -> torch.Tensor:
     return loss
 
 
-def _to_device(engine: DeepSpeedEngine, batch: MicroBatch) -> list[torch.Tensor]:
-    """Return tokens, labels, weights and, with document attention, positions on the engine's device."""
-    inputs, labels = batch
-    tokens_BT, *positions = (inputs,) if torch.is_tensor(inputs) else inputs
-    return [x.to(device=engine.device, non_blocking=True) for x in (tokens_BT, *labels, *positions)]
+def _on_device(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Copy each micro-batch to the engine's device when it is read.
 
-
-def _on_device(engine: PipelineEngine, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """Copy each micro-batch to the device of a first or last pipeline stage when the stage reads it.
-
-    The copy from pinned memory does not wait for the device. DeepSpeed 0.19.8 would copy to ordinary memory first, and
-    from there to the device, which waits (runtime/pipe/engine.py, _exec_load_micro_batch).
+    The copy from pinned memory does not wait for the device. In a pipeline, DeepSpeed 0.19.8 would copy to ordinary
+    memory first, and from there to the device, which waits (runtime/pipe/engine.py, _exec_load_micro_batch).
     """
     def copy(x: torch.Tensor) -> torch.Tensor:
         return x.to(device=engine.device, non_blocking=True)

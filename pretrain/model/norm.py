@@ -32,25 +32,21 @@ class Norm(nn.Module):
         return norm(x, *arguments, plain=self.plain_operators)
 
 
-class EmbeddingNorm(nn.Module):
+class _NormLayer(nn.Module):
+    """Layer of the model that is a norm alone."""
+
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
+        super().__init__()
+        self.norm = Norm(config, plain_operators=plain_operators)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x_BTD)
+        return normed
+
+
+class EmbeddingNorm(_NormLayer):
     """Norm after the token embedding."""
 
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
-        super().__init__()
-        self.norm = Norm(config, plain_operators=plain_operators)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x_BTD)
-        return normed
-
-
-class FinalNorm(nn.Module):
+class FinalNorm(_NormLayer):
     """Norm before the head."""
-
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
-        super().__init__()
-        self.norm = Norm(config, plain_operators=plain_operators)
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(x_BTD)
-        return normed

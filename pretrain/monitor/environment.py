@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from pretrain import __version__
+from pretrain.distributed.device import cpu_name
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "sentencepiece")
 _MORE_PACKAGES = ("tokenizers", "numpy", "safetensors", "accelerate", "triton", "bitsandbytes", "mpi4py", "psutil",
@@ -69,16 +70,8 @@ def host_record() -> dict[str, Any]:
         for number in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(number)
             gpus.append({"name": properties.name, "memory_bytes": properties.total_memory})
-    return {"host": gethostname(), "cpu": _cpu_name(), "cores": os.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total, "gpus": gpus}
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return {"host": gethostname(), "cpu": cpu_name() or platform.processor() or platform.machine(),
+            "cores": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total, "gpus": gpus}
 
 
 def environment_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ _Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What is computed. The values and 0 mean the same as in `causal_attention` in cpu_attention.py.
+    """Settings of an attention; they mean the same as the arguments of `causal_attention` in cpu_attention.py.
 
     Args:
         tables: bf16 cosines and sines [T, R / 2], or [B, 1, T, R / 2]: the first R elements of queries and keys are

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pretrain.distributed.device import cpu_name
 from pretrain.model.kernels.cpu.choice import FAMILIES, KernelChoice, measure_choice, right_in_c
 from pretrain.model.kernels.cpu.library import cpu_features, library_folder, library_name
 
@@ -39,12 +39,6 @@ def parse_choice(values: Any) -> KernelChoice | None:
 def _path() -> Path:
     parts = [cpu_features(), cpu_name(), torch.__version__, str(torch.get_num_threads()), library_name()]
     return library_folder() / f"ds_pretrain_choice_{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.json"
-
-
-def cpu_name() -> str:
-    """Return the name of the CPU in /proc/cpuinfo; "" if it has none."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    return found[1] if found else ""
 
 
 def _read(path: Path) -> KernelChoice | None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from pretrain.distributed.device import cpuinfo
+
 _FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -161,5 +163,4 @@ def _cpu_flags() -> list[tuple[str, ...]]:
 
 def cpu_features() -> str:
     """Return the CPU's instruction sets, on which the code of -march=native depends."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+    return "".join(sorted({line for line in cpuinfo().splitlines() if line.startswith(("flags", "Features"))}))

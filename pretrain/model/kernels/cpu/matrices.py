@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from pretrain.model.kernels.cpu.library import call
 
 _LEAST_WIDTH = 512  # narrower layers gain nothing from a transposed copy: measured on an AMX core
-BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
+_BLOCK_ROWS = 64  # rows that one thread adds; columns.h repeats it
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -48,13 +48,13 @@ def column_sum(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over the rows, added in fp32. The result does not depend on the number of threads."""
     x = x.contiguous()
     out = x.new_empty(x.shape[1])
-    call("column_sum", x, partial_sums(x), out, *x.shape)
+    call("column_sum", x, partial_sums(*x.shape), out, *x.shape)
     return out
 
 
-def partial_sums(x: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized fp32 matrix for the sums of each block of rows (columns.h)."""
-    return torch.empty(-(-x.shape[0] // BLOCK_ROWS), x.shape[1], dtype=torch.float32, device=x.device)
+def partial_sums(rows: int, columns: int, count: int = 1) -> torch.Tensor:
+    """Return uninitialized memory in fp32 for `count` sums of each block of rows (columns.h)."""
+    return torch.empty(count, -(-rows // _BLOCK_ROWS), columns, dtype=torch.float32, device="cpu")
 
 
 @functools.cache

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 
 from pretrain.model.kernels.cpu.library import call
-from pretrain.model.kernels.cpu.matrices import BLOCK_ROWS
+from pretrain.model.kernels.cpu.matrices import partial_sums
 
 
 class NormSettings(NamedTuple):
-    """What a norm computes; see norm.c."""
+    """Formula and constants of a norm, as in norm.c."""
 
     is_rms: bool
     eps: float
@@ -35,7 +35,7 @@ def norm_backward(grad: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | 
     grad, x = grad.contiguous(), x.contiguous()
     residual = None if residual is None else residual.contiguous()
     rows, columns = _shape(x)
-    partial = torch.empty(2, -(-rows // BLOCK_ROWS), columns, dtype=torch.float32, device=x.device)
+    partial = partial_sums(rows, columns, count=2)
     dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight) if with_bias else None
     call("norm_backward", grad, x, residual, weight, partial, dx, dweight, dbias, rows, columns, *_numbers(settings))
     return dx, dweight, dbias
