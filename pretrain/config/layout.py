@@ -130,8 +130,11 @@ class Layout:
 
     @property
     def uses_pipeline_module(self) -> bool:
-        """True below ZeRO stage 2: DeepSpeed's PipelineModule supports stages 0 and 1 only."""
-        return self.zero_stage < 2
+        """True below ZeRO stage 2: DeepSpeed's PipelineModule supports stages 0 and 1 only.
+
+        Its engine supports neither sequence nor expert parallelism (0.19.8: it ignores them).
+        """
+        return self.zero_stage < 2 and self.sequence_parallel_size == 1 and self.expert_parallel_size == 1
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -170,7 +173,8 @@ def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int,
     Keys that are missing or null have DeepSpeed's defaults. Raises ConfigError for invalid values.
     """
     get = _Getter(config)
-    tensor_parallel_size = get.integer("tensor_parallel.autotp_size", get.integer("tensor_parallel.tp_size", 1))
+    tensor_parallel_size = max(get.integer(f"tensor_parallel.{key}", 1)
+                               for key in ("autotp_size", "tp_size", "tensor_parallel.tp_size", "tp.tp_size"))
     zero_stage = get.integer("zero_optimization.stage", 0)
     return Layout(
         name=name, world_size=world_size, seq_length=seq_length, device_kind=device_kind, zero_stage=zero_stage,
@@ -178,6 +182,7 @@ def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int,
         gradient_accumulation_steps=get.integer("gradient_accumulation_steps", 1),
         tensor_parallel_size=max(1, tensor_parallel_size),
         sequence_parallel_size=get.integer("sequence_parallel_size", 1),
+        expert_parallel_size=get.integer("expert_parallel.autoep_size", 1),
         **_zero(get, zero_stage), **_precision(get), **_optimizer(get), **_offload(get, zero_stage),
         **_pipeline(get)).check()
 

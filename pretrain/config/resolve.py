@@ -22,6 +22,7 @@ from pretrain.config.fill import (
 )
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout, parse_layout
+from pretrain.config.parallel_degrees import ranks_per_replica
 from pretrain.config.schedules.length import RunLength, run_length
 from pretrain.config.schedules.make import make_schedule
 from pretrain.config.schedules.schedule import Schedule
@@ -77,11 +78,11 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     config["optimizer"].setdefault("params", {})
     zero_stage = int(get_value(config, "zero_optimization.stage", 0))
     ignored += drop_ignored_keys(config, zero_stage)
-    pipeline_stages = _pipeline_stages(file, zero_stage, world_size, model)
+    replica_ranks = ranks_per_replica(file, zero_stage=zero_stage, world_size=world_size, model=model)
     _resolve_pipeline(file, config)
     ignored += _drop_unused_offload(config, args)
     fill_precision(file, config, args)
-    batch_sizes = fill_batch(file, config, args, world_size // pipeline_stages)
+    batch_sizes = fill_batch(file, config, args, world_size // replica_ranks)
     length = run_length(args.train_steps, args.train_tokens, batch_sizes=batch_sizes, seq_length=args.seq_length,
                         first_sample=args.first_sample)
     rate = scale_rates(config, fill_optimizer(completed, config, args), args)
@@ -113,22 +114,6 @@ def _schedule(file: DsFile, config: dict[str, Any], args: RunArguments, length: 
     if peak <= 0:
         raise ConfigError(file.where("optimizer.params.lr"), found=f"{peak:g}", expected="a rate above 0")
     return make_schedule(args, peak=peak, length=length)
-
-
-def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:
-    """Return pipeline.stages. Raises ConfigError unless it fits the ZeRO stage, the ranks and the model."""
-    stages = int(file.get("pipeline.stages", 1))
-    where = file.where("pipeline.stages")
-    if stages > 1 and zero_stage >= 2:
-        raise ConfigError(where, found=f"{stages} with zero_optimization.stage {zero_stage}", expected="1",
-                          remedy="DeepSpeed's pipelines work with ZeRO stage 0 or 1")
-    if stages > model.num_layers:
-        raise ConfigError(where, found=stages, expected=f"at most {model.num_layers}, the model's layers")
-    if world_size % stages:
-        raise ConfigError(where, found=f"{stages} stages on {world_size} ranks",
-                          expected="a number that divides the ranks",
-                          remedy=f"launch {stages}, {2 * stages} or {3 * stages} ranks")
-    return stages
 
 
 def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from pretrain.model.config import ModelConfig
 from pretrain.model.init_methods import Initialization, initial_std, is_uniform
+from pretrain.model.parts import part_of
 
 FROM_CONFIG = Initialization()
 
@@ -41,7 +42,16 @@ def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int,
             _fill_partitioned(name, parameter, config, seed, how)
         else:
             with torch.no_grad():
-                parameter.copy_(initial_value(name, parameter.shape, config, seed=seed, how=how))
+                parameter.copy_(_own_values(name, parameter, config, seed, how))
+
+
+def _own_values(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int,
+                how: Initialization) -> torch.Tensor:
+    """Return the initial values of what this rank holds: its part of the complete parameter's values."""
+    part = part_of(parameter)
+    if part is None:
+        return initial_value(name, parameter.shape, config, seed=seed, how=how)
+    return part.of(initial_value(name, torch.Size(part.shape), config, seed=seed, how=how))
 
 
 def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, seed: int,
@@ -51,4 +61,4 @@ def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, s
     # one at a time, so that no rank holds more than one complete parameter
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
         if deepspeed.comm.get_rank() == 0:
-            parameter.copy_(initial_value(name, parameter.shape, config, seed=seed, how=how))
+            parameter.copy_(_own_values(name, parameter, config, seed, how))

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import logger, set_z3_leaf_modules
 from torch import nn
 
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.documents import Documents
@@ -55,7 +57,8 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 
 
 def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operators: bool = False,
-                loss: TrainingLoss | None = None, recompute: Recompute = _KEEP_ALL) -> list[LayerSpec]:
+                loss: TrainingLoss | None = None, recompute: Recompute = _KEEP_ALL,
+                groups: ParallelGroups = NO_GROUPS) -> list[LayerSpec]:
     """List the specs: embedding, its norm and learned positions if any, blocks, final norm, head.
 
     Each layer takes one tensor; PositionEmbedding and Block also take the documents by name, if there are any.
@@ -65,6 +68,7 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
             pipeline passes labels only to the loss function, which makes this second call.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
         loss: the loss that the head computes; None: the cross-entropy.
+        groups: the ranks that share matrices, sequences and experts.
     """
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config, loss) if tied else LayerSpec(TokenEmbedding, config)]
@@ -73,7 +77,7 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config))
     specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
-                        recompute=recompute.part_of(index))
+                        recompute=recompute.part_of(index), groups=groups)
               for index, rope in enumerate(_ropes(config))]
     specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
@@ -150,7 +154,7 @@ def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> li
 
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
                 recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
-                loss_terms: LossTerms = CROSS_ENTROPY) -> PipelineModule:
+                loss_terms: LossTerms = CROSS_ENTROPY, groups: ParallelGroups = NO_GROUPS) -> PipelineModule:
     """Build the layers of this rank's pipeline stage, uninitialized. Needs the process group and LOCAL_RANK.
 
     Args:
@@ -160,13 +164,20 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
             attribute activation_checkpoint_interval.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
         loss_terms: terms of the training loss in addition to the cross-entropy.
+        groups: the ranks that share matrices, sequences and experts.
     """
     loss = TrainingLoss(loss_terms, plain_operators=plain_operators)
+    tensor_size = groups.tensor.size
+    topology = PipeModelDataParallelTopology(
+        num_pp=num_stages, num_mp=tensor_size,
+        num_dp=torch.distributed.get_world_size() // (num_stages * tensor_size)) if tensor_size > 1 else None
     with _prints_to_log():
         by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
-        specs = build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss, recompute=recompute)
+        specs = build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss, recompute=recompute,
+                            groups=groups)
         module = PipelineLM(specs, _work_of_layers(config, seq_length, num_stages) if by_flops else None, recompute,
-                            num_stages=num_stages, partition_method="parameters" if by_flops else partition_method)
+                            num_stages=num_stages, topology=topology,
+                            partition_method="parameters" if by_flops else partition_method)
     module.loss_fn, module.training_loss = module.loss_of_hidden, loss
     return module
 
@@ -221,10 +232,10 @@ class CausalLM(nn.Module):
 
 
 def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
-              loss_terms: LossTerms = CROSS_ENTROPY) -> CausalLM:
+              loss_terms: LossTerms = CROSS_ENTROPY, groups: ParallelGroups = NO_GROUPS) -> CausalLM:
     """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
     loss = TrainingLoss(loss_terms, plain_operators=plain_operators)
-    specs = build_specs(config, plain_operators=plain_operators, loss=loss, recompute=recompute)
+    specs = build_specs(config, plain_operators=plain_operators, loss=loss, recompute=recompute, groups=groups)
     module = CausalLM(specs, recompute)
     module.training_loss = loss
     return module

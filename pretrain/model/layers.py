@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.alibi import alibi_slopes
@@ -111,7 +112,7 @@ class Attention(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, rope: Rope | None, *, window: int = 0,
-                 plain_operators: bool = False) -> None:
+                 plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         self.dropout, self.plain_operators = config.attention_dropout, plain_operators
@@ -185,7 +186,8 @@ class ActivatedLinear(Linear):
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, plain_operators: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, plain_operators: bool = False,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         widen = partial(Linear, config.hidden_size, config.intermediate_size, bias=config.mlp_bias,
                         plain_operators=plain_operators)
@@ -199,10 +201,11 @@ class MLP(nn.Module):
         return output
 
 
-def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool) -> nn.Module:
+def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool,
+              groups: ParallelGroups = NO_GROUPS) -> nn.Module:
     """Return the MLP of block `index`, which maps [B, T, D] to [B, T, D]."""
     del index  # all blocks of the present families have the same MLP
-    return MLP(config, plain_operators=plain_operators)
+    return MLP(config, plain_operators=plain_operators, groups=groups)
 
 
 class Block(nn.Module):
@@ -214,20 +217,22 @@ class Block(nn.Module):
         plain_operators: use torch's operators instead of the custom kernels.
         recompute: the part that is recomputed in the backward pass, one of recompute.PARTS; run_layers.py recomputes
             "blocks".
+        groups: the ranks that share matrices, sequences and experts.
     """
 
     def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0, plain_operators: bool = False,
-                 recompute: str = "none") -> None:
+                 recompute: str = "none", groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         build_norm = partial(Norm, config, plain_operators=plain_operators)
         self.norm1 = build_norm() if config.pre_norm else None
-        self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators)
+        self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators,
+                                   groups=groups)
         self.post_norm1 = build_norm() if config.post_norm else None
         self.norm2 = build_norm() if config.pre_norm and not config.shared_norm else None
-        self.mlp = build_mlp(config, index, plain_operators=plain_operators)
+        self.mlp = build_mlp(config, index, plain_operators=plain_operators, groups=groups)
         self.post_norm2 = build_norm() if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 

@@ -151,6 +151,17 @@ PIPELINE: Tree = {
     "pipe_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
     "grad_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
 }
+# This program's own layers are tensor-parallel; the block gives the degree only.
+_AUTO_TP = "the layers here are tensor-parallel themselves, without AutoTP; remove the key"
+TENSOR_PARALLEL: Tree = {
+    "autotp_size": _COUNT,
+    "tensor_parallel": {"tp_size": _POSITIVE},
+    "tp": {"tp_size": _POSITIVE},
+    **{name: _rejected(_AUTO_TP) for name in (
+        "dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple",
+        "partition_config", "preset_model", "keep_module_on_host", "replace_with_kernel_inject", "kernel_inject")},
+}
+EXPERT_PARALLEL: Tree = {"enabled": _BOOL, "autoep_size": _POSITIVE}
 DATA_TYPES: Tree = {
     "grad_accum_dtype": Key("str", choices=_PRECISION, null=True),
     "param_dtype": Key("str", choices=_PRECISION, null=True),
@@ -238,9 +249,9 @@ TREE: Tree = {
     "compile": _rejected("use --compile_blocks, and remove the block"),
     "hybrid_engine": _rejected("it generates text for RLHF, not for pretraining; remove the block"),
     "weight_quantization": _rejected("it affects inference only; remove the block"),
-    "tensor_parallel": _rejected(f'tensor parallelism is {_NOT_YET}; use "pipeline" stages or ZeRO-3'),
-    "expert_parallel": _rejected(f"mixture-of-experts models are {_NOT_YET}; remove the block"),
-    "sequence_parallel_size": _rejected(f'sequence parallelism is {_NOT_YET}; use "pipeline" stages', 1),
+    "tensor_parallel": TENSOR_PARALLEL,
+    "expert_parallel": EXPERT_PARALLEL,
+    "sequence_parallel_size": _POSITIVE,
     "use_data_before_expert_parallelism": _rejected(f"mixture-of-experts models are {_NOT_YET}; remove the key"),
     "datastates_ckpt": _rejected("this checkpoint engine cannot be imported in DeepSpeed 0.19.8; remove the block"),
 }

@@ -1,0 +1,113 @@
+"""Process groups of a layout, and the `mpu` object with which a plain DeepSpeed engine asks for them.
+
+A pipeline engine has its own: PipelineModule makes a PipelineParallelGrid from the topology.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from pretrain.config.layout import Layout
+from pretrain.distributed.parallel_groups import ParallelGroups, RankGroup, RankOrder, create_group
+
+
+def rank_order(layout: Layout) -> RankOrder:
+    """Return the order in which the ranks of a layout are numbered."""
+    return RankOrder(layout.pipeline_stages, layout.data_parallel_size, layout.sequence_parallel_size,
+                     layout.tensor_parallel_size)
+
+
+def create_parallel_groups(layout: Layout) -> ParallelGroups:
+    """Create the process groups of the ranks that share matrices and sequences; collective."""
+    order = rank_order(layout)
+    return ParallelGroups(tensor=create_group(order.groups_along("tensor")),
+                          sequence=create_group(order.groups_along("sequence")))
+
+
+def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":
+    """Return the `mpu` of a plain engine; collective. None if all ranks are data-parallel, or for a pipeline engine."""
+    if layout.uses_pipeline_module or (groups.tensor.size == 1 and groups.sequence.size == 1):
+        return None
+    order = rank_order(layout)
+    sharing = RankOrder(1, order.data * order.sequence, 1, order.tensor)  # data and sequence ranks as one axis
+    return Mpu(groups, _with_handle(order.groups_along("data")), _with_handle(sharing.groups_along("data")))
+
+
+def without_own_blocks(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON for `deepspeed.initialize`, without the degrees that this program's layers implement.
+
+    With these blocks, DeepSpeed would replace the layers by those of AutoTP and AutoEP, and ask for a mesh of ranks.
+    """
+    own = ("tensor_parallel", "expert_parallel", "sequence_parallel_size")
+    return {key: value for key, value in ds_config.items() if key not in own}
+
+
+def _with_handle(groups: list[list[int]]) -> RankGroup:
+    """Create the process groups, those of one rank too: DeepSpeed communicates in them."""
+    own, rank = RankGroup(), dist.get_rank()
+    for ranks in groups:
+        handle = dist.new_group(ranks)
+        if rank in ranks:
+            own = RankGroup(len(ranks), ranks.index(rank), handle)
+    return own
+
+
+@dataclass(frozen=True)
+class Mpu:
+    """Megatron's "model parallel unit", with the methods that DeepSpeed 0.19.8 calls (utils/groups.py, utils/bwc.py).
+
+    DeepSpeed's model-parallel ranks are the tensor-parallel ranks.
+    """
+
+    groups: ParallelGroups
+    data: RankGroup  # ranks with different samples
+    sequence_data: RankGroup  # ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks
+
+    def get_model_parallel_rank(self) -> int:
+        return self.groups.tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.groups.tensor.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.groups.tensor.handle
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.data.handle
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        assert self.data.handle is not None
+        return dist.get_process_group_ranks(self.data.handle)
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.groups.sequence.rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.groups.sequence.size
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.groups.sequence.handle
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.sequence_data.rank
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.sequence_data.size
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.sequence_data.handle
