@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from pretrain.model import layers
+from pretrain.model import attention
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import flex_attention, torch_attention
@@ -119,7 +119,7 @@ def test_models_use_the_kernel_and_keep_their_gradients(name, compiled, on_cpu, 
     tokens_BT = torch.randint(0, config.vocab_size, (2, LENGTH))
     seen = []
     # as on CUDA: without the operator for CPUs
-    monkeypatch.setattr(layers, "causal_attention", lambda *qkv, window, **how: torch_causal_attention(
+    monkeypatch.setattr(attention, "causal_attention", lambda *qkv, window, **how: torch_causal_attention(
         *qkv, window=0 if window >= LENGTH else window, **how))
     counter = CompileCounterWithBackend("aot_eager")
     for fused in (False, True):

@@ -1,0 +1,86 @@
+"""Causal self-attention with its projections.
+
+Shapes: B batch, T positions, D hidden size, H query heads, K key/value heads, G = H + 2 K, E elements per head.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
+from pretrain.model.config import ModelConfig
+from pretrain.model.kernels.alibi import alibi_slopes
+from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
+from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
+from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.torch_attention import make_mask
+from pretrain.model.linear import Linear
+from pretrain.model.norm import Norm
+from pretrain.model.rope import Rope
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the rows of `qkv` are all query heads, then all key heads, then all value heads.
+
+    Args:
+        window: number of latest tokens that a query sees, with its own; 0: all tokens.
+    """
+
+    def __init__(self, config: ModelConfig, rope: Rope | None, *, window: int = 0,
+                 plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.dropout, self.plain_operators = config.attention_dropout, plain_operators
+        self.rope = rope
+        self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
+        # not a buffer, because the engine casts buffers to bf16
+        self.slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
+        self.qk_norm = config.qk_norm
+        build_norm = partial(Norm, config, plain_operators=plain_operators)
+        self.q_norm = build_norm(config.qk_norm_size(config.num_heads)) if config.qk_norm else None
+        self.k_norm = build_norm(config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
+        self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias,
+                          plain_operators=plain_operators)
+
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        qkv_BTGE = self.qkv(x_BTD).unflatten(2, (-1, self.head_size))
+        return self.out(self._attend(qkv_BTGE, documents).flatten(2))
+
+    def _attend(self, qkv_BTGE: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return [B, T, H, E] from queries, keys and values: G = H + 2 K heads."""
+        dropout = self.dropout if self.training else 0.0
+        in_c = not self.plain_operators and can_attend_in_c(qkv_BTGE, self.num_kv_heads, dropout)
+        if in_c and self.q_norm is None:  # one tensor: the gradients of its parts need no concatenation
+            return self._attend_in_c((qkv_BTGE,), documents)
+        q_BTHE, k_BTKE, v_BTKE = qkv_BTGE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTKE = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE)
+        if in_c:
+            return self._attend_in_c((q_BTHE, k_BTKE, v_BTKE), documents)
+        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
+        if self.rope is not None:
+            q_BHTE, k_BKTE = self.rope.rotate(q_BHTE, documents), self.rope.rotate(k_BKTE, documents)
+        return causal_attention(q_BHTE, k_BKTE, v_BKTE, dropout=dropout, plain=self.plain_operators, scale=self.scale,
+                                window=self.window, softcap=self.softcap, alibi_slopes=self.slopes_H,
+                                documents=documents).transpose(1, 2)
+
+    def _attend_in_c(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
+        tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
+        return attention(inputs, AttentionSettings(self.num_heads, self.scale, self.window, self.softcap, self.slopes_H,
+                                                   tables, documents))
+
+    def prepare(self, documents: Documents, like: torch.Tensor) -> None:
+        """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""
+        if self.rope is not None:
+            self.rope.document_tables(documents, like)
+        q_0HTE = like.new_empty(0, self.num_heads, documents.positions_BT.shape[1], self.head_size)
+        make_mask(q_0HTE, self.window, self.slopes_H, documents, dropout=self.dropout if self.training else 0.0,
+                  plain=self.plain_operators)
+
+    def _normalized(self, norm: nn.Module, x_BTHE: torch.Tensor) -> torch.Tensor:
+        """Apply a norm over each head, or over all heads together."""
+        normed: torch.Tensor = norm(x_BTHE if self.qk_norm == "head" else x_BTHE.flatten(2))
+        return normed.view(x_BTHE.shape)
