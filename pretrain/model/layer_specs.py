@@ -22,12 +22,13 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
-from pretrain.model.layers import Block, Head, LossHead, PositionEmbedding, TokenEmbedding
+from pretrain.model.layers import Block
 from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
 from pretrain.model.norm import EmbeddingNorm, FinalNorm
 from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
 from pretrain.model.run_layers import Layer, run_layers
+from pretrain.model.vocabulary import Head, LossHead, PositionEmbedding, TokenEmbedding
 
 _KEEP_ALL = Recompute()
 
@@ -40,9 +41,10 @@ def _tied_loss_head(embedding: TokenEmbedding, x_BTD: torch.Tensor, labels: Labe
     return carry(x_BTD, embedding.embedding) if labels is None else embedding(x_BTD, labels)
 
 
-def _tied_spec(config: ModelConfig, loss: TrainingLoss | None,
+def _tied_spec(config: ModelConfig, loss: TrainingLoss | None, groups: ParallelGroups,
                forward_fn: Callable[..., torch.Tensor] | None = None) -> TiedLayerSpec:
-    return TiedLayerSpec("embed", TokenEmbedding, config, loss, tied_weight_attr="embedding", forward_fn=forward_fn)
+    return TiedLayerSpec("embed", TokenEmbedding, config, loss, groups, tied_weight_attr="embedding",
+                         forward_fn=forward_fn)
 
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
@@ -71,20 +73,20 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
         groups: the ranks that share matrices, sequences and experts.
     """
     tied = config.tie_word_embeddings
-    specs = [_tied_spec(config, loss) if tied else LayerSpec(TokenEmbedding, config)]
+    specs = [_tied_spec(config, loss, groups) if tied else LayerSpec(TokenEmbedding, config, groups=groups)]
     if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
         specs.append(LayerSpec(EmbeddingNorm, config, plain_operators=plain_operators))
     if config.position == "learned":
-        specs.append(LayerSpec(PositionEmbedding, config))
+        specs.append(LayerSpec(PositionEmbedding, config, groups))
     specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
                         recompute=recompute.part_of(index), groups=groups)
               for index, rope in enumerate(_ropes(config))]
     specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:
-        specs.append(_tied_spec(config, loss, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
+        specs.append(_tied_spec(config, loss, groups, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))
     else:
-        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, loss))
+        specs.append(LayerSpec(LossHead if ends_in_loss else Head, config, loss, groups))
     return specs
 
 

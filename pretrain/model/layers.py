@@ -1,6 +1,6 @@
-"""Layers of the model: tensors in, tensors out, independent of pipelines and ZeRO.
+"""The transformer block: tensors in, tensors out, independent of pipelines and ZeRO.
 
-Shapes: B batch, T positions, D hidden size, V vocabulary.
+Shapes: B batch, T positions, D hidden size.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,70 +15,9 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.attention import Attention
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.kernels.fused_loss import carry
-from pretrain.model.linear import Linear
-from pretrain.model.loss import Labels, TrainingLoss
 from pretrain.model.mlp import build_mlp
 from pretrain.model.norm import Norm
 from pretrain.model.rope import Rope
-
-
-def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """Limit the logits to (-cap, cap): cap * tanh(logits / cap); a cap of 0 means no limit."""
-    return torch.tanh(logits / cap) * cap if cap else logits
-
-
-class OutputLinear(Linear):
-    """Output matrix [V, D] of a model without tied embeddings."""
-
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
-        self.softcap, self.loss = config.logit_softcap, loss or TrainingLoss()
-
-    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        """Return the logits [B, T, V], or with labels the loss."""
-        if labels is not None:
-            return self.loss(x_BTD, self.weight, labels, bias=self.bias, softcap=self.softcap)
-        return soft_cap(F.linear(x_BTD, self.weight, self.bias), self.softcap)
-
-
-class TokenEmbedding(nn.Module):
-    """One matrix [V, D] that maps tokens to hidden states and, if tied, hidden states to logits or loss.
-
-    All uses go through `forward`, because ZeRO-3 gathers a partitioned weight when its module is called.
-    """
-
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
-        # with learned positions, PositionEmbedding applies the dropout
-        self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
-
-    def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""
-        if labels is not None:
-            return self.loss(x, self.embedding, labels, softcap=self.softcap)
-        if x.is_floating_point():
-            return soft_cap(F.linear(x, self.embedding), self.softcap)
-        embedded_BTD = F.embedding(x, self.embedding)
-        if self.scale != 1.0:  # rounded to the weight's dtype, as in transformers
-            embedded_BTD = embedded_BTD * torch.tensor(self.scale, dtype=self.embedding.dtype, device="cpu")
-        return self.dropout(embedded_BTD)
-
-
-class PositionEmbedding(nn.Module):
-    """Add learned positions, then apply the dropout of the embeddings."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
-        self.dropout = nn.Dropout(config.embedding_dropout)
-
-    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        if documents is None:
-            return self.dropout(x_BTD + self.embedding[: x_BTD.shape[1]])
-        return self.dropout(x_BTD + F.embedding(documents.positions_BT, self.embedding))
 
 
 class Block(nn.Module):
@@ -159,24 +97,3 @@ class Block(nn.Module):
 
 def _apply(layer: nn.Module | None, x_BTD: torch.Tensor) -> torch.Tensor:
     return x_BTD if layer is None else layer(x_BTD)
-
-
-class Head(nn.Module):
-    """Head of a model without tied embeddings: logits [B, T, V], or with labels the loss."""
-
-    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None) -> None:
-        super().__init__()
-        self.lm_head = OutputLinear(config, loss)
-
-    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        output: torch.Tensor = self.lm_head(x_BTD, labels)
-        return output
-
-
-class LossHead(Head):
-    """Last layer of a pipeline. Without labels it returns its input; the loss function calls it again with labels."""
-
-    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
-        if labels is None:
-            return carry(x_BTD, self.lm_head.weight, self.lm_head.bias)
-        return super().forward(x_BTD, labels)

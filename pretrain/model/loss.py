@@ -3,6 +3,7 @@
 import torch
 
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
+from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 
 Labels = tuple[torch.Tensor, torch.Tensor]
 """(labels_BT int64, weights_BT float32); a masked token has weight 0 and any valid label"""
@@ -38,11 +39,12 @@ class TrainingLoss:
         self._micro_batches = 0
 
     def __call__(self, x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels: Labels,
-                 bias: torch.Tensor | None = None, softcap: float = 0.0) -> torch.Tensor:
-        """Compute `linear_cross_entropy`."""
+                 bias: torch.Tensor | None = None, softcap: float = 0.0,
+                 shard: VocabularyShard | None = None) -> torch.Tensor:
+        """Compute `linear_cross_entropy`; with a shard of the vocabulary, see `fused_linear_cross_entropy`."""
         labels_BT, weights_BT = labels
         loss, squares = fused_linear_cross_entropy(x_BTD, weight_VD, labels_BT, weights_BT, bias, softcap, self.terms,
-                                                   self.plain_operators)
+                                                   self.plain_operators, shard)
         if self.terms.z_loss and loss.requires_grad:
             self._squares = squares if self._squares is None else self._squares + squares
             self._micro_batches += 1

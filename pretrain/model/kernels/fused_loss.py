@@ -38,6 +38,8 @@ from pretrain.model.kernels.cpu.choice import uses_c
 from pretrain.model.kernels.cpu.gradients import multiply_
 from pretrain.model.kernels.cpu.losses import cross_entropy_
 from pretrain.model.kernels.cpu.matrices import transposed
+from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
+from pretrain.model.shared_tensors import gather
 
 _TOKENS = 1024  # per chunk: enough for efficient matrix products
 _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache
@@ -58,7 +60,8 @@ CROSS_ENTROPY = LossTerms()  # no additional terms
 def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.Tensor,
                                weights_BT: torch.Tensor, bias_V: torch.Tensor | None = None,
                                softcap: float = 0.0, terms: LossTerms = CROSS_ENTROPY,
-                               plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+                               plain: bool = False,
+                               shard: VocabularyShard | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of weight * cross-entropy and of weight * logsumexp(logits)^2 over the tokens: fp32 scalars.
 
     The softmax is computed in fp32. The gradient of the first sum is that of the loss with all `terms`. The second one
@@ -70,13 +73,18 @@ def fused_linear_cross_entropy(x_BTD: torch.Tensor, weight_VD: torch.Tensor, lab
     Args:
         softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
         plain: call torch's operators only.
+        shard: the words that weight and bias have, if they have a part of the vocabulary. Then x is this rank's shard
+            of the sequences, and labels and weights are complete: the call is collective, and the sums are equal on
+            all ranks of the group.
     """
     parameters = (weight_VD,) if bias_V is None else (weight_VD, bias_V)
     with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (x_BTD, *parameters))
     carrier = x_BTD.grad_fn if isinstance(x_BTD.grad_fn, _Carry._backward_cls) else None
+    if shard is not None:
+        x_BTD = gather(x_BTD, shard.group)
     sums: tuple[torch.Tensor, torch.Tensor] = _LinearCrossEntropy.apply(
         x_BTD.flatten(0, 1), weight_VD, bias_V, labels_BT.flatten(), weights_BT.flatten(), softcap, terms, with_grad,
-        carrier, plain)
+        carrier, plain, shard)
     return sums
 
 
@@ -111,19 +119,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
                 labels_N: torch.Tensor, weights_N: torch.Tensor, softcap: float, terms: LossTerms, with_grad: bool,
-                carrier: Any, plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
+                carrier: Any, plain: bool, shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights_N = weights_N.to(torch.promote_types(x_ND.dtype, torch.float32))
         total = weights_N.sum()
         units_N = weights_N * (_UNIT / total.clamp(min=1e-30))  # 0 instead of NaN if all tokens are masked
         losses_N, squares = torch.empty_like(weights_N), torch.zeros_like(total)
-        in_c = not plain and uses_c("loss", x_ND)
+        in_c = not plain and shard is None and uses_c("loss", x_ND)
+        tokens = _TOKENS * (1 if shard is None else shard.group.size)
         if with_grad:
             dx_ND, dw = torch.empty_like(x_ND), weight_VD.new_zeros(weight_VD.t().shape if in_c else weight_VD.shape)
             db_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=weights_N.dtype)
-        for start in range(0, len(x_ND), _TOKENS):
-            chunk = slice(start, start + _TOKENS)
+        for start in range(0, len(x_ND), tokens):
+            chunk = slice(start, start + tokens)
             logits_CV = F.linear(x_ND[chunk], weight_VD, bias_V)
-            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms, in_c)
+            losses_N[chunk], log_z_C = _cross_entropy_(logits_CV, labels_N[chunk], with_grad, softcap, terms, in_c,
+                                                       shard)
             if with_grad and terms.z_loss:
                 squares += torch.dot(log_z_C.square_(), weights_N[chunk])
             if with_grad:
@@ -153,9 +163,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if db_V is not None:
             db_V = (db_V * scale).to(ctx.bias_dtype)  # type: ignore[attr-defined]
         if ctx.carrier is None:  # type: ignore[attr-defined]
-            return dx_ND, dw_VD, db_V, None, None, None, None, None, None, None
+            return dx_ND, dw_VD, db_V, *[None] * 8
         ctx.carrier.gradients = (dw_VD, db_V)  # type: ignore[attr-defined]
-        return dx_ND, None, None, None, None, None, None, None, None, None
+        return dx_ND, *[None] * 10
 
 
 def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torch.Tensor, *,
@@ -168,11 +178,15 @@ def _add_weight_gradient(dw: torch.Tensor, gradient_CV: torch.Tensor, x_CD: torc
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, labels_C: torch.Tensor, with_grad: bool, softcap: float,
-                    terms: LossTerms, in_c: bool) -> tuple[torch.Tensor, torch.Tensor]:
+                    terms: LossTerms, in_c: bool,
+                    shard: VocabularyShard | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropies and the logsumexps, [C] each. With `in_c`, C computes them, unless there is a cap.
 
     With `with_grad`, overwrite the logits before the cap with the gradient of the loss that has all `terms`.
     """
+    if shard is not None:
+        return cross_entropy_over_shards_(logits_CV, labels_C, shard, with_grad=with_grad, softcap=softcap,
+                                          label_smoothing=terms.label_smoothing, z_loss=terms.z_loss)
     if in_c and not softcap:
         return cross_entropy_(logits_CV, labels_C, with_grad=with_grad, label_smoothing=terms.label_smoothing,
                               z_loss=terms.z_loss)

@@ -1,0 +1,135 @@
+"""Layers of the model whose matrices have a row for each word or position: embeddings and head.
+
+Under tensor parallelism each rank has a range of the words, and the tensors between the layers are shards of the
+sequences. The embeddings of all ranks are summed and scattered; the head gathers the sequences.
+
+Shapes: B batch, T positions, D hidden size, V vocabulary (of this rank).
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from torch import nn
+
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
+from pretrain.model.config import ModelConfig
+from pretrain.model.kernels.documents import Documents
+from pretrain.model.kernels.fused_loss import carry
+from pretrain.model.kernels.vocabulary_shards import VocabularyShard
+from pretrain.model.loss import Labels, TrainingLoss
+from pretrain.model.parts import Part, set_part
+from pretrain.model.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Limit the logits to (-cap, cap): cap * tanh(logits / cap); a cap of 0 means no limit."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _vocabulary_shard(config: ModelConfig, groups: ParallelGroups) -> VocabularyShard | None:
+    return VocabularyShard(groups.tensor, config.vocab_size) if groups.tensor.size > 1 else None
+
+
+def _word_parameter(config: ModelConfig, shard: VocabularyShard | None, *shape: int) -> nn.Parameter:
+    """Return an uninitialized parameter [V, *shape] with this rank's words."""
+    if shard is None:
+        return nn.Parameter(torch.empty(config.vocab_size, *shape))
+    part = Part((config.vocab_size, *shape), 0, (shard.words,))
+    parameter = nn.Parameter(torch.empty(part.local_shape))
+    set_part(parameter, part)
+    return parameter
+
+
+class OutputLinear(nn.Module):
+    """Output matrix [V, D] of a model without tied embeddings."""
+
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
+        super().__init__()
+        self.shard = _vocabulary_shard(config, groups)
+        self.weight = _word_parameter(config, self.shard, config.hidden_size)
+        self.bias = _word_parameter(config, self.shard) if config.head_bias else None
+        self.softcap, self.loss = config.logit_softcap, loss or TrainingLoss()
+
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        """Return the logits [B, T, V], of this rank's words, or with labels the loss."""
+        if labels is not None:
+            return self.loss(x_BTD, self.weight, labels, bias=self.bias, softcap=self.softcap, shard=self.shard)
+        return soft_cap(F.linear(_complete(x_BTD, self.shard), self.weight, self.bias), self.softcap)
+
+
+def _complete(x_BTD: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
+    """Return the complete sequences."""
+    return x_BTD if shard is None else gather(x_BTD, shard.group)
+
+
+class TokenEmbedding(nn.Module):
+    """One matrix [V, D] that maps tokens to hidden states and, if tied, hidden states to logits or loss.
+
+    All uses go through `forward`, because ZeRO-3 gathers a partitioned weight when its module is called.
+    """
+
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
+        super().__init__()
+        self.shard = _vocabulary_shard(config, groups)
+        self.embedding = _word_parameter(config, self.shard, config.hidden_size)
+        self.scale, self.softcap, self.loss = config.embedding_scale, config.logit_softcap, loss or TrainingLoss()
+        # with learned positions, PositionEmbedding applies the dropout
+        self.dropout = nn.Dropout(config.embedding_dropout if config.position != "learned" else 0.0)
+
+    def forward(self, x: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        """Map int [B, T] to [B, T, D], and floating [B, T, D] to logits [B, T, V], or with labels to the loss."""
+        if labels is not None:
+            return self.loss(x, self.embedding, labels, softcap=self.softcap, shard=self.shard)
+        if x.is_floating_point():
+            return soft_cap(F.linear(_complete(x, self.shard), self.embedding), self.softcap)
+        embedded_BTD = self._embed(x)
+        if self.scale != 1.0:  # rounded to the weight's dtype, as in transformers
+            embedded_BTD = embedded_BTD * torch.tensor(self.scale, dtype=self.embedding.dtype, device="cpu")
+        return self.dropout(embedded_BTD)
+
+    def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return F.embedding(tokens_BT, self.embedding)
+        return sum_and_scatter(self.shard.embed(tokens_BT, self.embedding), self.shard.group)
+
+
+class PositionEmbedding(nn.Module):
+    """Add learned positions, then apply the dropout of the embeddings."""
+
+    def __init__(self, config: ModelConfig, groups: ParallelGroups = NO_GROUPS) -> None:
+        super().__init__()
+        self.tensor = groups.tensor
+        self.shards = groups.tensor if groups.tensor.size > 1 else groups.sequence  # the ranks that share sequences
+        self.embedding = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        embedding = sum_gradient(self.embedding, self.tensor)
+        if documents is None:
+            positions = own_shard(embedding[: x_BTD.shape[1] * self.shards.size], self.shards, dim=0)
+        else:
+            positions = F.embedding(own_shard(documents.positions_BT, self.shards), embedding)
+        return self.dropout(x_BTD + positions)
+
+
+class Head(nn.Module):
+    """Head of a model without tied embeddings: logits [B, T, V], or with labels the loss."""
+
+    def __init__(self, config: ModelConfig, loss: TrainingLoss | None = None,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
+        super().__init__()
+        self.lm_head = OutputLinear(config, loss, groups)
+
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        output: torch.Tensor = self.lm_head(x_BTD, labels)
+        return output
+
+
+class LossHead(Head):
+    """Last layer of a pipeline. Without labels it returns its input; the loss function calls it again with labels."""
+
+    def forward(self, x_BTD: torch.Tensor, labels: Labels | None = None) -> torch.Tensor:
+        if labels is None:
+            return carry(x_BTD, self.lm_head.weight, self.lm_head.bias)
+        return super().forward(x_BTD, labels)
