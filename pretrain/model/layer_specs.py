@@ -28,6 +28,8 @@ from pretrain.model.norm import EmbeddingNorm, FinalNorm
 from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
 from pretrain.model.run_layers import Layer, run_layers
+from pretrain.model.sequence_shards import sum_of_shards
+from pretrain.model.shared_tensors import own_shard
 from pretrain.model.vocabulary import Head, LossHead, PositionEmbedding, TokenEmbedding
 
 _KEEP_ALL = Recompute()
@@ -189,9 +191,10 @@ class CausalLM(nn.Module):
 
     training_loss: TrainingLoss
 
-    def __init__(self, specs: list[LayerSpec], recompute: Recompute = _KEEP_ALL) -> None:
+    def __init__(self, specs: list[LayerSpec], recompute: Recompute = _KEEP_ALL,
+                 groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.sequence = recompute, groups.sequence
         self.tied_modules = nn.ModuleDict()
         self.layers: list[Layer] = []  # in execution order; not a ModuleList, which would rename parameters
         for index, spec in enumerate(specs):
@@ -209,11 +212,14 @@ class CausalLM(nn.Module):
     def _hidden(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states [B, T, D] after the final norm."""
         documents = None if positions_BT is None else Documents(positions_BT)
-        return run_layers(self.layers[:-1], tokens_BT, documents, self.recompute)
+        return run_layers(self.layers[:-1], own_shard(tokens_BT, self.sequence), documents, self.recompute)
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor | None = None,
                 weights_BT: torch.Tensor | None = None, positions_BT: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [B, T, V], or with labels and their weights (see loss.py) the scalar loss.
+
+        Under sequence parallelism, all ranks of a group get the same complete sequences, and return the same loss, or
+        the logits of their shards.
 
         Args:
             positions_BT: int64 positions of the tokens inside their documents (kernels/documents.py). Then a token sees
@@ -224,7 +230,8 @@ class CausalLM(nn.Module):
             return self.layers[-1](hidden_BTD)
         if weights_BT is None:
             raise ValueError("forward() got labels_BT without weights_BT; the loss needs both")
-        return self.layers[-1](hidden_BTD, (labels_BT, weights_BT))
+        labels = own_shard(labels_BT, self.sequence), own_shard(weights_BT, self.sequence)
+        return sum_of_shards(self.layers[-1](hidden_BTD, labels), self.sequence)
 
     def row_losses(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor,
                    positions_BT: torch.Tensor | None = None) -> torch.Tensor:
@@ -238,7 +245,7 @@ def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_op
     """Build the complete model, uninitialized; under `deepspeed.zero.Init` its parameters are partitioned."""
     loss = TrainingLoss(loss_terms, plain_operators=plain_operators)
     specs = build_specs(config, plain_operators=plain_operators, loss=loss, recompute=recompute, groups=groups)
-    module = CausalLM(specs, recompute)
+    module = CausalLM(specs, recompute, groups)
     module.training_loss = loss
     return module
 
