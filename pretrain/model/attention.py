@@ -18,6 +18,8 @@ from pretrain.model.kernels.torch_attention import make_mask
 from pretrain.model.linear import Linear
 from pretrain.model.norm import Norm
 from pretrain.model.rope import Rope
+from pretrain.model.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
+from pretrain.model.shared_tensors import own_shard
 
 
 class Attention(nn.Module):
@@ -31,11 +33,15 @@ class Attention(nn.Module):
                  plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.sequence = groups.sequence  # attention itself computes some of the heads at all positions
+        self.own_heads = config.num_heads // self.sequence.size
+        self.own_kv_heads = local_kv_heads(config.num_heads, config.num_kv_heads, self.sequence.size)
         self.dropout, self.plain_operators = config.attention_dropout, plain_operators
         self.rope = rope
         self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
         # not a buffer, because the engine casts buffers to bf16
-        self.slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
+        slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
+        self.slopes_H = None if slopes_H is None else own_shard(slopes_H, self.sequence, dim=0)
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
         self.qk_norm = config.qk_norm
@@ -51,15 +57,22 @@ class Attention(nn.Module):
 
     def _attend(self, qkv_BTGE: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return [B, T, H, E] from queries, keys and values: G = H + 2 K heads."""
-        dropout = self.dropout if self.training else 0.0
-        in_c = not self.plain_operators and can_attend_in_c(qkv_BTGE, self.num_kv_heads, dropout)
-        if in_c and self.q_norm is None:  # one tensor: the gradients of its parts need no concatenation
-            return self._attend_in_c((qkv_BTGE,), documents)
-        q_BTHE, k_BTKE, v_BTKE = qkv_BTGE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        inputs: tuple[torch.Tensor, ...] = (qkv_BTGE,)  # one: the gradients of its parts need no concatenation
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTHE, k_BTKE = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE)
-        if in_c:
-            return self._attend_in_c((q_BTHE, k_BTKE, v_BTKE), documents)
+            q_BTHE, k_BTKE, v_BTKE = qkv_BTGE.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+            inputs = self._normalized(self.q_norm, q_BTHE), self._normalized(self.k_norm, k_BTKE), v_BTKE
+        if self.sequence.size == 1:
+            return self._attend_to_all_positions(inputs, documents)
+        inputs = (heads_for_positions(inputs, self.num_heads, self.sequence),)
+        return positions_for_heads(self._attend_to_all_positions(inputs, documents), self.sequence)
+
+    def _attend_to_all_positions(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
+        """Return [B, T, H, E] of this rank's heads. The inputs are (qkv,) or (q, k, v), with complete sequences."""
+        dropout = self.dropout if self.training else 0.0
+        if not self.plain_operators and can_attend_in_c(inputs[0], self.own_kv_heads, dropout):
+            return self._attend_in_c(inputs, documents)
+        q_BTHE, k_BTKE, v_BTKE = inputs if len(inputs) == 3 else inputs[0].split(
+            (self.own_heads, self.own_kv_heads, self.own_kv_heads), dim=2)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
         if self.rope is not None:
             q_BHTE, k_BKTE = self.rope.rotate(q_BHTE, documents), self.rope.rotate(k_BKTE, documents)
@@ -69,14 +82,14 @@ class Attention(nn.Module):
 
     def _attend_in_c(self, inputs: tuple[torch.Tensor, ...], documents: Documents | None) -> torch.Tensor:
         tables = None if self.rope is None else self.rope.tables_for(inputs[0], documents)
-        return attention(inputs, AttentionSettings(self.num_heads, self.scale, self.window, self.softcap, self.slopes_H,
+        return attention(inputs, AttentionSettings(self.own_heads, self.scale, self.window, self.softcap, self.slopes_H,
                                                    tables, documents))
 
     def prepare(self, documents: Documents, like: torch.Tensor) -> None:
         """Make the tables and the mask of a micro-batch in the dtype of `like`, before a compiled block uses them."""
         if self.rope is not None:
             self.rope.document_tables(documents, like)
-        q_0HTE = like.new_empty(0, self.num_heads, documents.positions_BT.shape[1], self.head_size)
+        q_0HTE = like.new_empty(0, self.own_heads, documents.positions_BT.shape[1], self.head_size)
         make_mask(q_0HTE, self.window, self.slopes_H, documents, dropout=self.dropout if self.training else 0.0,
                   plain=self.plain_operators)
 
