@@ -19,7 +19,6 @@ from pretrain.model.linear import Linear
 from pretrain.model.norm import Norm
 from pretrain.model.rope import Rope
 from pretrain.model.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
-from pretrain.model.shared_tensors import own_shard
 
 
 class Attention(nn.Module):
@@ -40,8 +39,8 @@ class Attention(nn.Module):
         self.rope = rope
         self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
         # not a buffer, because the engine casts buffers to bf16
-        slopes_H = alibi_slopes(config.num_heads) if config.position == "alibi" else None
-        self.slopes_H = None if slopes_H is None else own_shard(slopes_H, self.sequence, dim=0)
+        self.slopes_H = alibi_slopes(config.num_heads, self.sequence.rank, self.sequence.size) \
+            if config.position == "alibi" else None
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
         self.qk_norm = config.qk_norm
