@@ -24,6 +24,7 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
+from pretrain.engine.expert_parallelism import announced_experts, mark_experts, with_expert_groups
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.operators import operators_on_cuda
 from pretrain.engine.parallelism import create_mpu, create_parallel_groups, without_own_blocks
@@ -98,9 +99,11 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         gather_complete_blocks(module)
     survive_failing_monitors()
     make_optimizer, ds_config = eight_bit_optimizer(plan)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
-                                      config=without_own_blocks(ds_config), optimizer=make_optimizer,
-                                      lr_scheduler=_scheduler(plan), mpu=create_mpu(plan.layout, groups))
+    mark_experts(module, groups.expert)
+    with announced_experts(module):
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
+                                          config=without_own_blocks(ds_config), optimizer=make_optimizer,
+                                          lr_scheduler=_scheduler(plan), mpu=create_mpu(plan.layout, groups))
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
     pass_over_gradients_in_c(engine)
@@ -125,7 +128,7 @@ def _parameter_groups(module: torch.nn.Module, plan: Plan) -> list[dict[str, Any
         groups = mup_parameter_groups(parameters, multiplier=width_multiplier(plan.model, base_width),
                                       learning_rate=plan.ds_config["optimizer"]["params"]["lr"], undecayed=undecayed)
     _check_groups([parameter for _, parameter in parameters], groups, plan)
-    return groups
+    return with_expert_groups(groups)
 
 
 def _check_groups(parameters: list[torch.nn.Parameter], groups: list[dict[str, Any]], plan: Plan) -> None:

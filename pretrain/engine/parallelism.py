@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.parallel_groups import ParallelGroups, RankGroup, RankOrder, create_group
+from pretrain.engine.expert_parallelism import create_expert_group
 
 
 def rank_order(layout: Layout) -> RankOrder:
@@ -20,10 +21,10 @@ def rank_order(layout: Layout) -> RankOrder:
 
 
 def create_parallel_groups(layout: Layout) -> ParallelGroups:
-    """Create the process groups of the ranks that share matrices and sequences; collective."""
+    """Create the process groups of the ranks that share matrices, sequences and experts; collective."""
     order = rank_order(layout)
     return ParallelGroups(tensor=create_group(order.groups_along("tensor")),
-                          sequence=create_group(order.groups_along("sequence")))
+                          sequence=create_group(order.groups_along("sequence")), expert=create_expert_group(layout))
 
 
 def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+
+from pretrain.engine.expert_parallelism import expert_data_group
 
 _WORD_BYTES = 8  # of int64
 _CHUNK_WORDS = 2**20  # a tensor whose first byte is not aligned is copied in pieces of this size: 8 MiB
@@ -23,16 +26,21 @@ class Copies:
 
 
 def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
-    """Return the copies that this rank holds: of its data-parallel group, then of its group of tied pipeline stages.
+    """Return the copies that this rank holds: of its data-parallel group, then those of smaller groups.
 
     - ZeRO-0 to 2: the parameters. ZeRO-3: the small parameters that are not partitioned (DeepSpeed 0.19.8,
       runtime/zero/partition_parameters.py: ds_persist). Secondary partitions (zero_hpz_partition_size) do not exist
       between two steps: runtime/zero/stage3.py, invalidate_secondary_tensor.
     - ZeRO-0: also the optimizer states and, if there are any, the fp32 master weights.
+    - Expert parallelism: the experts, on the ranks that hold the same ones.
     - Pipelines: tied parameters, on the stages that use them.
     """
-    parameters = {name: parameter.data for name, parameter in engine.module.named_parameters() if _is_whole(parameter)}
+    whole = [(name, parameter) for name, parameter in engine.module.named_parameters() if _is_whole(parameter)]
+    experts = {name: parameter.data for name, parameter in whole if is_moe_param(parameter)}
+    parameters = {name: parameter.data for name, parameter in whole if name not in experts}
     found = [Copies(engine.data_parallel_group, parameters | _optimizer_states(engine))]
+    if experts:
+        found.append(Copies(expert_data_group(engine), experts))
     if isinstance(engine.module, PipelineModule):
         for key, tied in engine.module.tied_comms.items():
             weights = {name: tied["module"].get_parameter(name).data for name in tied["weight_attr"]}
