@@ -182,7 +182,7 @@ def parse_layout(config: Mapping[str, Any], *, world_size: int, seq_length: int,
         gradient_accumulation_steps=get.integer("gradient_accumulation_steps", 1),
         tensor_parallel_size=max(1, tensor_parallel_size),
         sequence_parallel_size=get.integer("sequence_parallel_size", 1),
-        expert_parallel_size=get.integer("expert_parallel.autoep_size", 1),
+        expert_parallel_size=get.integer("expert_parallel.autoep_size", 1) if get("expert_parallel.enabled") else 1,
         **_zero(get, zero_stage), **_precision(get), **_optimizer(get), **_offload(get, zero_stage),
         **_pipeline(get)).check()
 

@@ -15,14 +15,43 @@ def ranks_per_replica(file: DsFile, *, zero_stage: int, world_size: int, model: 
     Raises ConfigError for a degree that fits neither the ranks nor the ZeRO stage nor the model.
     """
     ranks = _pipeline_stages(file, zero_stage, world_size, model)
+    _check_other_names(file)
     for key in (TENSOR, SEQUENCE):
         degree = max(1, int(file.get(key, 1) or 1))
         if world_size % (ranks * degree):
-            raise ConfigError(file.where(key), found=f"{degree}, with {world_size // ranks} ranks to share",
+            raise ConfigError(file.where(key), found=f"{degree}, with {_ranks(world_size // ranks)} to share",
                               expected="a number that divides these ranks",
                               remedy=f"launch {ranks * degree} or {2 * ranks * degree} ranks")
         ranks *= degree
+    sequence = max(1, int(file.get(SEQUENCE, 1) or 1))
+    _check_expert_degree(file, world_size // ranks * sequence)
     return ranks
+
+
+def _ranks(number: int, kind: str = "") -> str:
+    """Return a number of ranks: "1 rank", "2 ranks"."""
+    return f"{number} {kind} rank".replace("  ", " ") + ("" if number == 1 else "s")
+
+
+def _check_other_names(file: DsFile) -> None:
+    """Reject a tensor-parallel degree that DeepSpeed would not use: only autotp_size turns it on."""
+    degree = max(1, int(file.get(TENSOR, 1) or 1))
+    for name in ("tensor_parallel", "tp"):
+        key = f"tensor_parallel.{name}.tp_size"
+        if file.get(key, 1) not in (1, degree):
+            raise ConfigError(file.where(key), found=file.get(key), expected=f'{degree}, the "autotp_size"',
+                              remedy='write the degree as "tensor_parallel": {"autotp_size": N}, and remove the key')
+
+
+def _check_expert_degree(file: DsFile, ranks: int) -> None:
+    """Raise ConfigError unless the block is turned on, and the degree divides the data- and sequence-parallel ranks."""
+    degree = int(file.get(EXPERT, 1) or 1)
+    if degree > 1 and file.get("expert_parallel.enabled") is None:
+        raise ConfigError(file.where(EXPERT), found=degree, expected='also "enabled": true in the block',
+                          remedy="without it, DeepSpeed ignores the degree")
+    if file.get("expert_parallel.enabled") and ranks % degree:
+        raise ConfigError(file.where(EXPERT), expected="a number that divides these ranks",
+                          found=f"{degree}, with {_ranks(ranks, 'data-parallel')} to share the experts")
 
 
 def _pipeline_stages(file: DsFile, zero_stage: int, world_size: int, model: ModelConfig) -> int:

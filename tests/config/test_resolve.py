@@ -255,8 +255,8 @@ def test_auto_values_of_the_scheduler(tmp_path: Path) -> None:
 
 
 def test_blocks_that_request_nothing_are_removed(tmp_path: Path) -> None:
-    blocks = {"autotuning": {"enabled": False}, "data_efficiency": {"enabled": False}, "sequence_parallel_size": 1,
-            "torch_autocast": {"enabled": False}, "dataloader_drop_last": False,
+    blocks = {"autotuning": {"enabled": False}, "data_efficiency": {"enabled": False},
+            "compile": {"deepcompile": False}, "torch_autocast": {"enabled": False}, "dataloader_drop_last": False,
             "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}
     resolved = resolve(tmp_path, blocks)
     assert not set(resolved.config) & set(blocks) - {"activation_checkpointing"}

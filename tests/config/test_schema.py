@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from pretrain.config.ds_json import optimizers as ds_optimizers
 from pretrain.config.ds_json import schema as ds_schema
 from pretrain.config.ds_json.check_keys import check_json_keys
-from pretrain.config.ds_json.read import read_ds_config
+from pretrain.config.ds_json.read import DsFile, read_ds_config
 from pretrain.config.ds_json.schema import Key
 from pretrain.errors import ConfigError
 
@@ -26,8 +27,10 @@ def aliases(model: Any) -> set[str]:
 
 def test_the_schema_has_exactly_the_keys_of_deepspeeds_models() -> None:
     from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,
@@ -42,12 +45,15 @@ def test_the_schema_has_exactly_the_keys_of_deepspeeds_models() -> None:
         "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config, "comms_logger": CommsLoggerConfig,
         "tensorboard": monitor.TensorBoardConfig, "wandb": monitor.WandbConfig, "csv_monitor": monitor.CSVConfig,
         "comet": monitor.CometConfig, "timers.throughput": DeepSpeedThroughputTimerConfig,
+        "tensor_parallel": TPTrainingConfig, "tensor_parallel.tensor_parallel": TPConfig,
+        "tensor_parallel.tp": TPConfig, "compile": CompileConfig,
     }
+    earlier = {"compile": {"enabled", "disable", "backend", "kwargs"}}  # keys of earlier versions
     for dotted, model in models.items():
         tree: Any = ds_schema.TREE
         for name in dotted.split("."):
             tree = tree[name]
-        assert set(tree) == aliases(model), dotted
+        assert set(tree) - earlier.get(dotted, set()) == aliases(model), dotted
 
 
 def test_the_schema_has_exactly_the_top_level_keys_that_deepspeed_reads() -> None:
@@ -100,6 +106,47 @@ def test_blocks_without_a_pydantic_model_have_the_keys_of_deepspeed() -> None:
     assert set(ds_schema.PIPELINE) - own == set(get_pipeline_config({}))
     assert {checkpointing.CHECKPOINT_TAG_VALIDATION, checkpointing.CHECKPOINT_SERIALIZATION,
             checkpointing.CHECKPOINT_WRITER} <= set(ds_schema.CHECKPOINT)
+
+
+def test_blocks_of_autoep_and_data_efficiency_have_the_keys_of_deepspeed() -> None:
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+    from deepspeed.runtime.data_pipeline.config import get_data_efficiency_config
+
+    assert set(ds_schema.TREE["expert_parallel"]) == {each.name for each in fields(AutoEPConfig) if each.init}
+    ours, read = ds_schema.TREE["data_efficiency"], get_data_efficiency_config({})
+    assert set(ours) == set(read)
+    for name in ("data_sampling", "data_routing"):
+        assert set(ours[name]) == set(read[name])
+
+
+_VALUES = {"tensor_parallel.vocab_parallel_ce_backend": "liger", "data_efficiency.data_sampling.num_workers": 2}
+_LEGAL = ("tensor_parallel.autotp_size", "expert_parallel.enabled", "expert_parallel.autoep_size",
+          *(f"tensor_parallel.{name}.tp_size" for name in ("tp", "tensor_parallel")),
+          *(f"data_efficiency{name}" for name in (".enabled", ".seed", ".data_sampling.enabled",
+                                                  ".data_routing.enabled")))
+
+
+def leaves(tree: dict[str, Any], parent: str) -> Iterator[str]:
+    for name, key in tree.items():
+        if isinstance(key, Key):
+            yield f"{parent}.{name}"
+        else:
+            yield from leaves(key, f"{parent}.{name}")
+
+
+@pytest.mark.parametrize("dotted", [
+    key for block in ("tensor_parallel", "expert_parallel", "compile", "data_efficiency")
+    for key in leaves(ds_schema.TREE[block], block) if key not in _LEGAL])  # type: ignore[arg-type]
+def test_each_key_of_a_feature_is_rejected_by_name_with_a_remedy(dotted: str) -> None:
+    *parents, name = dotted.split(".")
+    values: dict[str, Any] = {name: _VALUES.get(dotted, {"enabled": True, "x": 3})}
+    for parent in reversed(parents):
+        values = {parent: values}
+    with pytest.raises(ConfigError) as caught:
+        check_json_keys(DsFile("ds.json", values))
+    assert str(caught.value).startswith(f"ds.json: {dotted}: found ")
+    assert "unknown" not in str(caught.value)
+    assert re.search(r"[Rr]emove the (key|block)|config\.json has|--\w+", str(caught.value)), caught.value
 
 
 def test_removed_keys_match_deepspeed() -> None:

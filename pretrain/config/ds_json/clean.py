@@ -50,6 +50,8 @@ def clean(values: dict[str, Any]) -> tuple[dict[str, Any], list[IgnoredKey]]:
     """
     ignored: list[IgnoredKey] = []
     config = _clean(values, TREE, "", ignored)
+    for block in ("compile", "data_efficiency"):  # no key of them is passed on
+        config.pop(block, None)
     ignored += [(f"zero_optimization.{old}", f'read as "{new}": {{"device": "cpu"}}') for old, new in
                 rename_old_keys(config)]
     return config, ignored

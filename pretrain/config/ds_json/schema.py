@@ -3,51 +3,28 @@
 `tests/config/test_schema.py` compares this tree with DeepSpeed's own models and constants.
 """
 
-from dataclasses import dataclass
-from typing import Any, Union
+from pretrain.config.ds_json.feature_schema import (
+    COMPILE,
+    DATA_EFFICIENCY,
+    EXPERT_PARALLEL,
+    TENSOR_PARALLEL,
+)
+from pretrain.config.ds_json.key import BOOL as _BOOL
+from pretrain.config.ds_json.key import COUNT as _COUNT
+from pretrain.config.ds_json.key import POSITIVE as _POSITIVE
+from pretrain.config.ds_json.key import Key, Tree
+from pretrain.config.ds_json.key import ignored as _ignored
+from pretrain.config.ds_json.key import rejected as _rejected
 
 DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"
 PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform",
                      "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's name for the default
 
-
-@dataclass(frozen=True)
-class Key:
-    """Legal values of one key of the JSON, and whether the key has an effect in this program."""
-
-    kind: str = "any"  # bool, int, number, str, list (of strings), pair (two numbers), interval (number or inf)
-    low: float | None = None
-    high: float | None = None
-    choices: tuple[str, ...] = ()  # legal strings
-    auto: bool = False  # "auto" is legal; flags, model or run length fill it
-    null: bool = False
-    rejected: str = ""  # why every value but the neutral ones is rejected, and what to do instead
-    neutral: tuple[Any, ...] = ()  # values that request nothing (besides false, null, {} and "enabled": false)
-    ignored: str = ""  # why no value has an effect here: the key is left out, with a note
-
-
-Tree = dict[str, Union[Key, "Tree"]]
-
-_BOOL = Key("bool")
 _TEXT = Key("str", null=True)
-_COUNT = Key("int", low=0)
-_POSITIVE = Key("int", low=1)
 _BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
 _PRECISION = ("fp16", "bf16", "fp32")
-
-
-def _rejected(reason: str, *neutral: Any) -> Key:
-    return Key(rejected=reason, neutral=neutral)
-
-
-def _ignored(reason: str, *neutral: Any, kind: str = "bool", low: float | None = None,
-             high: float | None = None) -> Key:
-    return Key(kind, low, high, null=True, neutral=neutral, ignored=f"no effect: {reason}")
-
-
 _NOT_YET = "not supported by this version"
-_LOADER = "batches come from --train_data and its loader"
 _CHECKPOINTING = '"pipeline": {"activation_checkpoint_interval": k} recomputes every k blocks'
 _NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
 
@@ -67,8 +44,10 @@ _OFFLOAD_OPTIMIZER: Tree = {
     "pipeline_read": _BOOL,
     "pipeline_write": _BOOL,
     "fast_init": _BOOL,
-    "ratio": _rejected(f"partial offload is {_NOT_YET}; remove the key to offload everything", 1, 1.0),
-    "super_offload": _rejected(f"SuperOffload is {_NOT_YET}; remove the key"),
+    "ratio": _rejected("DeepSpeed 0.19.8 neither saves the optimizer states of the part on the device, nor schedules "
+                       "its learning rate; remove the key to offload everything", 1, 1.0),
+    "super_offload": _rejected("DeepSpeed 0.19.8 keeps SuperOffload's optimizer states in another process, and does "
+                               "not save them; remove the key"),
     "cpuadam_cores_perc": _ignored('it belongs to "super_offload"', 0.8, kind="number", low=0, high=1),
 }
 _GATHER = _ignored("tools/checkpoint.py consolidate writes the complete weights")
@@ -99,7 +78,8 @@ ZERO: Tree = {
     "elastic_checkpoint": _ignored("checkpoints resume on any number of ranks"),
     "offload_param": _OFFLOAD_PARAM,
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zenflow": _rejected(f"ZenFlow is {_NOT_YET}; use offload_optimizer alone"),
+    "zenflow": _rejected("DeepSpeed 0.19.8 neither saves ZenFlow's second optimizer, nor keeps "
+                         "gradient_accumulation_steps with it; use offload_optimizer alone"),
     "sub_group_size": _COUNT,
     "cpu_offload_param": Key("bool", null=True),
     "cpu_offload_use_pin_memory": _ignored('DeepSpeed reads "pin_memory" in the offload blocks'),
@@ -151,17 +131,6 @@ PIPELINE: Tree = {
     "pipe_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
     "grad_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
 }
-# This program's own layers are tensor-parallel; the block gives the degree only.
-_AUTO_TP = "the layers here are tensor-parallel themselves, without AutoTP; remove the key"
-TENSOR_PARALLEL: Tree = {
-    "autotp_size": _COUNT,
-    "tensor_parallel": {"tp_size": _POSITIVE},
-    "tp": {"tp_size": _POSITIVE},
-    **{name: _rejected(_AUTO_TP) for name in (
-        "dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple",
-        "partition_config", "preset_model", "keep_module_on_host", "replace_with_kernel_inject", "kernel_inject")},
-}
-EXPERT_PARALLEL: Tree = {"enabled": _BOOL, "autoep_size": _POSITIVE}
 DATA_TYPES: Tree = {
     "grad_accum_dtype": Key("str", choices=_PRECISION, null=True),
     "param_dtype": Key("str", choices=_PRECISION, null=True),
@@ -244,9 +213,10 @@ TREE: Tree = {
     "log_level": _rejected("use --deepspeed_log_level"),
     "vocabulary_size": _ignored("the vocabulary is that of --model", kind="int", low=1),
     "dataloader_drop_last": _ignored("every batch of --train_data is complete"),
-    "data_efficiency": _rejected(f"{_LOADER}; remove the block"),
-    "autotuning": _rejected(f"the autotuner is {_NOT_YET}; remove the block"),
-    "compile": _rejected("use --compile_blocks, and remove the block"),
+    "data_efficiency": DATA_EFFICIENCY,
+    "autotuning": _rejected("DeepSpeed's autotuner is not supported; tools/compare_zero.py predicts memory and step "
+                            "time of each layout, and writes the JSON of the best; remove the block"),
+    "compile": COMPILE,
     "hybrid_engine": _rejected("it generates text for RLHF, not for pretraining; remove the block"),
     "weight_quantization": _rejected("it affects inference only; remove the block"),
     "tensor_parallel": TENSOR_PARALLEL,
