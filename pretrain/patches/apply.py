@@ -28,6 +28,8 @@ defect; then the function can be deleted. All defects were found in DeepSpeed 0.
        grows                                                              fp16.grow_scale_after_the_update
     Q  Muon + gradient clipping: every update is divided by the norm of
        the orthogonalized matrices                                        muon.clip_only_adam_with_muon
+    R  sequence parallelism + ZeRO-3: gradients are divided by the ranks
+       that share a sequence                                              sequence.sum_gradients_of_shards
 
 Defects that raise an error or only waste resources:
     bf16 + ZeRO-0 + pipeline: checkpoints cannot be loaded (KeyError: 0)  checkpoint.load_checkpoint
@@ -64,6 +66,7 @@ from pretrain.patches.pipeline import (
     reduce_norm_once,
     reduce_tied_gradients,
 )
+from pretrain.patches.sequence import sum_gradients_of_shards
 from pretrain.patches.skip import (
     clear_gradients_of_skipped_updates,
     keep_muon_momentum,
@@ -90,6 +93,8 @@ def apply_patches(engine: DeepSpeedEngine) -> None:
         clear_gradients_of_skipped_updates(engine)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) and engine.optimizer.use_muon:
         keep_muon_momentum(engine)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) and engine.sequence_parallel_size > 1:
+        sum_gradients_of_shards(engine)
     if engine.optimizer_name() == "muon":
         clip_only_adam_with_muon(engine)
     skip_reduction_on_one_rank(engine)
