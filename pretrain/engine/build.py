@@ -27,7 +27,7 @@ from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.expert_parallelism import announced_experts, mark_experts, with_expert_groups
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.operators import operators_on_cuda
-from pretrain.engine.parallelism import create_mpu, create_parallel_groups, without_own_blocks
+from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, without_own_blocks
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.profiled_flops import count_flops_of_engine
 from pretrain.engine.recipe import add_recipe
@@ -56,14 +56,16 @@ def emulate_fp16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def _build_module(plan: Plan, groups: ParallelGroups) -> torch.nn.Module:
+def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.nn.Module:
     plain_operators, recompute = plan.args.plain_operators, plan.layout.recomputation
     terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss)
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
                            partition_method=plan.layout.partition_method, recompute=recompute,
                            plain_operators=plain_operators, loss_terms=terms, groups=groups)
-    with deepspeed.zero.Init(config_dict_or_path=plan.ds_config, enabled=plan.layout.zero_stage == 3):
+    with deepspeed.zero.Init(config_dict_or_path=without_own_blocks(plan.ds_config), mpu=mpu,
+                             enabled=plan.layout.zero_stage == 3,
+                             data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group()):
         return as_module(plan.model, recompute=recompute, plain_operators=plain_operators, loss_terms=terms,
                          groups=groups)
 
@@ -90,7 +92,8 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     groups = create_parallel_groups(plan.layout)
-    module = _build_module(plan, groups)
+    mpu = create_mpu(plan.layout, groups)
+    module = _build_module(plan, groups, mpu)
     if initialize:
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
@@ -103,7 +106,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     with announced_experts(module):
         engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
                                           config=without_own_blocks(ds_config), optimizer=make_optimizer,
-                                          lr_scheduler=_scheduler(plan), mpu=create_mpu(plan.layout, groups))
+                                          lr_scheduler=_scheduler(plan), mpu=mpu)
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
     pass_over_gradients_in_c(engine)

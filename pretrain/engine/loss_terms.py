@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from pretrain.engine.steps import data_parallel_size
+from pretrain.engine.steps import data_parallel_size, tensor_parallel_size
 
 
 def loss_term_values(engine: DeepSpeedEngine) -> dict[str, float]:
@@ -18,4 +18,5 @@ def loss_term_values(engine: DeepSpeedEngine) -> dict[str, float]:
     squares = loss.take_squares()  # None on all but the last pipeline stage
     total = torch.zeros((), device=engine.device) if squares is None else squares.float()
     dist.all_reduce(total)
-    return {"z_loss": loss.terms.z_loss * float(total) / data_parallel_size(engine)}
+    copies = data_parallel_size(engine) * tensor_parallel_size(engine)  # tensor-parallel ranks have equal values
+    return {"z_loss": loss.terms.z_loss * float(total) / copies}

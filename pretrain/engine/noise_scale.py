@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.engine.steps import data_parallel_size, loss_scale
+from pretrain.patches.pipeline import is_counted
 
 _DECAY = 0.9  # of the moving averages of S and |G|^2, per measurement; both are averaged before the division
 
@@ -49,7 +50,7 @@ class NoiseScale:
         self._hooks, self._squares = [], torch.zeros((), device=self._engine.device)
         if next_step % self._interval == 0:
             self._hooks = [parameter.register_hook(self._add) for parameter in self._engine.module.parameters()
-                           if parameter.requires_grad]
+                           if parameter.requires_grad and is_counted(self._engine, parameter)]
 
     def _add(self, grad: torch.Tensor) -> None:
         self._squares += torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
@@ -67,7 +68,7 @@ class NoiseScale:
         """Add a measurement to the averages, unless the update was skipped. Collective."""
         engine = self._engine
         steps, ranks = engine.gradient_accumulation_steps(), data_parallel_size(engine)
-        dist.all_reduce(self._squares)  # also over the pipeline stages, which have different parameters
+        dist.all_reduce(self._squares)  # also over pipeline stages and tensor-parallel ranks with other parameters
         if engine.optimizer.overflow:
             return
         # the engine divides the loss of each micro-batch by the number of accumulation steps

@@ -33,20 +33,28 @@ def create_mpu(layout: Layout, groups: ParallelGroups) -> "Mpu | None":
         return None
     order = rank_order(layout)
     sharing = RankOrder(1, order.data * order.sequence, 1, order.tensor)  # data and sequence ranks as one axis
-    return Mpu(groups, _with_handle(order.groups_along("data")), _with_handle(sharing.groups_along("data")))
+    tensor, sequence, data, sequence_data = (_with_handle(axes.groups_along(axis)) for axes, axis in (
+        (order, "tensor"), (order, "sequence"), (order, "data"), (sharing, "data")))
+    return Mpu(tensor, sequence, data, sequence_data)
 
 
 def without_own_blocks(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON for `deepspeed.initialize`, without the degrees that this program's layers implement.
 
     With these blocks, DeepSpeed would replace the layers by those of AutoTP and AutoEP, and ask for a mesh of ranks.
+
+    By default, DeepSpeed 0.19.8 (runtime/pipe/engine.py, is_pipe_partitioned) sends each tensor-parallel rank's part of
+    the tensors between pipeline stages, and gathers them: it expects equal tensors on these ranks. Here, the ranks have
+    different shards of the sequences.
     """
     own = ("tensor_parallel", "expert_parallel", "sequence_parallel_size")
-    return {key: value for key, value in ds_config.items() if key not in own}
+    complete = {"pipe_partitioned": False, "grad_partitioned": False}
+    return {**{key: value for key, value in ds_config.items() if key not in own},
+            "pipeline": {**(ds_config.get("pipeline") or {}), **complete}}
 
 
 def _with_handle(groups: list[list[int]]) -> RankGroup:
-    """Create the process groups, those of one rank too: DeepSpeed communicates in them."""
+    """Create the process groups, those of one rank too: DeepSpeed communicates in them, and None means all ranks."""
     own, rank = RankGroup(), dist.get_rank()
     for ranks in groups:
         handle = dist.new_group(ranks)
@@ -62,18 +70,19 @@ class Mpu:
     DeepSpeed's model-parallel ranks are the tensor-parallel ranks.
     """
 
-    groups: ParallelGroups
+    tensor: RankGroup
+    sequence: RankGroup
     data: RankGroup  # ranks with different samples
     sequence_data: RankGroup  # ranks over which ZeRO partitions: data-parallel times sequence-parallel ranks
 
     def get_model_parallel_rank(self) -> int:
-        return self.groups.tensor.rank
+        return self.tensor.rank
 
     def get_model_parallel_world_size(self) -> int:
-        return self.groups.tensor.size
+        return self.tensor.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.groups.tensor.handle
+        return self.tensor.handle
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
@@ -96,13 +105,13 @@ class Mpu:
         return dist.get_process_group_ranks(self.data.handle)
 
     def get_sequence_parallel_rank(self) -> int:
-        return self.groups.sequence.rank
+        return self.sequence.rank
 
     def get_sequence_parallel_world_size(self) -> int:
-        return self.groups.sequence.size
+        return self.sequence.size
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.groups.sequence.handle
+        return self.sequence.handle
 
     def get_sequence_data_parallel_rank(self) -> int:
         return self.sequence_data.rank

@@ -9,8 +9,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.engine.expert_parallelism import expert_data_group
+from pretrain.engine.steps import tensor_parallel_size
+from pretrain.model.parts import part_of
 
 _WORD_BYTES = 8  # of int64
 _CHUNK_WORDS = 2**20  # a tensor whose first byte is not aligned is copied in pieces of this size: 8 MiB
@@ -33,14 +37,22 @@ def replicated_tensors(engine: DeepSpeedEngine) -> list[Copies]:
       between two steps: runtime/zero/stage3.py, invalidate_secondary_tensor.
     - ZeRO-0: also the optimizer states and, if there are any, the fp32 master weights.
     - Expert parallelism: the experts, on the ranks that hold the same ones.
+    - Tensor parallelism: parameters and optimizer states of which these ranks do not hold parts, such as norms. Of
+      those that ZeRO-3 partitions, the partition.
     - Pipelines: tied parameters, on the stages that use them.
     """
     whole = [(name, parameter) for name, parameter in engine.module.named_parameters() if _is_whole(parameter)]
     experts = {name: parameter.data for name, parameter in whole if is_moe_param(parameter)}
     parameters = {name: parameter.data for name, parameter in whole if name not in experts}
-    found = [Copies(engine.data_parallel_group, parameters | _optimizer_states(engine))]
+    states = _optimizer_states(engine)
+    found = [Copies(engine.seq_data_parallel_group, parameters | states)]
     if experts:
         found.append(Copies(expert_data_group(engine), experts))
+    if tensor_parallel_size(engine) > 1:
+        complete = {name for name, parameter in engine.module.named_parameters() if part_of(parameter) is None}
+        held = parameters | _partitions(engine) | states
+        found.append(Copies(bwc_tensor_model_parallel_group(engine.mpu),
+                            {name: tensor for name, tensor in held.items() if name.split(" ")[0] in complete}))
     if isinstance(engine.module, PipelineModule):
         for key, tied in engine.module.tied_comms.items():
             weights = {name: tied["module"].get_parameter(name).data for name in tied["weight_attr"]}
@@ -53,6 +65,12 @@ def _is_whole(parameter: Any) -> bool:
     if not hasattr(parameter, "ds_tensor"):
         return True
     return bool(parameter.ds_persist and parameter.numel() == parameter.ds_numel)
+
+
+def _partitions(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Return this rank's partitions of the parameters under ZeRO-3, by name; not those that are on NVMe."""
+    return {name: parameter.ds_tensor.data for name, parameter in engine.module.named_parameters()
+            if not _is_whole(parameter) and parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE}
 
 
 def _optimizer_states(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.data.loader import MicroBatch
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, phase_timers
@@ -109,7 +110,8 @@ def _keep_rank_loss(engine: DeepSpeedEngine, own_mean: torch.Tensor, micro_batch
 def rank_loss(engine: DeepSpeedEngine) -> torch.Tensor:
     """Return the last step's mean loss over the unmasked tokens of this data-parallel rank: a scalar on the device.
 
-    All pipeline stages of a data-parallel rank have the same value. It is 0 if all tokens are masked.
+    All pipeline stages and tensor-parallel ranks of a data-parallel rank have the same value. It is 0 if all tokens are
+    masked.
     """
     loss: torch.Tensor = engine.rank_loss
     return loss
@@ -142,6 +144,10 @@ def data_parallel_rank(engine: DeepSpeedEngine) -> int:
 
 def data_parallel_size(engine: DeepSpeedEngine) -> int:
     return torch.distributed.get_world_size(engine.data_parallel_group)
+
+
+def tensor_parallel_size(engine: DeepSpeedEngine) -> int:
+    return int(bwc_tensor_model_parallel_world_size(engine.mpu))
 
 
 def grad_norm(engine: DeepSpeedEngine) -> float:

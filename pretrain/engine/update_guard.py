@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum
+from pretrain.engine.steps import data_parallel_size, loss_scale, scale_at_minimum, tensor_parallel_size
 from pretrain.patches.skip import also_skip_if, update_loss_scale_if
 
 Veto = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -124,8 +124,9 @@ class UpdateGuard:
         """Return the mean loss of the global batch on all ranks; collective if this step has not called it yet."""
         if self._mean_loss is None:
             total = sum(self._losses, start=torch.zeros_like(self._zero)).reshape(())
-            dist.all_reduce(total)
-            self._mean_loss = total / (self._engine.gradient_accumulation_steps() * data_parallel_size(self._engine))
+            dist.all_reduce(total)  # the tensor-parallel ranks have equal losses
+            copies = data_parallel_size(self._engine) * tensor_parallel_size(self._engine)
+            self._mean_loss = total / (self._engine.gradient_accumulation_steps() * copies)
         return self._mean_loss
 
     def _has_finite_loss(self) -> bool:

@@ -35,7 +35,7 @@ def initialize_parameters(module: nn.Module, config: ModelConfig, *, seed: int,
                           how: Initialization = FROM_CONFIG) -> None:
     """Fill the parameters of a plain module, of this rank's pipeline stage, or of a module under `zero.Init`, in place.
 
-    Under ZeRO-3 the call is collective, and rank 0 computes the values.
+    Under ZeRO-3 the call is collective, and the first rank of each partition group computes the values.
     """
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id"):
@@ -60,5 +60,5 @@ def _fill_partitioned(name: str, parameter: nn.Parameter, config: ModelConfig, s
 
     # one at a time, so that no rank holds more than one complete parameter
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-        if deepspeed.comm.get_rank() == 0:
+        if deepspeed.comm.get_rank(parameter.ds_process_group) == 0:  # type: ignore[attr-defined]
             parameter.copy_(_own_values(name, parameter, config, seed, how))

@@ -48,8 +48,12 @@ def split_segments(sizes: Sequence[int], group: RankGroup) -> tuple[tuple[int, i
 
 
 def set_part(parameter: nn.Parameter, part: Part) -> None:
-    """Record which part of the complete parameter this one is."""
-    parameter.part = part  # type: ignore[attr-defined]
+    """Record which part of the complete parameter this one is.
+
+    The second attribute is that of DeepSpeed 0.19.8 (runtime/utils.py, is_model_parallel_parameter): it adds the
+    gradients of such parameters on all tensor-parallel ranks to the global norm, and counts all others once.
+    """
+    parameter.part, parameter.tensor_model_parallel = part, True  # type: ignore[attr-defined]
 
 
 def part_of(parameter: torch.Tensor) -> Part | None:

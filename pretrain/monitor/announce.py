@@ -61,11 +61,14 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
 
 
 def _layout_text(layout: Layout) -> str:
-    """Describe a layout, such as `cuda, bf16, ZeRO-2, 8 data-parallel, optimizer on cpu`."""
+    """Describe a layout, such as `cuda, bf16, ZeRO-2, 8 data-parallel, 2 tensor-parallel, optimizer on cpu`."""
     parts = [get_accelerator().device_name(), layout.precision, f"ZeRO-{layout.zero_stage}",
              f"{layout.data_parallel_size} data-parallel"]
     if layout.pipeline_stages > 1:
         parts.append(f"{layout.pipeline_stages} pipeline stages")
+    parts += [f"{size} {kind}-parallel" for kind, size in
+              (("tensor", layout.tensor_parallel_size), ("sequence", layout.sequence_parallel_size),
+               ("expert", layout.expert_parallel_size)) if size > 1]
     parts += [f"{what} on {device}" for what, device in
               (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     return ", ".join(parts)

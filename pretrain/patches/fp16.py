@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
 
 
 def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
@@ -40,17 +41,18 @@ def scale_loss_at_stage_0(engine: DeepSpeedEngine) -> None:
 
 
 def _report_unscaled_norm(optimizer: FP16_UnfusedOptimizer) -> None:
-    """Report the norm of the unscaled gradients, which counts tied gradients once.
+    """Report the norm of the unscaled gradients, which counts each parameter once.
 
     DeepSpeed 0.19.8 (runtime/fp16/unfused_optimizer.py, step) reports the norm of the scaled gradients. It counts tied
-    gradients once per pipeline stage, because it looks for `ds_pipe_replicated` on the gradient, but only the parameter
-    has this attribute.
+    gradients once per pipeline stage, and matrices of which the tensor-parallel ranks hold parts on the first of these
+    ranks only, because it looks for the parameters' attributes on the gradients.
     """
     step = optimizer.step
 
     def step_with_unscaled_norm(closure: None = None) -> bool:
         for parameter in (p for group in optimizer.fp16_groups for p in group if p.grad is not None):
             parameter.grad.ds_pipe_replicated = getattr(parameter, "ds_pipe_replicated", False)
+            parameter.grad.tensor_model_parallel = is_model_parallel_parameter(parameter)
         overflow: bool = step(closure)
         if not overflow:
             optimizer._global_grad_norm /= optimizer.loss_scale_config.cur_scale

@@ -9,7 +9,23 @@ from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors
+from deepspeed.runtime.utils import (
+    clip_tensors_by_global_norm,
+    get_global_norm_of_tensors,
+    is_model_parallel_parameter,
+)
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+
+
+def is_counted(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> bool:
+    """Return whether this rank counts the parameter in a sum over the pipeline stages and tensor-parallel ranks.
+
+    Of copies on several of these ranks, one counts: tied weights on the first pipeline stage that has them, and what
+    the tensor-parallel ranks hold completely on the first of them. DeepSpeed's optimizers have the same rule.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return is_model_parallel_parameter(parameter) or bwc_tensor_model_parallel_rank(engine.mpu) == 0
 
 
 def reduce_tied_gradients(engine: PipelineEngine) -> None:
@@ -35,17 +51,18 @@ def reduce_tied_gradients(engine: PipelineEngine) -> None:
 
 
 def clip_fp32_by_global_norm(engine: DeepSpeedEngine) -> None:
-    """Defect K: clip fp32 gradients at ZeRO stage 0 by the norm over all pipeline stages, and report this norm.
+    """Defect K: clip fp32 gradients at ZeRO stage 0 by the norm over pipeline stages and tensor-parallel ranks.
 
     DeepSpeed 0.19.8: `clip_grad_norm_` (runtime/utils.py) counts only the parameters of the first pipeline stage. It
     treats all others as replicas, because get_model_parallel_rank returns the pipeline stage. Clipping then depends on
-    the layout. Besides, `get_global_grad_norm` returns None, and without clipping no norm is computed.
+    the layout. Besides, `get_global_grad_norm` returns None, and without clipping no norm is computed. Here it is
+    always computed and reported.
     """
     engine.optimizer.clip_grad = engine.gradient_clipping()  # under the name that DeepSpeed's optimizers have
 
     def clip() -> None:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
+        counted = [p.grad for p in parameters if is_counted(engine, p)]
         norm = get_global_norm_of_tensors(counted, mpu=engine.mpu)
         engine.optimizer._global_grad_norm = norm  # the engine reads it after the step
         max_norm = engine.optimizer.clip_grad

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, zero
+from deepspeed import comm as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
 
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
@@ -16,8 +19,9 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.learning_rate import set_learning_rate
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.replicas import checksum
-from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, train_batch
+from pretrain.engine.steps import eval_batch, grad_norm, loss_scale, tensor_parallel_size, train_batch
 from pretrain.engine.update_guard import FP16_OVERFLOW, guard_updates, skipped_update
+from pretrain.patches.pipeline import is_counted
 
 _MOST_OVERFLOWS = 30  # of fp16's loss scale, which is halved after each
 
@@ -97,7 +101,7 @@ class CheckedEngine:
             scale = loss_scale(self.engine)
             for name, parameter in self.parameters():
                 gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
-                norms[name] = math.nan if gradient is None else float(gradient.detach().float().norm()) / scale
+                norms[name] = math.nan if gradient is None else self._norm_of_all_parts(parameter, gradient) / scale
                 if name in keep and gradient is not None:
                     kept[name] = gradient.detach().float() / scale
 
@@ -108,6 +112,13 @@ class CheckedEngine:
             self._before_update = lambda: None
         merged = {name: value for of_rank in gather(norms) for name, value in of_rank.items()}
         return Gradients(loss, grad_norm(self.engine), merged, kept)
+
+    def _norm_of_all_parts(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> float:
+        """Return the norm of the complete gradient, of which each tensor-parallel rank may hold a part; collective."""
+        square = gradient.detach().float().square().sum()
+        if is_model_parallel_parameter(parameter) and tensor_parallel_size(self.engine) > 1:
+            dist.all_reduce(square, group=bwc_tensor_model_parallel_group(self.engine.mpu))
+        return math.sqrt(square)
 
     def _step_without_overflow(self, batches: list[MicroBatch]) -> float:
         for _ in range(_MOST_OVERFLOWS):
@@ -151,9 +162,9 @@ class CheckedEngine:
                 original[name] = parameter.detach().clone()
                 direction = directions[name].to(parameter.device)
                 parameter.copy_((parameter.float() + length * direction).to(parameter.dtype))
-                if not getattr(parameter, "ds_pipe_replicated", False):
+                if is_counted(self.engine, parameter):
                     product += float(((parameter.float() - original[name].float()) * direction).sum())
-        # all data-parallel ranks have the same weights and directions: the sum is over the pipeline stages
+        # all data-parallel ranks have the same weights and directions: the sum is over the parts of a model replica
         yield sum(gather(product)) / self.plan.layout.data_parallel_size
         for name, parameter in self.parameters():
             if name in original:

@@ -21,6 +21,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from pretrain.patches.pipeline import is_counted
+
 ParameterNames = dict[int, str]  # id(parameter) -> name
 
 
@@ -230,10 +232,10 @@ def owned_weights(engine: DeepSpeedEngine) -> list[torch.Tensor] | None:
     They are fp32 master weights, wherever the optimizer keeps them. At ZeRO stage 0 each data-parallel rank counts a
     part of its copy. None while the weights are on NVMe.
     """
-    replicated = {name for name, p in engine.module.named_parameters() if getattr(p, "ds_pipe_replicated", False)}
+    replicated = {name for name, p in engine.module.named_parameters() if not is_counted(engine, p)}
     is_copied = engine.zero_optimization_stage() == 0 and not isinstance(engine.optimizer, BF16_Optimizer)
-    rank, ranks = (dist.get_rank(engine.data_parallel_group), dist.get_world_size(engine.data_parallel_group)) \
-        if is_copied else (0, 1)
+    group = engine.seq_data_parallel_group  # the ranks over which ZeRO partitions
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if is_copied else (0, 1)
     found = []
     for flat in flat_tensors(engine):
         if flat.parameter.numel() < flat.numel:

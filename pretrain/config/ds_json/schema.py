@@ -26,7 +26,7 @@ _BATCH = Key("int", low=1, high=2**31 - 1, auto=True)
 _PRECISION = ("fp16", "bf16", "fp32")
 _NOT_YET = "not supported by this version"
 _CHECKPOINTING = '"pipeline": {"activation_checkpoint_interval": k} recomputes every k blocks'
-_NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
+_SHARDS_ALREADY = "tensor-parallel ranks send their own shards of the sequences to the next pipeline stage"
 
 _OFFLOAD_PARAM: Tree = {
     "device": Key("str", choices=("none", "cpu", "nvme")),
@@ -128,8 +128,8 @@ PIPELINE: Tree = {
     "activation_checkpoint_interval": _COUNT,
     "use_reentrant": _rejected("re-entrant checkpointing fails with these models; write false"),
     "seed_layers": _rejected("initial weights depend on --seed and the parameter's name alone; remove the key"),
-    "pipe_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
-    "grad_partitioned": _ignored(_NO_TENSOR_PARALLELISM, True),
+    "pipe_partitioned": _ignored(_SHARDS_ALREADY, False),
+    "grad_partitioned": _ignored(_SHARDS_ALREADY, False),
 }
 DATA_TYPES: Tree = {
     "grad_accum_dtype": Key("str", choices=_PRECISION, null=True),
