@@ -25,6 +25,7 @@ from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
 from pretrain.engine.early_stopping import EarlyStopping
+from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
@@ -32,7 +33,7 @@ from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
-from pretrain.monitor.read_run_folder import recorded_kernels
+from pretrain.monitor.read_run_folder import recorded_kernels, recorded_layer_times
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
@@ -61,6 +62,7 @@ def train(plan: Plan, world: World, callbacks: StepCallbacks, guards: RankGuards
     if plan.args.sanity_check and (resume is None or resume.manifest.weights_only):
         _check_sanity(plan, world, guards, lambda plan: _build(plan, resume, weights, guards.watchdog).engine)
     start = _build(plan, resume, weights, guards.watchdog)
+    plan = plan_as_built(plan, start.engine)
     with Screen(active=world.rank == 0) as screen:
         loop = _begin_loop(plan, world, start, callbacks, guards, screen)
         step, stopped_by = loop.run(start.step, start.consumed_samples)
@@ -114,7 +116,8 @@ def _build(plan: Plan, resume: Resume | None, weights: InitialWeights | None, wa
         status("building the engine" + (f", loading {resume.folder.name}" if resume else ""))
         watchdog.enter("build", 0)
         engine = build_engine(plan, initialize=resume is None and weights is None,
-                              recorded_kernels=recorded_kernels(Path(plan.args.save)))
+                              recorded_kernels=recorded_kernels(Path(plan.args.save)),
+                              recorded_layer_times=recorded_layer_times(Path(plan.args.save)))
         watchdog.enter("load", 0)
         step, consumed_samples = _restore(engine, plan, resume, weights)
     clear_status()

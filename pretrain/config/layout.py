@@ -30,6 +30,7 @@ class Layout:
     zero_stage: int = 0
     pipeline_stages: int = 1
     partition_method: str = DEFAULT_PARTITION_METHOD
+    layer_times: tuple[int, ...] = ()  # for the method "time": ns of each layer, measured or predicted
     tensor_parallel_size: int = 1  # ranks that share each matrix
     sequence_parallel_size: int = 1  # ranks that share each sequence (Ulysses)
     expert_parallel_size: int = 1  # ranks that share the experts

@@ -29,6 +29,7 @@ from pretrain.config.schedules.schedule import Schedule
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
+from pretrain.model.partition import BY_TYPE, METHODS
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,11 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
     method = own[given[0]] if given else DEFAULT_PARTITION_METHOD
     if method.lower() in PARTITION_METHODS:
         method = PARTITION_METHODS[method.lower()]
-    elif not _splits_blocks(method):
-        raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=
-                          '"flops", "parameters", "uniform" or "type:block" (the same number of blocks on each stage)')
+    elif not _is_legal_type(method):
+        raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=METHODS,
+                          remedy='"type:block" gives each pipeline stage the same number of blocks')
+    else:
+        method = BY_TYPE + method[len(BY_TYPE):]
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
@@ -144,10 +147,9 @@ def _drop_unused_offload(config: dict[str, Any], args: RunArguments) -> list[Ign
              '"pipeline": {"activation_checkpoint_interval": 1}')]
 
 
-def _splits_blocks(method: str) -> bool:
-    """Return whether "type:REGEX" matches the class Block of the models, evaluated as in DeepSpeed."""
-    kind, _, pattern = method.lower().partition(":")
+def _is_legal_type(method: str) -> bool:
+    """Return whether this is "type:REGEX"; rules/layout_rules.py checks which layers match."""
     try:
-        return kind == "type" and re.search(pattern.split(":")[0], "Block", re.IGNORECASE) is not None
-    except re.error:
+        return method[:5].lower() == BY_TYPE and re.compile(method[5:]) is not None
+    except (re.error, OverflowError, RecursionError):
         return False

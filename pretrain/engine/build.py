@@ -26,6 +26,7 @@ from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.expert_parallelism import announced_experts, mark_experts, with_expert_groups
 from pretrain.engine.group_settings import remember_settings
+from pretrain.engine.layer_times import with_layer_times
 from pretrain.engine.operators import operators_on_cuda
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, without_own_blocks
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
@@ -61,7 +62,8 @@ def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.
     terms = LossTerms(label_smoothing=plan.args.label_smoothing, z_loss=plan.args.z_loss)
     if plan.layout.uses_pipeline_module:
         return as_pipeline(plan.model, num_stages=plan.layout.pipeline_stages, seq_length=plan.args.seq_length,
-                           partition_method=plan.layout.partition_method, recompute=recompute,
+                           partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,
+                           recompute=recompute,
                            plain_operators=plain_operators, loss_terms=terms, groups=groups)
     with deepspeed.zero.Init(config_dict_or_path=without_own_blocks(plan.ds_config), mpu=mpu,
                              enabled=plan.layout.zero_stage == 3,
@@ -79,19 +81,22 @@ def _scheduler(plan: Plan) -> Callable[[torch.optim.Optimizer], LambdaLR] | None
 
 
 def build_engine(plan: Plan, *, initialize: bool = True,
-                 recorded_kernels: dict[str, bool] | None = None) -> DeepSpeedEngine:
+                 recorded_kernels: dict[str, bool] | None = None,
+                 recorded_layer_times: dict[str, Any] | None = None) -> DeepSpeedEngine:
     """Build the engine. The process group must exist.
 
     Its initial weights depend only on (seed, parameter name). With `initialize` false they are not set: the caller
     loads all weights.
 
-    `recorded_kernels`: the C kernels of the run's newest start (monitor/read_run_folder.py), if it has one.
+    `recorded_kernels`, `recorded_layer_times`: the C kernels and the times of layers of the run's newest start
+    (monitor/read_run_folder.py), if it has one.
     """
     if plan.args.emulate_fp16:
         emulate_fp16()
     choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
     groups = create_parallel_groups(plan.layout)
+    plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)
     module = _build_module(plan, groups, mpu)
     if initialize:
@@ -107,6 +112,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         engine, *_ = deepspeed.initialize(model=module, model_parameters=_parameter_groups(module, plan),
                                           config=without_own_blocks(ds_config), optimizer=make_optimizer,
                                           lr_scheduler=_scheduler(plan), mpu=mpu)
+    engine.layer_times = plan.layout.layer_times
     remember_settings(engine, plan.ds_config)
     apply_patches(engine)
     pass_over_gradients_in_c(engine)

@@ -19,12 +19,12 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
-from pretrain.model.flops import block_flops_per_token, head_flops_per_token, head_work_for_partition
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.layers import Block
 from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
 from pretrain.model.norm import EmbeddingNorm, FinalNorm
+from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.model.recompute import Recompute
 from pretrain.model.rope import Rope
 from pretrain.model.run_layers import Layer, run_layers
@@ -101,11 +101,11 @@ class PipelineLM(PipelineModule):
 
     Args:
         specs: layers that end in the loss.
-        work: cost of each layer in any unit, to balance the pipeline stages; None: use DeepSpeed's own methods.
+        bounds: pipeline stage i holds the layers bounds[i] to bounds[i + 1] - 1.
     """
 
-    def __init__(self, specs: list[LayerSpec], work: list[int] | None, recompute: Recompute, **settings: Any) -> None:
-        self._work, self._recompute = work, recompute
+    def __init__(self, specs: list[LayerSpec], bounds: list[int], recompute: Recompute, **settings: Any) -> None:
+        self._bounds, self._recompute = bounds, recompute
         super().__init__(specs, **settings)
 
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -124,11 +124,9 @@ class PipelineLM(PipelineModule):
         loss: torch.Tensor = self.forward_funcs[-1](x_BTD, labels)
         return loss
 
-    def _count_layer_params(self) -> list[int]:
-        if self._work is not None:
-            return self._work
-        with torch.device("meta"):  # DeepSpeed builds all layers on every rank to count their parameters
-            return super()._count_layer_params()
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts, stage = self._bounds, self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     @torch.no_grad()  # without it autograd warns about a broadcast in the history of the tied weights
     def _synchronize_tied_weights(self) -> None:
@@ -137,7 +135,7 @@ class PipelineLM(PipelineModule):
 
 @contextlib.contextmanager
 def _prints_to_log() -> Iterator[None]:
-    """Send what PipelineModule prints about its partition to DeepSpeed's logger, so that the log level applies."""
+    """Send what PipelineModule prints to DeepSpeed's logger, so that the log level applies."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         yield
@@ -145,25 +143,15 @@ def _prints_to_log() -> Iterator[None]:
         logger.info(line)
 
 
-def _work_of_layers(config: ModelConfig, seq_length: int, num_stages: int) -> list[int]:
-    """Return the FLOPs per token of each layer in `build_specs`; look-ups and norms count as 0."""
-    by_window = {window: int(block_flops_per_token(config, seq_length, window)) for window in (0, *config.windows)}
-    blocks = [by_window[config.window(index)] for index in range(config.num_layers)]
-    head = int(head_flops_per_token(config))
-    if num_stages > 1:
-        head = head_work_for_partition(head, sum(blocks), config.num_layers, num_stages)
-    first = next(index for index, spec in enumerate(build_specs(config)) if spec.typename is Block)
-    return [0] * first + [*blocks, 0, head]  # the 0 before the head is the final norm
-
-
 def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partition_method: str = "flops",
-                recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
+                layer_times: tuple[int, ...] = (), recompute: Recompute = _KEEP_ALL, plain_operators: bool = False,
                 loss_terms: LossTerms = CROSS_ENTROPY, groups: ParallelGroups = NO_GROUPS) -> PipelineModule:
     """Build the layers of this rank's pipeline stage, uninitialized. Needs the process group and LOCAL_RANK.
 
     Args:
         seq_length: tokens; the FLOPs of attention depend on it.
-        partition_method: "flops" for pipeline stages of about equal work, or one of DeepSpeed's methods.
+        partition_method: how the layers are divided (model/partition.py).
+        layer_times: ns of each layer, for the method "time".
         recompute: what is recomputed in the backward pass. `forward` does so itself, whatever DeepSpeed sets in its
             attribute activation_checkpoint_interval.
         plain_operators: use torch's operators instead of the custom kernels for attention and MLP.
@@ -176,12 +164,11 @@ def as_pipeline(config: ModelConfig, *, num_stages: int, seq_length: int, partit
         num_pp=num_stages, num_mp=tensor_size,
         num_dp=torch.distributed.get_world_size() // (num_stages * tensor_size)) if tensor_size > 1 else None
     with _prints_to_log():
-        by_flops = partition_method == "flops"  # DeepSpeed's "parameters" balances any cost of layers
         specs = build_specs(config, ends_in_loss=True, plain_operators=plain_operators, loss=loss, recompute=recompute,
                             groups=groups)
-        module = PipelineLM(specs, _work_of_layers(config, seq_length, num_stages) if by_flops else None, recompute,
-                            num_stages=num_stages, topology=topology,
-                            partition_method="parameters" if by_flops else partition_method)
+        bounds = stage_bounds(layer_costs(config, seq_length), num_stages=num_stages, method=partition_method,
+                              times=layer_times)
+        module = PipelineLM(specs, bounds, recompute, num_stages=num_stages, topology=topology)
     module.loss_fn, module.training_loss = module.loss_of_hidden, loss
     return module
 

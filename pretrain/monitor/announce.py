@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -11,6 +12,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.errors import GUARD, GuardError
+from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import host_record
 from pretrain.monitor.run_record import run_record
 from pretrain.monitor.write_run_folder import RunFolder
@@ -39,6 +41,8 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
                 f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     if operators:
         screen.line("; ".join(f"{name}: {choice}" for name, choice in operators.items()))
+    if plan.layout.layer_times:
+        screen.line(_stages_text(plan))
     for note in plan.notes:
         screen.line(f"note: {note}")
     for warning in warnings:
@@ -72,6 +76,15 @@ def _layout_text(layout: Layout) -> str:
     parts += [f"{what} on {device}" for what, device in
               (("optimizer", layout.offload_optimizer), ("parameters", layout.offload_param)) if device != "none"]
     return ", ".join(parts)
+
+
+def _stages_text(plan: Plan) -> str:
+    """Describe the pipeline stages of the partition method "time"."""
+    times = plan.layout.layer_times
+    bounds = stage_bounds(layer_costs(plan.model, plan.args.seq_length), num_stages=plan.layout.pipeline_stages,
+                          method=plan.layout.partition_method, times=times)
+    stages = [f"layers {start} to {end - 1} {sum(times[start:end]) / 1e6:.3g} ms" for start, end in pairwise(bounds)]
+    return f"pipeline stages by the measured time of a micro-batch: {', '.join(stages)}"
 
 
 def stopped_by_guard(folder: RunFolder, step: int, line: str) -> GuardError:

@@ -64,6 +64,13 @@ def newest_start(run: Path) -> dict[str, Any]:
     return starts[-1]
 
 
+def recorded_layer_times(run: Path) -> dict[str, Any] | None:
+    """Return the times of layers that the newest start measured or used (engine/layer_times.py), if one has any."""
+    with contextlib.suppress(ConfigError):
+        return next((start["layer_times"] for start in reversed(read_starts(run)) if start.get("layer_times")), None)
+    return None
+
+
 def recorded_kernels(run: Path) -> dict[str, bool] | None:
     """Return which families of operators the newest start computed in C; None if no start has recorded it."""
     with contextlib.suppress(ConfigError):

@@ -11,6 +11,7 @@ from typing import Any
 from pretrain.config.validate import Plan
 from pretrain.data.datasets.data_spec import absolute_words
 from pretrain.data.tokenizers.tokenizer import absolute_tokenizer
+from pretrain.engine.layer_times import layer_times_record
 from pretrain.model.kernels.cpu.choice import chosen
 from pretrain.monitor.environment import code_record, command, environment_variables, software, versions
 from pretrain.monitor.environment import without_credentials as plain
@@ -51,6 +52,7 @@ def run_record(plan: Plan, hosts: Sequence[dict[str, Any]], *, first_step: int,
                   "global_batch_size": layout.global_batch_size},
         "data": {name: dataset.fingerprint for name, dataset in plan.datasets.items()},
         "tokenizer": plan.tokenizer.fingerprint if plan.tokenizer else None,
+        "layer_times": layer_times_record(plan),
         "cpu_kernels": asdict(kernels) if kernels else None,
         "versions": versions(), "software": software(), "git_commit": code["commit"], "code": code,
         "hosts": sorted(ranks),

@@ -18,7 +18,7 @@ from pretrain.config.ds_json.key import rejected as _rejected
 
 DEFAULT_REDUCE_BUCKET_SIZE = 500_000_000  # elements; DeepSpeed's default
 DEFAULT_PARTITION_METHOD = "flops"
-PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform",
+PARTITION_METHODS = {"flops": "flops", "parameters": "parameters", "uniform": "uniform", "time": "time",
                      "best": DEFAULT_PARTITION_METHOD}  # DeepSpeed's name for the default
 
 _TEXT = Key("str", null=True)

@@ -7,6 +7,7 @@ from pretrain.config.rules import (
     layout_rules,
     optimizer_rules,
     parallel_rules,
+    pipeline_rules,
     profile_rules,
     recipe_rules,
     recompute_rules,
@@ -14,7 +15,7 @@ from pretrain.config.rules import (
 )
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
-    parallel_rules.degrees_together,
+    parallel_rules.degrees_together, pipeline_rules.partition_matches_layers, pipeline_rules.stages_have_blocks,
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
     layout_rules.zero_plus_plus, layout_rules.even_allgather_bucket, layout_rules.accumulation_dtype,
     layout_rules.low_precision_master_weights, layout_rules.gradient_scaling, optimizer_rules.optimizer_of_device,

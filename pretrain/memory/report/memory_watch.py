@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pretrain.distributed.process import resident_bytes
@@ -23,7 +23,7 @@ REPORTED_STEP = 2  # counted from the start of this process: the first step allo
 PROCESS_GROWTH_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryWatch:
     """Memory of this rank before the engine was built, and the measurement of one step."""
 
@@ -66,6 +66,8 @@ class MemoryWatch:
 
     def before_step(self, step: int, engine: Any) -> None:
         """Call this before each step of this process (from 1 on). Starts the measurement before step REPORTED_STEP."""
+        if engine.layer_times and not self.plan.layout.layer_times:  # they determine which stage holds which layers
+            self.plan = replace(self.plan, layout=replace(self.plan.layout, layer_times=engine.layer_times))
         if self.step_peak is not None and step == REPORTED_STEP:
             self.step_peak.begin(engine)
 

@@ -1,34 +1,19 @@
-"""Division of layers into pipeline stages, compared with DeepSpeed's own functions and the model's FLOPs."""
+"""Division of layers into pipeline stages, compared with the model's FLOPs and the engine's division."""
 
-import torch
-from deepspeed.runtime import utils as ds_utils
+from dataclasses import replace
 
 from pretrain.config.layout import Layout
 from pretrain.memory.estimate.model_shape import ModelShape, shape_of
-from pretrain.memory.estimate.pipeline_stages import (
-    layer_work,
-    partition_balanced,
-    partition_uniform,
-    pipeline_stage_layers,
-)
+from pretrain.memory.estimate.pipeline_stages import layer_costs_of_shape, layer_work, pipeline_stage_layers
 from pretrain.model.config import load_model_config, preset_names
 from pretrain.model.flops import flops_per_token
+from pretrain.model.partition import layer_costs
 
 
 def blocks_of_stages(shape: ModelShape, layout: Layout) -> list[int]:
     """Return the number of transformer blocks on each pipeline stage."""
     return [sum(layer.kind == "block" for layer in pipeline_stage_layers(shape, layout, stage))
             for stage in range(layout.pipeline_stages)]
-
-
-def test_partitions_equal_those_of_deepspeed() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(40):
-        items, parts = (int(torch.randint(1, 20, (), generator=generator)) for _ in range(2))
-        weights = [[0, 1, 5, 5, 100][int(index)] for index in torch.randint(0, 5, (items,), generator=generator)]
-        balanced = [int(cut) for cut in ds_utils.partition_balanced(weights, parts)]
-        assert partition_balanced(tuple(weights), parts) == balanced
-        assert partition_uniform(items, parts) == [int(cut) for cut in ds_utils.partition_uniform(items, parts)]
 
 
 def test_work_of_layers_sums_to_the_models_flops() -> None:
@@ -38,6 +23,14 @@ def test_work_of_layers_sums_to_the_models_flops() -> None:
         for length in (1024, 16384):  # some presets have a window of 4096
             work = sum(layer_work(shape, layer, length) for layer in shape.layers())
             assert 6 * work == flops_per_token(config, length), (name, length)
+
+
+def test_estimate_and_engine_count_the_same_costs() -> None:
+    """The engine divides by `layer_costs`, the estimate by `layer_costs_of_shape`, in the unit of `layer_work`."""
+    for name in preset_names():
+        config = load_model_config(name)
+        of_shape = layer_costs_of_shape(shape_of(config), 1024)
+        assert layer_costs(config, 1024) == tuple(replace(layer, work=6 * layer.work) for layer in of_shape), name
 
 
 def test_the_default_method_divides_by_flops() -> None:
