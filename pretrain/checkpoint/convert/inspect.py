@@ -37,13 +37,19 @@ def damaged_checkpoint(folder: Path, problems: list[str]) -> ConfigError:
 def layout_summary(manifest: Manifest) -> str:
     """Describe the layout of the run that wrote a checkpoint, such as "4 ranks, ZeRO-1".
 
-    With pipeline stages, "2 stages x 2 data-parallel" follows; with offload, "optimizer on cpu".
+    With pipeline stages, or tensor- or sequence-parallel ranks, "2 stages x 2 tensor-parallel x 2 data-parallel"
+    follows; with expert parallelism, "experts divided over 2 ranks"; with offload, "optimizer on cpu".
     """
     if manifest.weights_only:
         return "weights only"
     parts = [f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}", f"ZeRO-{manifest.zero_stage}"]
-    if manifest.pipeline_stages > 1:
-        parts.append(f"{manifest.pipeline_stages} stages x {manifest.data_parallel_size} data-parallel")
+    degrees = [f"{size} {name}" for size, name in (
+        (manifest.pipeline_stages, "stages"), (manifest.tensor_parallel_size, "tensor-parallel"),
+        (manifest.sequence_parallel_size, "sequence-parallel")) if size > 1]
+    if degrees:
+        parts.append(" x ".join([*degrees, f"{manifest.data_parallel_size} data-parallel"]))
+    if manifest.expert_parallel_size > 1:
+        parts.append(f"experts divided over {manifest.expert_parallel_size} ranks")
     for offloaded, device in (("optimizer", manifest.offload_optimizer), ("parameters", manifest.offload_param)):
         if device != "none":
             parts.append(f"{offloaded} on {device}")

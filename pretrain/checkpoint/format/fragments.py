@@ -18,9 +18,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from pretrain.model.parts import Part, part_of
 from pretrain.patches.pipeline import is_counted
 
 ParameterNames = dict[int, str]  # id(parameter) -> name
@@ -28,13 +30,14 @@ ParameterNames = dict[int, str]  # id(parameter) -> name
 
 @dataclass(frozen=True)
 class Fragment:
-    """A contiguous part of a parameter within a flat tensor. All numbers count elements."""
+    """Consecutive elements of what a rank has of a parameter, within a flat tensor. All numbers count elements."""
 
     name: str  # as in engine.module.named_parameters()
-    shape: tuple[int, ...]  # of the full parameter
-    start: int  # index of the first element in the flattened full parameter
+    shape: tuple[int, ...]  # of the complete parameter
+    start: int  # index of the first element in the flattened part, or in the flattened complete parameter
     length: int
     offset: int  # index of the first element in the flat tensor
+    part: Part | None = None  # what this rank has under tensor or expert parallelism; None: the complete parameter
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,15 @@ def flat_tensors(engine: DeepSpeedEngine) -> list[FlatTensor]:
     return _unwrapped(engine, names)
 
 
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # after zero.Init, `shape` is the partition's
+def complete_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the complete parameter, of which this rank may hold a part."""
+    part = part_of(parameter)
+    # after zero.Init, `shape` is that of the ZeRO-3 partition
+    return part.shape if part else tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _fragment(parameter: torch.Tensor, names: ParameterNames, *, start: int, length: int, offset: int) -> Fragment:
+    return Fragment(names[id(parameter)], complete_shape(parameter), start, length, offset, part_of(parameter))
 
 
 def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor], offsets: Iterable[int],
@@ -92,8 +102,8 @@ def _fragments_between(start: int, stop: int, parameters: Iterable[torch.Tensor]
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, last = max(offset, start), min(offset + parameter.numel(), stop)
         if first < last:
-            fragments.append(Fragment(names[id(parameter)], _shape(parameter), start=first - offset,
-                                      length=last - first, offset=first - start))
+            fragments.append(_fragment(parameter, names, start=first - offset, length=last - first,
+                                       offset=first - start))
     return tuple(fragments)
 
 
@@ -149,12 +159,12 @@ def _stage_3(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]
     for i, parameters in enumerate(optimizer.fp16_groups):
         fragments, offset = [], 0
         for parameter in parameters:
-            part = parameter.partition_numel()
-            start = optimizer._get_param_partition_rank(parameter) * part
-            length = min(part, parameter.ds_numel - start)
+            numel = parameter.partition_numel()
+            start = optimizer._get_param_partition_rank(parameter) * numel
+            length = min(numel, parameter.ds_numel - start)
             if length > 0:
-                fragments.append(Fragment(names[id(parameter)], _shape(parameter), start, length, offset))
-            offset += part
+                fragments.append(_fragment(parameter, names, start=start, length=length, offset=offset))
+            offset += numel
         flats.append(FlatTensor(
             i, optimizer.fp32_partitioned_groups_flat[i], offset, tuple(fragments), location.at("fp32_flat_groups", i),
             location.at("optimizer_state_dict", "state", numbers[i])))
@@ -191,9 +201,10 @@ def _fp16_unfused(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTe
 
 
 def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTensor]:
-    """List the parameters of fp32 training at ZeRO stage 0, which are stored in the layers' files.
+    """List the parameters of fp32 training at ZeRO stage 0.
 
-    The second copy of a tied weight is in no file, because it equals the first copy.
+    A pipeline stores them in the layers' files, a plain module in the model-states file. The second copy of a tied
+    weight is in no file, because it equals the first copy.
     """
     file, layers = _model_file(engine), _layer_locations(engine)
     flats: list[FlatTensor] = []
@@ -207,13 +218,16 @@ def _unwrapped(engine: DeepSpeedEngine, names: ParameterNames) -> list[FlatTenso
 
 
 def _layer_locations(engine: DeepSpeedEngine) -> dict[int, tuple[torch.Tensor, FileLocation | None]]:
-    """Map id(parameter) to (parameter, its location in a `layer_XX-model_states.pt`) on this pipeline stage."""
+    """Map id(parameter) to (parameter, its location in this rank's files)."""
+    file = _model_file(engine)
+    if not isinstance(engine.module, PipelineModule):
+        return {id(p): (p, file.at("module", name) if file else None) for name, p in engine.module.named_parameters()}
     locations: dict[int, tuple[torch.Tensor, FileLocation | None]] = {
         id(parameter): (parameter, None) for parameter in engine.module.parameters()}
     for index, layer in enumerate(engine.module.forward_funcs):
         if isinstance(layer, torch.nn.Module):  # DeepSpeed writes no file for plain functions
-            file = Path(engine.module.ckpt_layer_path("", index)).name
-            locations |= {id(p): (p, FileLocation(file, (key,))) for key, p in layer.named_parameters()}
+            layer_file = Path(engine.module.ckpt_layer_path("", index)).name
+            locations |= {id(p): (p, FileLocation(layer_file, (key,))) for key, p in layer.named_parameters()}
     return locations
 
 
@@ -229,8 +243,9 @@ def group_of(engine: DeepSpeedEngine, flat: FlatTensor) -> int:
 def owned_weights(engine: DeepSpeedEngine) -> list[torch.Tensor] | None:
     """Return flat views of the weights that this rank counts: over all ranks, each parameter is counted exactly once.
 
-    They are fp32 master weights, wherever the optimizer keeps them. At ZeRO stage 0 each data-parallel rank counts a
-    part of its copy. None while the weights are on NVMe.
+    They are fp32 master weights, wherever the optimizer keeps them. At ZeRO stage 0 each data- or sequence-parallel
+    rank counts a part of its copy. Only the first tensor-parallel rank counts parameters that are not divided. None
+    while the weights are on NVMe.
     """
     replicated = {name for name, p in engine.module.named_parameters() if not is_counted(engine, p)}
     is_copied = engine.zero_optimization_stage() == 0 and not isinstance(engine.optimizer, BF16_Optimizer)

@@ -67,6 +67,9 @@ class Manifest:
     recipe: dict[str, Any] = field(default_factory=dict)  # gradient clipping, and the flags in RECIPE_FLAGS
     overrides: list[dict[str, Any]] = field(default_factory=list)  # changes by --override so far: Change.record
     lineage: list[dict[str, Any]] = field(default_factory=list)  # branches: Branch.record, the oldest first
+    tensor_parallel_size: int = 1
+    sequence_parallel_size: int = 1
+    expert_parallel_size: int = 1
     files: dict[str, FileRecord] = field(default_factory=dict)  # key: path within the folder, with "/" as separator
 
     @property
@@ -83,6 +86,9 @@ class Manifest:
         an optimizer.
         """
         return Layout(world_size=self.world_size, zero_stage=self.zero_stage, pipeline_stages=self.pipeline_stages,
+                      tensor_parallel_size=self.tensor_parallel_size,
+                      sequence_parallel_size=self.sequence_parallel_size,
+                      expert_parallel_size=self.expert_parallel_size,
                       precision=self.precision, grad_accum_dtype=self.grad_accum_dtype,
                       optimizer=str(self.optimizer.get("type", "")).lower(), offload_optimizer=self.offload_optimizer,
                       offload_param=self.offload_param, seq_length=self.seq_length)
@@ -93,7 +99,8 @@ class Manifest:
         empty = {"no_weight_decay": [], "averaged": [], "initialization": {}, "dropouts": {}, "weights_only": False,
                  "origin": None, "finite": None, "data": None, "document_attention": False, "schedule": None,
                  "schedule_flags": {}, "recipe": {}, "recipe_states": {},
-                 "overrides": [], "lineage": []}
+                 "overrides": [], "lineage": [], "tensor_parallel_size": 1, "sequence_parallel_size": 1,
+                 "expert_parallel_size": 1}
         # Older manifests lack these keys. Ranks compare this text, so it must equal the file's.
         return _with_hash({key: value for key, value in values.items() if key not in empty or value != empty[key]})
 

@@ -21,7 +21,9 @@ def manifest_of(plan: Plan, *, step: int, consumed_samples: int, versions: dict[
     return Manifest(
         step=step, consumed_samples=consumed_samples, world_size=layout.world_size,
         data_parallel_size=layout.data_parallel_size, pipeline_stages=layout.pipeline_stages,
-        zero_stage=layout.zero_stage, precision=layout.precision, grad_accum_dtype=layout.grad_accum_dtype,
+        tensor_parallel_size=layout.tensor_parallel_size, sequence_parallel_size=layout.sequence_parallel_size,
+        expert_parallel_size=layout.expert_parallel_size, zero_stage=layout.zero_stage, precision=layout.precision,
+        grad_accum_dtype=layout.grad_accum_dtype,
         offload_optimizer=layout.offload_optimizer, offload_param=layout.offload_param,
         optimizer=plan.ds_config["optimizer"], global_batch_size=layout.global_batch_size, seed=plan.args.seed,
         seq_length=layout.seq_length, model=plan.model.hf_config,

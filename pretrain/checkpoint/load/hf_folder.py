@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from safetensors import safe_open
 
+    from pretrain.model.parts import Part
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",
                   "model*.safetensors")
@@ -226,18 +228,24 @@ class HFWeights:
         found = {WEIGHT_DTYPES[self.found.tensors[part].dtype] for part in self.rules[name].theirs}
         return found.pop() if len(found) == 1 else "fp32"
 
-    def copy(self, name: str, state: str, start: int, out: "torch.Tensor") -> None:
+    def copy(self, name: str, state: str, start: int, out: "torch.Tensor", part: "Part | None" = None) -> None:
         """Copy consecutive elements of a parameter into `out`, beginning with element `start`, until `out` is full.
 
-        `out` may be on any device and of any floating dtype.
+        The elements are counted in the flattened complete parameter, or in `part` of it. `out` may be on any device and
+        of any floating dtype.
         """
+        from pretrain.checkpoint.load.boxes import copy_part
+
         assert state == "fp32", f"{name}: a transformers folder has no optimizer state {state}"
+        if part is not None:
+            copy_part(lambda first, rows: self.copy(name, state, first, rows), part, start, out)
+            return
         out, rule, first = out.view(-1), self.rules[name], 0
         if rule.transposed or rule.row_order:
             out.copy_(self.stored(name).view(-1).narrow(0, start, out.numel()))
             return
-        for part in rule.theirs:  # read only the wanted elements of each part
-            tensor = self._part(self.found.tensors[part]).view(-1)
+        for theirs in rule.theirs:  # read only the wanted elements of each tensor
+            tensor = self._part(self.found.tensors[theirs]).view(-1)
             low, high = max(start, first), min(start + out.numel(), first + tensor.numel())
             if low < high:
                 out.narrow(0, low - start, high - low).copy_(tensor.narrow(0, low - first, high - low))

@@ -1,9 +1,7 @@
 """Read weights and optimizer states by parameter name from a checkpoint of any layout."""
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,48 +12,15 @@ from safetensors import safe_open
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.safetensors_header import read_header
+from pretrain.checkpoint.load.boxes import BoxIndex, boxes_of
+from pretrain.checkpoint.load.stored import StoredFragment, read_shard_indexes
 from pretrain.errors import ConfigError
+from pretrain.model.parts import Part
 
 _CHUNK_NUMEL = 2**24  # largest number of elements in a chunk
 FP32 = "fp32"  # name under which the master weights are listed with the optimizer states
 # settings of a parameter group that learning-rate schedulers change
 SCHEDULED_SETTINGS = ("lr", "initial_lr", "betas", "momentum")
-# class name of an optimizer -> name of its family; optimizers of one family have the same states
-_FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
-             "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
-# class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
-_RENAMED_STATES: dict[str, dict[str, str | None]] = {
-    "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
-
-
-def optimizer_family(class_name: str) -> str:
-    """Return the family of an optimizer class: one name for its fused, CPU and torch implementations."""
-    return _FAMILIES.get(class_name, class_name)
-
-
-def state_name(class_name: str, key: str) -> str | None:
-    """Return the family's name of the state `key` of an optimizer class; None if the class never uses the state."""
-    return _RENAMED_STATES.get(class_name, {}).get(key, key)
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    """A flat tensor in the checkpoint's files: its location, optimizer states and parameter-group settings."""
-
-    weights: FileLocation
-    states: dict[str, FileLocation]  # by the family's name
-    group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
-
-
-@dataclass(frozen=True)
-class _StoredFragment:
-    """A contiguous part of a parameter in a stored flat tensor. All numbers count elements."""
-
-    start: int  # index of the first element in the flattened parameter
-    length: int
-    offset: int  # index of the first element in the flat tensor
-    tensor: _StoredTensor
-
 
 class SafetensorsFile:
     """A memory-mapped safetensors file. `file[name]` is a tensor that shares the mapped memory: do not change it."""
@@ -83,7 +48,7 @@ class CheckpointReader:
     The constructor reads all shard indexes. A tensor's file is memory-mapped when the tensor is first needed.
 
     Attributes:
-        shapes: shape of each parameter, by name.
+        shapes: shape of each complete parameter, by name.
         states: "fp32", and the names of the optimizer states that have a number for each weight. Before the first step
             there is only "fp32", and in a checkpoint of imported weights.
         scalars: optimizer states that are a single number ("step" ...).
@@ -93,81 +58,38 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.scalars: dict[str, float] = {}
-        self.optimizer = ""
-        self._fragments: dict[str, list[_StoredFragment]] = {}
-        self._files: dict[str, Any] = {}
-        self._flat_tensors: dict[FileLocation, torch.Tensor] = {}
-        names: dict[str, None] = {}
-        for path in sorted(folder.glob("shard_index_rank_*.json")):
-            names |= dict.fromkeys(self._add_index(path))
-        if not self._fragments:
-            raise ConfigError(str(folder), problem="there is no shard_index_rank_*.json with weights",
-                              remedy="use a checkpoint that this program wrote")
-        self.states = [FP32, *names]
-        for name, shape in self.shapes.items():
-            self._fragments[name] = self._without_copies(name, prod(shape))
+        stored = read_shard_indexes(folder)
+        self.folder, self.shapes, self.scalars = folder, stored.shapes, stored.scalars
+        self.optimizer, self.states = stored.optimizer, [FP32, *stored.states]
+        self._fragments = stored.fragments
         self._starts = {name: [fragment.start for fragment in fragments]
                         for name, fragments in self._fragments.items()}
-
-    def _add_index(self, path: Path) -> list[str]:
-        """Read one rank's index and return the names of the optimizer states in it."""
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            self.optimizer = index["optimizer"]
-            found: list[str] = []
-            for entry in index["tensors"]:
-                states = self._add_tensor(entry, index["groups"])
-                found += states
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
-                              remedy="use another checkpoint") from None
-        return found
-
-    def _add_tensor(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
-        """Add one entry of a shard index, and return the names of its elementwise optimizer states."""
-        weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
-        named = {name: states.at(key) for key in entry["elementwise"]
-                 if (name := state_name(self.optimizer, key)) is not None}
-        tensor = _StoredTensor(weights, named, groups[entry["group"]])
-        # FusedAdam updates the step count of only the last parameter in a group, so the largest count is right
-        if entry["scalars"].get("step", 0) >= self.scalars.get("step", 0):
-            self.scalars |= entry["scalars"]
-        for name, shape, start, length, offset in entry["fragments"]:
-            if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise ValueError(f"{name} has the shapes {shape} and {list(self.shapes[name])}")
-            self._fragments.setdefault(name, []).append(_StoredFragment(start, length, offset, tensor))
-        return list(named)
-
-    def _without_copies(self, name: str, numel: int) -> list[_StoredFragment]:
-        """Return a parameter's fragments in order, and only one copy of a weight that two pipeline stages share.
-
-        Raises ConfigError if an element is in no fragment.
-        """
-        covered, chosen = 0, []
-        for fragment in sorted(self._fragments[name], key=lambda fragment: fragment.start):
-            if fragment.start > covered:
-                break
-            if fragment.start + fragment.length > covered:
-                chosen.append(fragment)
-                covered = fragment.start + fragment.length
-        if covered != numel:
-            raise ConfigError(f"{self.folder}: {name}", problem=f"the shard indexes cover only the first {covered} of "
-                              f"{numel} elements", remedy="use another checkpoint")
-        return chosen
+        self._boxes: dict[str, BoxIndex[StoredFragment]] = {}  # of the latest parameter
+        self._files: dict[str, Any] = {}
+        self._flat_tensors: dict[FileLocation, torch.Tensor] = {}
 
     def group(self, name: str) -> dict[str, Any]:
         """Return the settings (lr, betas ...) of a parameter's group."""
         return self._fragments[name][0].tensor.group
 
-    def copy(self, name: str, state: str, start: int, out: torch.Tensor) -> None:
+    def copy(self, name: str, state: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         """Copy consecutive elements of a state into `out`, beginning with element `start`, until `out` is full.
 
-        `out` may be on any device and of any floating dtype.
+        The elements are counted in the flattened complete parameter, or in `part` of it. `out` may be on any device and
+        of any floating dtype.
         """
         out = out.view(-1)
+        if part is None and self._fragments[name][0].part is None:
+            self._copy_elements(name, state, start, out)
+            return
+        shape = self.shapes[name]
+        for box in boxes_of(shape, part, start, out.numel()):
+            for other, fragment in self._box_index(name).between(*box.span(shape)):
+                if (ranges := box.intersection(other)) is not None:
+                    box.view(out, ranges).copy_(other.view(self._flat_tensor(name, state, fragment), ranges))
+
+    def _copy_elements(self, name: str, state: str, start: int, out: torch.Tensor) -> None:
+        """Copy elements of a parameter that no rank divided into parts."""
         done, fragments = 0, self._fragments[name]
         index = bisect_right(self._starts[name], start) - 1
         while done < out.numel():
@@ -177,6 +99,15 @@ class CheckpointReader:
             source = self._flat_tensor(name, state, fragment).narrow(0, fragment.offset + skip, count)
             out.narrow(0, done, count).copy_(source)
             done, index = done + count, index + 1
+
+    def _box_index(self, name: str) -> BoxIndex[StoredFragment]:
+        """Return the boxes of a parameter's fragments. Those of earlier parameters are forgotten: they may be many."""
+        if name not in self._boxes:
+            shape = self.shapes[name]
+            boxes = [(box, fragment) for fragment in self._fragments[name]
+                     for box in boxes_of(shape, fragment.part, fragment.start, fragment.length, fragment.offset)]
+            self._boxes = {name: BoxIndex(shape, boxes)}
+        return self._boxes[name]
 
     def read(self, name: str, state: str, start: int, length: int) -> torch.Tensor:
         """Return elements `start` to `start + length` of a state as an fp32 tensor on the CPU."""
@@ -192,7 +123,7 @@ class CheckpointReader:
         """Return the fp32 weights of all parameters, as a state_dict for the module of `layer_specs.as_module`."""
         return {name: self.tensor(name) for name in self.shapes}
 
-    def _flat_tensor(self, name: str, state: str, fragment: _StoredFragment) -> torch.Tensor:
+    def _flat_tensor(self, name: str, state: str, fragment: StoredFragment) -> torch.Tensor:
         """Return the memory-mapped flat tensor that holds a fragment's state."""
         location = fragment.tensor.weights if state == FP32 else fragment.tensor.states.get(state)
         if location is None:

@@ -20,11 +20,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch._utils import _unflatten_dense_tensors
 from torch.optim.lr_scheduler import LambdaLR
 
-from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, flat_tensors, group_of
+from pretrain.checkpoint.format.fragments import FlatTensor, base_optimizer, complete_shape, flat_tensors, group_of
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.shard_index import index_json, index_name, is_elementwise
 from pretrain.checkpoint.load.hf_folder import HFWeights
-from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader, optimizer_family, state_name
+from pretrain.checkpoint.load.reader import FP32, SCHEDULED_SETTINGS, CheckpointReader
+from pretrain.checkpoint.load.stored import optimizer_family, state_name
 from pretrain.distributed.collectives import gather
 from pretrain.errors import ConfigError
 from pretrain.terminal.progress import ProgressBar
@@ -122,7 +123,7 @@ def _check_optimizer(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
 def _check_shapes(engine: DeepSpeedEngine, reader: CheckpointReader | HFWeights) -> None:
     """Raise ConfigError unless each parameter has the same shape in the checkpoint or folder."""
     for name, parameter in engine.module.named_parameters():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = complete_shape(parameter)
         if reader.shapes.get(name) != shape:
             raise ConfigError(f"{reader.folder}: {name}", found=f"shape {reader.shapes.get(name)}",
                               expected=f"{shape}, as in this run's model")
@@ -153,7 +154,7 @@ def _prepare_stage_3(engine: DeepSpeedEngine) -> None:
 def _copy_weights(flat: FlatTensor, reader: CheckpointReader | HFWeights) -> None:
     for fragment in flat.fragments:
         target = flat.parameter.detach().view(-1).narrow(0, fragment.offset, fragment.length)
-        reader.copy(fragment.name, FP32, fragment.start, target)
+        reader.copy(fragment.name, FP32, fragment.start, target, fragment.part)
 
 
 @contextlib.contextmanager
@@ -221,7 +222,7 @@ def _fill_states(engine: DeepSpeedEngine, flat: FlatTensor, reader: CheckpointRe
             if (name := state_name(type(optimizer).__name__, key)) is not None:
                 for fragment in flat.fragments:
                     target = state[key].view(-1).narrow(0, fragment.offset, fragment.length)
-                    reader.copy(fragment.name, name, fragment.start, target)
+                    reader.copy(fragment.name, name, fragment.start, target, fragment.part)
         elif torch.is_tensor(like):
             state[key] = torch.full_like(like, reader.scalars[key])
         elif like is not None:

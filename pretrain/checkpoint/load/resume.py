@@ -184,8 +184,8 @@ def _check_weights_only(manifest: Manifest, plan: Plan, folder: Path) -> list[st
 
 def same_layout(saved: Layout, current: Layout) -> bool:
     """Return whether DeepSpeed can read the files itself; otherwise each rank reads the fragments that it needs."""
-    names = ("world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision", "grad_accum_dtype",
-             "optimizer")
+    names = ("world_size", "data_parallel_size", "pipeline_stages", "tensor_parallel_size", "sequence_parallel_size",
+             "expert_parallel_size", "zero_stage", "precision", "grad_accum_dtype", "optimizer")
     # offload to CPU and offload to NVMe write the same files; without offload the optimizer class and its files differ
     same_offload = (saved.offload_optimizer == "none") == (current.offload_optimizer == "none")
     return same_offload and all(getattr(saved, name) == getattr(current, name) for name in names)

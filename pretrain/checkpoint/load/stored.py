@@ -1,0 +1,166 @@
+"""Where the files of a checkpoint have each parameter, as its shard indexes record it."""
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.format.fragments import FileLocation
+from pretrain.checkpoint.format.shard_index import FORMAT_WITH_PARTS
+from pretrain.errors import ConfigError
+from pretrain.model.parts import Part
+
+# class name of an optimizer -> name of its family; optimizers of one family have the same states
+_FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",
+             "DeepSpeedCPULion": "Lion", "DeepSpeedCPUAdagrad": "Adagrad"}
+# class name -> its name of a state -> the family's name; None: the class stores this state but never uses it
+_RENAMED_STATES: dict[str, dict[str, str | None]] = {
+    "DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPULion": {"exp_avg_sq": None}}
+
+
+def optimizer_family(class_name: str) -> str:
+    """Return the family of an optimizer class: one name for its fused, CPU and torch implementations."""
+    return _FAMILIES.get(class_name, class_name)
+
+
+def state_name(class_name: str, key: str) -> str | None:
+    """Return the family's name of the state `key` of an optimizer class; None if the class never uses the state."""
+    return _RENAMED_STATES.get(class_name, {}).get(key, key)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A flat tensor in the checkpoint's files: its location, optimizer states and parameter-group settings."""
+
+    weights: FileLocation
+    states: dict[str, FileLocation]  # by the family's name
+    group: dict[str, Any]  # settings of the parameter group (lr, betas ...)
+
+
+@dataclass(frozen=True)
+class StoredFragment:
+    """Consecutive elements of a parameter, or of a part of it, in a stored flat tensor. All numbers count elements."""
+
+    start: int  # index of the first element in the flattened parameter or part
+    length: int
+    offset: int  # index of the first element in the flat tensor
+    tensor: StoredTensor
+    part: Part | None = None  # None: the complete parameter
+
+
+@dataclass
+class StoredParameters:
+    """Content of all shard indexes of a checkpoint."""
+
+    folder: Path
+    optimizer: str = ""  # class name of the base optimizer
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of complete parameters
+    fragments: dict[str, list[StoredFragment]] = field(default_factory=dict)  # without copies
+    states: dict[str, None] = field(default_factory=dict)  # names of the elementwise optimizer states, in order
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+def read_shard_indexes(folder: Path) -> StoredParameters:
+    """Read all shard indexes. Raises ConfigError if one cannot be read, or if they do not cover a parameter."""
+    found = StoredParameters(folder)
+    for path in sorted(folder.glob("shard_index_rank_*.json")):
+        _add_index(found, path)
+    if not found.fragments:
+        raise ConfigError(str(folder), problem="there is no shard_index_rank_*.json with weights",
+                          remedy="use a checkpoint that this program wrote")
+    for name, shape in found.shapes.items():
+        found.fragments[name] = _without_copies(f"{folder}: {name}", shape, found.fragments[name])
+    return found
+
+
+def _add_index(found: StoredParameters, path: Path) -> None:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index_format = index.get("format", 1)
+        if index_format in (1, FORMAT_WITH_PARTS):
+            found.optimizer = index["optimizer"]
+            for entry in index["tensors"]:
+                _add_tensor(found, entry, index["groups"])
+            return
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(str(path), problem=f"the shard index cannot be read: {type(error).__name__} ({error})",
+                          remedy="use another checkpoint") from None
+    raise ConfigError(f"{path}: format", found=repr(index_format), expected=f"at most {FORMAT_WITH_PARTS}",
+                      remedy="a newer version of this program wrote the checkpoint; update this one")
+
+
+def _add_tensor(found: StoredParameters, entry: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    weights, states = (FileLocation(entry[key][0], tuple(entry[key][1])) for key in ("weights", "states"))
+    named = {name: states.at(key) for key in entry["elementwise"]
+             if (name := state_name(found.optimizer, key)) is not None}
+    tensor = StoredTensor(weights, named, groups[entry["group"]])
+    # FusedAdam updates the step count of only the last parameter in a group, so the largest count is right
+    if entry["scalars"].get("step", 0) >= found.scalars.get("step", 0):
+        found.scalars |= entry["scalars"]
+    for name, shape, start, length, offset, *part in entry["fragments"]:
+        if found.shapes.setdefault(name, tuple(shape)) != tuple(shape):
+            raise ValueError(f"{name} has the shapes {shape} and {list(found.shapes[name])}")
+        found.fragments.setdefault(name, []).append(
+            StoredFragment(start, length, offset, tensor, _part(name, tuple(shape), start + length, *part)))
+    found.states |= dict.fromkeys(named)
+
+
+def _part(name: str, shape: tuple[int, ...], end: int, recorded: list[Any] | None = None) -> Part | None:
+    """Return a recorded part. Raises ValueError if it is not one of a parameter with this shape, or is too small."""
+    if recorded is None:
+        return None
+    dim, ranges = recorded
+    part = Part(shape, dim, tuple((start, stop) for start, stop in ranges))
+    if not 0 <= dim < len(shape) or not all(0 <= start <= stop <= shape[dim] for start, stop in part.ranges) or \
+            end > prod(part.local_shape):
+        raise ValueError(f"{name} has the shape {list(shape)}, and no part {recorded} with {end} elements")
+    return part
+
+
+def _without_copies(where: str, shape: tuple[int, ...], fragments: list[StoredFragment]) -> list[StoredFragment]:
+    """Return fragments that cover the parameter, without copies that several ranks have written.
+
+    Two pipeline stages write a weight that they share. All tensor-parallel ranks write a parameter that none of them
+    divides. Raises ConfigError if an element is in no fragment.
+    """
+    by_part: dict[Part | None, list[StoredFragment]] = {}
+    for fragment in fragments:
+        by_part.setdefault(fragment.part, []).append(fragment)
+    if None in by_part:
+        return _covering(where, prod(shape), by_part[None])
+    parts = [part for part in by_part if part is not None]
+    _check_ranges(where, shape, parts)
+    return [fragment for part in parts
+            for fragment in _covering(where, prod(part.local_shape), by_part[part], f" of {part.ranges}")]
+
+
+def _covering(where: str, numel: int, fragments: list[StoredFragment], what: str = "") -> list[StoredFragment]:
+    """Return fragments of one part, ordered by their first elements, that cover all its elements."""
+    covered, chosen = 0, []
+    for fragment in sorted(fragments, key=lambda fragment: fragment.start):
+        if fragment.start > covered:
+            break
+        if fragment.start + fragment.length > covered:
+            chosen.append(fragment)
+            covered = fragment.start + fragment.length
+    if covered != numel:
+        raise ConfigError(where, problem=f"the shard indexes cover only the first {covered} of {numel} elements{what}",
+                          remedy="use another checkpoint")
+    return chosen
+
+
+def _check_ranges(where: str, shape: tuple[int, ...], parts: list[Part]) -> None:
+    """Raise ConfigError unless the parts together have all indexes of the dimension in which they differ."""
+    dim = parts[0].dim
+    if any(part.dim != dim for part in parts):
+        raise ConfigError(where, problem="the shard indexes divide it in several dimensions",
+                          remedy="use another checkpoint")
+    covered = 0
+    for start, stop in sorted(each for part in parts for each in part.ranges):
+        if start > covered:
+            break
+        covered = max(covered, stop)
+    if covered != shape[dim]:
+        raise ConfigError(where, problem=f"the shard indexes have only the first {covered} of {shape[dim]} indexes of "
+                          f"dimension {dim}", remedy="use another checkpoint")
