@@ -108,8 +108,11 @@ def _params_tree(block: dict[str, Any], tree: Tree) -> Tree:
     return optimizer_params(block["type"]) or SCHEDULERS.get(block["type"]) or tree
 
 
+_SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
+
+
 def drop_ignored_keys(config: dict[str, Any], zero_stage: int) -> list[IgnoredKey]:
-    """Remove keys without an effect at this ZeRO stage or without NVMe, in place.
+    """Remove keys without an effect at this ZeRO stage, without NVMe or sequence parallelism, in place.
 
     Returns the removed keys that request something, each with a reason.
     """
@@ -132,6 +135,8 @@ def drop_ignored_keys(config: dict[str, Any], zero_stage: int) -> list[IgnoredKe
                 ignored.append((f"zero_optimization.{block}.{name}", 'no effect with "device": "cpu"'))
     if "nvme" not in devices.values() and config.pop("aio", None) is not None:
         ignored.append(("aio", 'no effect without "device": "nvme"'))
+    if config.get("sequence_parallel_size", 1) == 1 and config.pop(_SEQUENCE_DTYPE, None) is not None:
+        ignored.append((_SEQUENCE_DTYPE, 'no effect without "sequence_parallel_size"'))
     if config.get("steps_per_print") in ("auto", math.inf):
         del config["steps_per_print"]
     return ignored

@@ -12,6 +12,7 @@ from pretrain.config.rules import (
     recipe_rules,
     recompute_rules,
     run_rules,
+    sequence_rules,
 )
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
@@ -28,7 +29,8 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     recipe_rules.noise_scale, recipe_rules.early_stopping,
     profile_rules.profiled_steps, profile_rules.profiled_ranks, profile_rules.memory_snapshot,
     recompute_rules.one_setting_for_recomputation, recompute_rules.recompute_every,
-    recompute_rules.offload_needs_complete_blocks,
+    recompute_rules.offload_needs_complete_blocks, sequence_rules.even_shards, sequence_rules.reduction_dtype,
+    sequence_rules.noise_scale_of_shards,
 )
 
 
