@@ -1,6 +1,5 @@
 """Resolve a DeepSpeed JSON: validate each key, fill missing and "auto" values, and parse the layout."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from pretrain.config.schedules.schedule import Schedule
 from pretrain.distributed.device import Device
 from pretrain.errors import ConfigError
 from pretrain.model.config import ModelConfig
-from pretrain.model.partition import BY_TYPE, METHODS
+from pretrain.model.partition import METHODS, layer_pattern
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,9 @@ def _resolve_pipeline(file: DsFile, config: dict[str, Any]) -> None:
     method = own[given[0]] if given else DEFAULT_PARTITION_METHOD
     if method.lower() in PARTITION_METHODS:
         method = PARTITION_METHODS[method.lower()]
-    elif not _is_legal_type(method):
+    elif layer_pattern(method) is None:
         raise ConfigError(file.where(f"pipeline.{given[0]}"), found=f'"{method}"', expected=METHODS,
                           remedy='"type:block" gives each pipeline stage the same number of blocks')
-    else:
-        method = BY_TYPE + method[len(BY_TYPE):]
     interval = int(own.get("activation_checkpoint_interval", 0))
     config["pipeline"] = {"stages": int(own.get("stages", 1)), "partition_method": method,
                           "activation_checkpoint_interval": interval, "use_reentrant": False}
@@ -145,11 +142,3 @@ def _drop_unused_offload(config: dict[str, Any], args: RunArguments) -> list[Ign
         return []
     return [("activation_checkpointing.cpu_checkpointing", "no effect without recomputation: --recompute blocks, or "
              '"pipeline": {"activation_checkpoint_interval": 1}')]
-
-
-def _is_legal_type(method: str) -> bool:
-    """Return whether this is "type:REGEX"; rules/layout_rules.py checks which layers match."""
-    try:
-        return method[:5].lower() == BY_TYPE and re.compile(method[5:]) is not None
-    except (re.error, OverflowError, RecursionError):
-        return False

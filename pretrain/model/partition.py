@@ -86,10 +86,23 @@ def _weights(layers: Sequence[LayerCost], num_stages: int, method: str) -> list[
         return [*(layer.work for layer in layers[:-1]), head]
     if method == BY_PARAMETERS:
         return [layer.parameters for layer in layers]
-    if not method.startswith(BY_TYPE):
+    pattern = layer_pattern(method)
+    if pattern is None:
         raise ConfigError("pipeline.partition_method", found=repr(method), expected=METHODS)
-    pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
     return [int(bool(pattern.search(layer.class_name))) for layer in layers]
+
+
+def layer_pattern(method: str) -> re.Pattern[str] | None:
+    """Return the regular expression of "type:REGEX"; None for anything else.
+
+    DeepSpeed 0.19.8 converts the expression to lower case and cuts it at the next colon. This function does neither.
+    """
+    if method[:len(BY_TYPE)].lower() != BY_TYPE:
+        return None
+    try:
+        return re.compile(method[len(BY_TYPE):], re.IGNORECASE)
+    except (re.error, OverflowError, RecursionError):
+        return None
 
 
 def stage_without_block(layers: Sequence[LayerCost], bounds: Sequence[int]) -> int | None:

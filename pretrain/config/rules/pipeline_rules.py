@@ -1,16 +1,13 @@
 """Rules for the division of the layers into pipeline stages."""
 
-import re
-
 from pretrain.config.resolve import ResolvedConfig
-from pretrain.model.partition import BY_TYPE, layer_costs, stage_bounds, stage_without_block
+from pretrain.model.partition import layer_costs, layer_pattern, stage_bounds, stage_without_block
 
 
 def partition_matches_layers(run: ResolvedConfig) -> None:
     """Reject "type:REGEX" if the class name of no layer matches."""
-    method, names = run.layout.partition_method, _class_names(run)
-    if method.startswith(BY_TYPE) and \
-            not any(re.search(method.removeprefix(BY_TYPE), name, re.IGNORECASE) for name in names):
+    pattern, names = layer_pattern(run.layout.partition_method), _class_names(run)
+    if pattern is not None and not any(pattern.search(name) for name in names):
         raise run.error(_key(run), expected=f"a regular expression that matches some of the layers: {', '.join(names)}",
                         remedy='"type:block" gives each pipeline stage the same number of blocks')
 

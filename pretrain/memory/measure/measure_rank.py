@@ -24,8 +24,8 @@ from pretrain.errors import ConfigError
 def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[dict[str, Any]]:
     """Build the plan's engine, train, and destroy the engine. Every rank of the process group must call this.
 
-    Returns the results of all ranks, on every rank. A result is an EngineMemory as JSON, with three more keys: "nvme"
-    (a Footprint like "held"), "step_times_ms" and "rss_bytes".
+    Returns the results of all ranks, on every rank. A result is an EngineMemory as JSON, with four more keys: "nvme"
+    (a Footprint like "held"), "layer_times", "step_times_ms" and "rss_bytes".
     """
     import torch.distributed as dist
 
@@ -39,6 +39,7 @@ def measure_engine(plan: Plan, *, tracked_steps: int, timed_steps: int) -> list[
     with tracker or contextlib.nullcontext():
         engine = build_engine(plan)
         result = observe_steps(engine, plan, steps=tracked_steps, tracker=tracker).to_json()
+    result["layer_times"] = list(engine.layer_times)
     result["nvme"] = nvme_footprint(engine, dist.get_rank()).to_json()
     result["step_times_ms"] = time_steps(engine, plan, timed_steps)
     result["rss_bytes"], _ = resident_bytes()

@@ -46,6 +46,7 @@ class RunMeasurement:
     name: str
     ranks: tuple[RankMeasurement, ...]
     step_time_ms: float  # median over the steps of the slowest rank's time
+    layer_times: tuple[int, ...]  # that the engine measured: see Layout
 
     @classmethod
     def of_results(cls, name: str, results: list[dict[str, Any]]) -> "RunMeasurement":
@@ -53,7 +54,7 @@ class RunMeasurement:
         steps = zip(*(result["step_times_ms"] for result in results), strict=True)
         slowest = [max(times) for times in steps]
         return cls(name, tuple(RankMeasurement.of_json(result) for result in results),
-                   statistics.median(slowest) if slowest else 0.0)
+                   statistics.median(slowest) if slowest else 0.0, tuple(results[0]["layer_times"]))
 
 
 def measure_run(args: RunArguments, world_size: int, *, steps: int = 4, timeout_s: float = 1800) -> RunMeasurement:

@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _simulate(candidates: Sequence[Candidate], workload: Workload, flags: argpar
              for candidate, estimate in zip(candidates, estimates, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         requests = [SimulationRequest(_train_arguments(candidate, flags, Path(folder, str(index))), rank,
-                                      candidate.layout.world_size)
+                                      candidate.layout.world_size, candidate.layout.layer_times)
                     for index, (candidate, rank) in enumerate(zip(candidates, ranks, strict=True))]
         results = simulate_ranks(requests, on_start=lambda index: report(f"simulate: {candidates[index].name}"))
     return [EstimateCheck(candidate, failure=str(result)) if isinstance(result, ConfigError) else
@@ -87,7 +87,8 @@ def _measure(candidate: Candidate, workload: Workload, flags: argparse.Namespace
             return EstimateCheck(candidate, failure=str(error))
     rank, measured = max(enumerate(run.ranks), key=lambda item: (item[1].held.states(), item[1].peak_bytes))
     pipeline_stage, zero_rank = divmod(rank, _ranks_per_stage(candidate))
-    estimate = estimate_rank(Rank(workload.shape, candidate.layout, pipeline_stage, zero_rank))
+    layout = replace(candidate.layout, layer_times=run.layer_times)  # of which the stages of this run depend
+    estimate = estimate_rank(Rank(workload.shape, layout, pipeline_stage, zero_rank))
     return EstimateCheck(candidate, rank, estimate, measured.held, measured.peak_bytes, run.step_time_ms)
 
 

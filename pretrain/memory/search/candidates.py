@@ -15,6 +15,7 @@ from pretrain.memory.hardware import Cluster
 from pretrain.memory.search.axes import Axes, Combination, combinations_of, default_axes
 from pretrain.memory.search.constraints import impossible_reason
 from pretrain.memory.search.ds_config import make_config, with_batch_sizes
+from pretrain.memory.step_time.predicted_layer_times import with_predicted_times
 
 SAMPLES_PER_RANK = 8  # samples of a step per rank, if no batch size is given
 
@@ -146,6 +147,7 @@ def read_candidates(paths: list[str], cluster: Cluster, shape: ModelShape | None
         except ConfigError as error:
             impossible[f"{path}: {error}"] = 1
             continue
+        layout = with_predicted_times(layout, shape, cluster)
         candidates.append(Candidate(layout.name, with_batch_sizes(file.values, layout), layout, path))
     if not candidates:
         reason = next(iter(impossible), "no file given")

@@ -158,9 +158,11 @@ def assume_hidden_states(engine: PipelineEngine, plan: Plan) -> None:
     engine._recv_tensor_meta = lambda stage: engine._allocate_or_extend_buffers(0, shape, dtype)
 
 
-def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int) -> dict[str, Any]:
+def simulate_rank(args: RunArguments, rank: int, world_size: int, *, steps: int,
+                  layer_times: tuple[int, ...]) -> dict[str, Any]:
     """Simulate one rank. Return the fields of a SimulatedRank as JSON. Raises ConfigError."""
     plan = fewer_micro_batches(plan_without_data(args, world_size=world_size, device=cpu_device()))
+    plan = replace(plan, layout=replace(plan.layout, layer_times=layer_times))
     replace_functions_that_need_data()
     replace_loops_over_ranks()
     with deepspeed_output("error"):

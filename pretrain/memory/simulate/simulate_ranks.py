@@ -46,6 +46,7 @@ class SimulationRequest:
     args: RunArguments
     rank: int
     world_size: int
+    layer_times: tuple[int, ...] = ()  # of the layout: see Layout
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def main(path: Path) -> None:
 def _answer(fake_world: Any, request: SimulationRequest) -> dict[str, Any]:
     """Simulate one request. Return its result or its error as JSON."""
     try:
-        return dict(fake_world.simulate_rank(request.args, request.rank, request.world_size, steps=_STEPS))
+        return dict(fake_world.simulate_rank(request.args, request.rank, request.world_size, steps=_STEPS,
+                                             layer_times=tuple(request.layer_times)))
     except ConfigError as error:
         return {"error": str(error)}
     except Exception as error:  # from DeepSpeed or torch

@@ -139,8 +139,10 @@ def _layout_of(start: _Record, row: dict[str, Any], device_kind: str) -> Layout:
     if not isinstance(samples, int) or not 0 < samples < _LARGEST:
         samples = layout.global_batch_size
     part, every = start.find("flags", "recompute"), start.find("flags", "recompute_every")
+    times = start.find("layer_times", "nanoseconds")
     return replace(
-        layout, recompute=part if part in PARTS else layout.recompute,
+        layout, layer_times=tuple(times) if isinstance(times, list) else (),
+        recompute=part if part in PARTS else layout.recompute,
         recompute_every=every if isinstance(every, int) and every > 0 else 1,
         document_attention=start.find("flags", "document_attention") is True,
         gradient_accumulation_steps=max(1, samples // (layout.micro_batch_size * layout.data_parallel_size)))
