@@ -39,6 +39,7 @@ from pretrain.model.init_methods import width_multiplier
 from pretrain.model.layer_specs import as_module, as_pipeline, compile_blocks, gather_complete_blocks
 from pretrain.model.loss import LossTerms
 from pretrain.patches.apply import apply_patches
+from pretrain.patches.hpz import forget_group_of_earlier_engine
 from pretrain.patches.monitors import survive_failing_monitors, survive_failing_profile
 
 
@@ -95,6 +96,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         emulate_fp16()
     choose_kernels(recorded_kernels)
     torch.backends.cuda.matmul.allow_tf32 = plan.args.tf32
+    forget_group_of_earlier_engine()
     groups = create_parallel_groups(plan.layout)
     plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)

@@ -42,6 +42,7 @@ Defects that raise an error or only waste resources:
     monitors get one point for each batch of an evaluation in a pipeline,
        no loss without one, and wait for the device in every step         monitors.take_monitors
     CSV files of a resumed run get a second header                        monitors.survive_failing_monitors
+    hpZ: the second engine of a process fails at an assertion             hpz.forget_group_of_earlier_engine
     one data-parallel rank: gradients are copied twice and divided by 1   one_rank.skip_reduction_on_one_rank
     every run imports torch's compiler, 2 s                               imports.avoid_compiler_imports
     the launcher of a host imports torch and DeepSpeed, 1.3 s             without_torch.py, run by ds-pretrain

@@ -46,7 +46,9 @@ def _layouts(swap: Path) -> dict[int, dict[str, dict[str, Any]]]:
                 "zero3_nvme_all": config(3, offload_optimizer=nvme(swap), offload_param=nvme_param(swap))}
     four = {"pipeline2_data2_zero0": config(0, stages=2), "pipeline2_data2_zero1": config(1, stages=2),
             "pipeline4_zero0": config(0, stages=4, accumulation=4),
-            "pipeline4_zero1": config(1, stages=4, accumulation=4)}
+            "pipeline4_zero1": config(1, stages=4, accumulation=4),
+            "zero3_hpz2": config(3, accumulation=1, zero_hpz_partition_size=2),
+            "zero3_hpz4_cpu": config(3, accumulation=1, zero_hpz_partition_size=4, offload_optimizer=CPU)}
     one = {"zero0": config(0, accumulation=4), "zero0_micro2": config(0, micro=2, accumulation=8),
            "zero3": config(3, accumulation=4)}
     return {1: one, 2: two, 4: four}

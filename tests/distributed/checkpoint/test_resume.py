@@ -16,7 +16,8 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
     small = flags(corpus, overrides=DROPOUT, steps=6)
     wide = flags(corpus, overrides=DROPOUT, steps=6, hidden=256)  # only sub-groups of more than 1 MiB are swapped
     if ranks == 4:
-        return [case("pipeline2_data2", "resume", config(1, precision="bf16", stages=2), small)]
+        return [case("pipeline2_data2", "resume", config(1, precision="bf16", stages=2), small),
+                case("zero3_hpz2", "resume", config(3, precision="bf16", zero_hpz_partition_size=2), small)]
     layouts = {
         "fp32_zero0": config(0), "zero0": config(0, precision="bf16"), "zero1": config(1, precision="bf16"),
         "zero2": config(2, precision="bf16"), "zero3": config(3, precision="bf16"),
