@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, D hidden size, H query heads, K key/value heads, G = H + 2 K, E elements per head.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,10 +16,10 @@ from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
 from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import make_mask
-from pretrain.model.linear import Linear
-from pretrain.model.norm import Norm
+from pretrain.model.norm import Norm, SplitNorm
 from pretrain.model.rope import Rope
 from pretrain.model.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
+from pretrain.model.tensor_parallel import ColumnLinear, RowLinear
 
 
 class Attention(nn.Module):
@@ -26,33 +27,45 @@ class Attention(nn.Module):
 
     Args:
         window: number of latest tokens that a query sees, with its own; 0: all tokens.
+        groups: the ranks that share heads. With more than one rank, inputs and outputs are shards of the sequences.
+        recomputed: the backward pass recomputes the layer.
     """
 
     def __init__(self, config: ModelConfig, rope: Rope | None, *, window: int = 0,
-                 plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS) -> None:
+                 plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS, recomputed: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        self.sequence = groups.sequence  # attention itself computes some of the heads at all positions
-        self.own_heads = config.num_heads // self.sequence.size
-        self.own_kv_heads = local_kv_heads(config.num_heads, config.num_kv_heads, self.sequence.size)
+        tensor, self.sequence = groups.tensor, groups.sequence  # at most one of them has more than one rank
+        self.num_heads, self.num_kv_heads = config.num_heads // tensor.size, config.num_kv_heads // tensor.size
+        self.head_size = config.head_size
+        # under sequence parallelism, attention itself computes some of the heads at all positions
+        self.own_heads = self.num_heads // self.sequence.size
+        self.own_kv_heads = local_kv_heads(self.num_heads, self.num_kv_heads, self.sequence.size)
         self.dropout, self.plain_operators = config.attention_dropout, plain_operators
         self.rope = rope
         self.scale, self.window, self.softcap = config.attention_scale, window, config.attention_softcap
         # not a buffer, because the engine casts buffers to bf16
-        self.slopes_H = alibi_slopes(config.num_heads, self.sequence.rank, self.sequence.size) \
+        shares_heads = tensor if tensor.size > 1 else self.sequence
+        self.slopes_H = alibi_slopes(config.num_heads, shares_heads.rank, shares_heads.size) \
             if config.position == "alibi" else None
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
-        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, plain_operators=plain_operators)
+        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.qkv = ColumnLinear(config.hidden_size, [q_size, kv_size, kv_size], bias=config.qkv_bias,
+                                plain_operators=plain_operators, group=tensor, recomputed=recomputed)
         self.qk_norm = config.qk_norm
-        build_norm = partial(Norm, config, plain_operators=plain_operators)
+        is_split = config.qk_norm == "all" and tensor.size > 1
+        build_norm: Callable[[int], Norm] = partial(SplitNorm, config, group=tensor) if is_split else \
+            partial(Norm, config, plain_operators=plain_operators, group=tensor)
         self.q_norm = build_norm(config.qk_norm_size(config.num_heads)) if config.qk_norm else None
         self.k_norm = build_norm(config.qk_norm_size(config.num_kv_heads)) if config.qk_norm else None
-        self.out = Linear(config.num_heads * config.head_size, config.hidden_size, bias=config.attention_out_bias,
-                          plain_operators=plain_operators)
+        self.out = RowLinear(q_size, config.hidden_size, bias=config.attention_out_bias,
+                             plain_operators=plain_operators, group=tensor)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        qkv_BTGE = self.qkv(x_BTD).unflatten(2, (-1, self.head_size))
-        return self.out(self._attend(qkv_BTGE, documents).flatten(2))
+        return self.attend(self.qkv(x_BTD), documents)
+
+    def attend(self, qkv_BTC: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        """Return the output of the layer from the output [B, T, G * E] of `qkv`."""
+        out: torch.Tensor = self.out(self._attend(qkv_BTC.unflatten(2, (-1, self.head_size)), documents).flatten(2))
+        return out
 
     def _attend(self, qkv_BTGE: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Return [B, T, H, E] from queries, keys and values: G = H + 2 K heads."""

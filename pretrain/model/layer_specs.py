@@ -77,13 +77,13 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     tied = config.tie_word_embeddings
     specs = [_tied_spec(config, loss, groups) if tied else LayerSpec(TokenEmbedding, config, groups=groups)]
     if config.embedding_norm:  # a layer of its own, because all stages of a pipeline build the tied embedding
-        specs.append(LayerSpec(EmbeddingNorm, config, plain_operators=plain_operators))
+        specs.append(LayerSpec(EmbeddingNorm, config, plain_operators=plain_operators, groups=groups))
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config, groups))
     specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
                         recompute=recompute.part_of(index), groups=groups)
               for index, rope in enumerate(_ropes(config))]
-    specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators))
+    specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators, groups=groups))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time
     if tied:
         specs.append(_tied_spec(config, loss, groups, forward_fn=_tied_loss_head if ends_in_loss else _tied_head))

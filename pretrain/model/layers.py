@@ -15,9 +15,10 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.attention import Attention
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.mlp import build_mlp
+from pretrain.model.mlp import MLP, build_mlp
 from pretrain.model.norm import Norm
 from pretrain.model.rope import Rope
+from pretrain.model.tensor_parallel import column_products
 
 
 class Block(nn.Module):
@@ -38,19 +39,24 @@ class Block(nn.Module):
         self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
-        build_norm = partial(Norm, config, plain_operators=plain_operators)
+        build_norm = partial(Norm, config, plain_operators=plain_operators, group=groups.tensor)
         self.norm1 = build_norm() if config.pre_norm else None
         self.attention = Attention(config, rope, window=config.window(index), plain_operators=plain_operators,
-                                   groups=groups)
+                                   groups=groups, recomputed=recompute in ("attention", "blocks"))
         self.post_norm1 = build_norm() if config.post_norm else None
         self.norm2 = build_norm() if config.pre_norm and not config.shared_norm else None
-        self.mlp = build_mlp(config, index, plain_operators=plain_operators, groups=groups)
+        self.mlp = build_mlp(config, index, plain_operators=plain_operators, groups=groups,
+                             recomputed=recompute in ("mlp", "blocks"))
+        # the norm's output is then gathered once for attention and MLP
+        self.shares_gather = config.shared_norm and groups.tensor.size > 1 and recompute in ("none", "blocks")
         self.post_norm2 = build_norm() if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         if self.shared_norm:
             normed_BTD = _apply(self.norm1, x_BTD)
+            if self.shares_gather:
+                return self._add_to(x_BTD, normed_BTD, documents)
             attended_BTD = self.dropout(self._part("attention", self._attend, normed_BTD, documents))
             return x_BTD + attended_BTD + self.dropout(self._part("mlp", self._transform, normed_BTD))
         if self.norm1 is not None and self.norm2 is not None and not self.parallel:
@@ -58,6 +64,13 @@ class Block(nn.Module):
         after_BTD = x_BTD + self.dropout(self._part("attention", self._attend, x_BTD, documents))
         mlp_input_BTD = x_BTD if self.parallel else after_BTD
         return after_BTD + self.dropout(self._part("mlp", self._transform, mlp_input_BTD))
+
+    def _add_to(self, x_BTD: torch.Tensor, normed_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Add attention and MLP of the same normed shard of the sequences, which is gathered once, to x."""
+        assert isinstance(self.mlp, MLP)
+        qkv_BTC, *wide = column_products(normed_BTD, [self.attention.qkv, *self.mlp.wide_layers()])
+        attended_BTD = self.dropout(_apply(self.post_norm1, self.attention.attend(qkv_BTC, documents)))
+        return x_BTD + attended_BTD + self.dropout(_apply(self.post_norm2, self.mlp.narrow(*wide)))
 
     def _forward_with_fused_sums(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         """Compute attention, then the MLP. The norms also add the residual connections and their gradients."""

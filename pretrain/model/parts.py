@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from pretrain.distributed.parallel_groups import RankGroup
 
@@ -47,7 +46,7 @@ def split_segments(sizes: Sequence[int], group: RankGroup) -> tuple[tuple[int, i
     return tuple(ranges)
 
 
-def set_part(parameter: nn.Parameter, part: Part) -> None:
+def set_part(parameter: torch.Tensor, part: Part) -> None:
     """Record which part of the complete parameter this one is.
 
     The second attribute is that of DeepSpeed 0.19.8 (runtime/utils.py, is_model_parallel_parameter): it adds the

@@ -8,6 +8,7 @@ over the ranks is computed in the dtype of the tensors.
 With a group of one rank, each function returns its input.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,18 +52,52 @@ def own_shard(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     return x.narrow(dim, group.rank * size, size)
 
 
+def sum_over_ranks(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return the sum over the ranks. Gradient: the sum over the ranks, each of which uses the sum."""
+    if group.size == 1:
+        return x
+    total: torch.Tensor = _SumOverRanks.apply(x, group)
+    return total
+
+
+def begin_gather(x: torch.Tensor, group: RankGroup, dim: int = 1) -> Callable[[], torch.Tensor]:
+    """Begin to gather the ranks' shards, without a gradient. The returned function waits, and returns the result."""
+    shards, own = x.new_empty(group.size, *x.shape), x.contiguous()
+    work = _all_gather(shards.view(-1), own.view(-1), group=group.handle, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return torch.cat(shards.unbind(0), dim) if x.shape[:dim].numel() > 1 else \
+            shards.view(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1:])
+    return wait
+
+
+def begin_sum_and_scatter(x: torch.Tensor, group: RankGroup, dim: int = 1) -> Callable[[], torch.Tensor]:
+    """Begin to sum over the ranks, without a gradient. The returned function waits, and returns this rank's shard."""
+    shards = torch.stack(x.chunk(group.size, dim)) if x.shape[:dim].numel() > 1 else x.contiguous()
+    own = x.new_empty(*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1:])
+    work = _reduce_scatter(own.view(-1), shards.view(-1), group=group.handle, async_op=True)
+
+    def wait() -> torch.Tensor:
+        nonlocal shards
+        work.wait()
+        del shards  # it had to exist until here
+        return own
+    return wait
+
+
 def _gathered(x: torch.Tensor, group: RankGroup, dim: int) -> torch.Tensor:
-    shards = x.new_empty(group.size, *x.shape)
-    _all_gather(shards.view(-1), x.contiguous().view(-1), group=group.handle)
-    return torch.cat(shards.unbind(0), dim) if x.shape[:dim].numel() > 1 else \
-        shards.view(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1:])
+    return begin_gather(x, group, dim)()
 
 
 def _summed_shard(x: torch.Tensor, group: RankGroup, dim: int) -> torch.Tensor:
-    shards = torch.stack(x.chunk(group.size, dim)) if x.shape[:dim].numel() > 1 else x.contiguous()
-    own = x.new_empty(*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1:])
-    _reduce_scatter(own.view(-1), shards.view(-1), group=group.handle)
-    return own
+    return begin_sum_and_scatter(x, group, dim)()
+
+
+def _total(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.handle)
+    return total
 
 
 class _Gather(torch.autograd.Function):
@@ -98,6 +133,16 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group.handle)
-        return total, None
+        return _total(grads[0], ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return _total(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _total(grads[0], ctx.group), None
