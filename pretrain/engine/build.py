@@ -105,7 +105,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).
     torch.manual_seed(plan.args.seed + 1 + torch.distributed.get_rank())
-    if plan.args.compile_blocks and plan.layout.zero_stage == 3:
+    if plan.layout.zero_stage == 3 and (plan.args.compile_blocks or groups.tensor.size > 1):
         gather_complete_blocks(module)
     survive_failing_monitors()
     make_optimizer, ds_config = eight_bit_optimizer(plan)

@@ -240,8 +240,8 @@ def as_module(config: ModelConfig, *, recompute: Recompute = _KEEP_ALL, plain_op
 def gather_complete_blocks(module: nn.Module) -> None:
     """Let ZeRO-3 gather the parameters of a block together, before the block is called. Call it before `initialize`.
 
-    Otherwise DeepSpeed's hooks gather the parameters of each linear layer inside of the block, where no compiler can
-    trace them.
+    Otherwise DeepSpeed's hooks gather the parameters of each linear layer inside of the block. No compiler can trace
+    them there, and tensor_parallel.column_products computes several layers at once.
     """
     set_z3_leaf_modules(module, [Block])
 
