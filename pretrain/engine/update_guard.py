@@ -124,9 +124,10 @@ class UpdateGuard:
         """Return the mean loss of the global batch on all ranks; collective if this step has not called it yet."""
         if self._mean_loss is None:
             total = sum(self._losses, start=torch.zeros_like(self._zero)).reshape(())
-            dist.all_reduce(total)  # the tensor-parallel ranks have equal losses
-            copies = data_parallel_size(self._engine) * tensor_parallel_size(self._engine)
-            self._mean_loss = total / (self._engine.gradient_accumulation_steps() * copies)
+            dist.all_reduce(total)  # the ranks that share matrices or sequences have equal losses
+            engine = self._engine
+            copies = data_parallel_size(engine) * tensor_parallel_size(engine) * engine.sequence_parallel_size
+            self._mean_loss = total / (engine.gradient_accumulation_steps() * copies)
         return self._mean_loss
 
     def _has_finite_loss(self) -> bool:

@@ -27,6 +27,11 @@ def _tensor(stage: int, **settings: Any) -> dict[str, Any]:
     return {**config(stage, **settings), "tensor_parallel": {"autotp_size": 2}}
 
 
+def _sequence(stage: int, **settings: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with two ranks that share each sequence. The global batch is 16."""
+    return {**config(stage, **settings), "sequence_parallel_size": 2}
+
+
 TWO_RANKS: Cases = {
     **{f"tensor2_zero{stage}": ("tied", _tensor(stage, accumulation=4)) for stage in (0, 1, 2, 3)},
     "tensor2_zero1_cpu": ("tied", _tensor(1, accumulation=4, offload_optimizer=CPU)),
@@ -37,11 +42,23 @@ TWO_RANKS: Cases = {
     "tensor2_zero2_documents": ("documents", _tensor(2, accumulation=4)),
     "tensor2_zero0_bf16": ("tied", _tensor(0, accumulation=4, precision="bf16")),
     "tensor2_zero1_bf16": ("tied", _tensor(1, accumulation=4, precision="bf16")),
+    **{f"sequence2_zero{stage}": ("tied", _sequence(stage, accumulation=4)) for stage in (0, 1, 2, 3)},
+    "sequence2_zero1_masked": ("masked", _sequence(1, accumulation=4)),
+    "sequence2_zero3_documents": ("documents", _sequence(3, accumulation=4)),
+    "sequence2_zero2_grouped": ("grouped", _sequence(2, accumulation=4)),
+    "sequence2_zero3_single_kv": ("single_kv", _sequence(3, accumulation=4, reduce_scatter=False)),
+    "sequence2_zero3_cpu": ("tied", _sequence(3, accumulation=4, offload_optimizer=CPU, offload_param=CPU)),
+    **{f"sequence2_zero{stage}_bf16": ("tied", _sequence(stage, accumulation=4, precision="bf16"))
+       for stage in (0, 1, 3)},
 }
 FOUR_RANKS: Cases = {
     "tensor2_data2_zero1": ("tied", _tensor(1)),
     "tensor2_data2_zero2": ("masked", _tensor(2)),
     "tensor2_data2_zero3": ("grouped", _tensor(3)),
+    "sequence2_data2_zero1": ("masked", _sequence(1)),
+    "sequence2_data2_zero2": ("documents", _sequence(2)),
+    "sequence2_data2_zero3": ("single_kv", _sequence(3)),
+    "sequence4_zero3": ("single_kv", {**config(3, accumulation=4), "sequence_parallel_size": 4}),
     "tensor2_pipeline2_zero0": ("tied", _tensor(0, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1": ("documents", _tensor(1, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_grouped": ("grouped", _tensor(1, stages=2, accumulation=4)),
@@ -51,13 +68,15 @@ FOUR_RANKS: Cases = {
 
 def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Return the flags of each variant. The clipping at 1.0 acts in all of them."""
-    grouped = folder / "grouped.json"
+    grouped, single_kv = folder / "grouped.json", folder / "single_kv.json"
     grouped.write_text(json.dumps(GROUPED))
+    single_kv.write_text(json.dumps({**GROUPED, "num_key_value_heads": 1}))
     return {
         "tied": flags(corpus, steps=STEPS),
         "masked": flags(corpus, steps=STEPS, eod_mask_loss=True, overrides="tie_word_embeddings=false"),
         "documents": flags(corpus, steps=STEPS, document_attention=True, eod_mask_loss=True),
         "grouped": {**flags(corpus, steps=STEPS), "model": str(grouped), "model_overrides": "vocab_size=251"},
+        "single_kv": {**flags(corpus, steps=STEPS), "model": str(single_kv), "model_overrides": "vocab_size=251"},
     }
 
 

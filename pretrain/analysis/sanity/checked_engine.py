@@ -164,8 +164,8 @@ class CheckedEngine:
                 parameter.copy_((parameter.float() + length * direction).to(parameter.dtype))
                 if is_counted(self.engine, parameter):
                     product += float(((parameter.float() - original[name].float()) * direction).sum())
-        # all data-parallel ranks have the same weights and directions: the sum is over the parts of a model replica
-        yield sum(gather(product)) / self.plan.layout.data_parallel_size
+        # these ranks have the same weights and directions: the sum is over the parts of a model replica
+        yield sum(gather(product)) / self.plan.layout.zero_size
         for name, parameter in self.parameters():
             if name in original:
                 with _whole(parameter), torch.no_grad():
