@@ -24,7 +24,12 @@ from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
 from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
-from pretrain.engine.expert_parallelism import announced_experts, mark_experts, with_expert_groups
+from pretrain.engine.expert_parallelism import (
+    announced_experts,
+    mark_experts,
+    mark_partitioned_experts,
+    with_expert_groups,
+)
 from pretrain.engine.group_settings import remember_settings
 from pretrain.engine.layer_times import with_layer_times
 from pretrain.engine.operators import operators_on_cuda
@@ -66,9 +71,11 @@ def _build_module(plan: Plan, groups: ParallelGroups, mpu: Mpu | None) -> torch.
                            partition_method=plan.layout.partition_method, layer_times=plan.layout.layer_times,
                            recompute=recompute,
                            plain_operators=plain_operators, loss_terms=terms, groups=groups)
-    with deepspeed.zero.Init(config_dict_or_path=without_own_blocks(plan.ds_config), mpu=mpu,
-                             enabled=plan.layout.zero_stage == 3,
-                             data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group()):
+    init = deepspeed.zero.Init(config_dict_or_path=without_own_blocks(plan.ds_config), mpu=mpu,
+                               enabled=plan.layout.zero_stage == 3,
+                               data_parallel_group=None if mpu is None else mpu.get_sequence_data_parallel_group())
+    mark_partitioned_experts(init, groups.expert)
+    with init:
         return as_module(plan.model, recompute=recompute, plain_operators=plain_operators, loss_terms=terms,
                          groups=groups)
 

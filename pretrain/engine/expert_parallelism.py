@@ -3,7 +3,7 @@
 The layers of the model send the tokens (model/token_exchange.py). DeepSpeed 0.19.8 does the rest for parameters that
 have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the ranks with the
 same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py, average_tensor), and
-ZeRO-1 and ZeRO-2 divide them over the ranks with the same experts.
+ZeRO divides them over the ranks with the same experts. Norms and overflows are those of all ranks.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -45,12 +46,34 @@ def expert_data_group(engine: DeepSpeedEngine) -> dist.ProcessGroup:
 
 def mark_experts(module: nn.Module, expert: RankGroup) -> None:
     """Make DeepSpeed treat the parameters of which this rank holds a part as experts."""
+    for parameter in module.parameters() if expert.size > 1 else ():
+        if part_of(parameter) is not None:
+            _mark(parameter, expert)
+
+
+def mark_partitioned_experts(init: Init, expert: RankGroup) -> None:
+    """Make `zero.Init` divide the experts over the ranks that hold the same ones.
+
+    DeepSpeed 0.19.8 does so for parameters with these attributes, and then averages their gradients and sums their
+    norms as those of its AutoEP layers (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param;
+    runtime/zero/stage3.py, _autoep_expert_parallel_group).
+    """
     if expert.size == 1:
         return
-    for parameter in module.parameters():
+    divide, name = init._zero_init_param, _group_name(expert.size)
+
+    def divide_by_family(parameter: Any) -> None:
         if part_of(parameter) is not None:
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = _group_name(expert.size)  # type: ignore[attr-defined]
+            _mark(parameter, expert)
+            parameter.ds_zero_placement_family, parameter.ds_zero_partition_group_name = "autoep_expert", name
+            parameter.ds_zero_partition_process_group = deepspeed_groups._get_expert_data_parallel_group(name)
+        divide(parameter)
+
+    init._zero_init_param = divide_by_family
+
+
+def _mark(parameter: Any, expert: RankGroup) -> None:
+    parameter.allreduce, parameter.group_name = False, _group_name(expert.size)
 
 
 def with_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +92,7 @@ def announced_experts(module: nn.Module) -> Iterator[None]:
     DeepSpeed 0.19.8 looks for modules of its class MoE (runtime/engine.py, _configure_distributed_model). The module
     that is added here has no parameters. It is removed again, so that checkpoints have no files for it.
     """
-    if not any(map(is_moe_param, module.parameters())):
+    if not any(is_moe_param(parameter) and not hasattr(parameter, "ds_id") for parameter in module.parameters()):
         yield
         return
     module.add_module(_ANNOUNCEMENT, _Announcement())
