@@ -1,7 +1,14 @@
-"""Rules for tensor, sequence and expert parallelism."""
+"""Rules for tensor, sequence and expert parallelism: which degrees, settings and models can be combined."""
 
+from pretrain.config.ds_json.optimizers import ELEMENTWISE_OTHERS
 from pretrain.config.parallel_degrees import EXPERT, SEQUENCE, TENSOR
 from pretrain.config.resolve import ResolvedConfig
+from pretrain.data.datasets.seq_lengths import parse_seq_lengths
+from pretrain.errors import ConfigError
+
+_ZERO = "zero_optimization"
+# Optimizers that update a weight from its own gradient and states alone: a part of a matrix is enough for them.
+_ELEMENTWISE = ("adam", "adamw", "lion", "adagrad", *ELEMENTWISE_OTHERS)
 
 
 def degrees_together(run: ResolvedConfig) -> None:
@@ -16,3 +23,61 @@ def degrees_together(run: ResolvedConfig) -> None:
                                f'"{TENSOR}" to 1')
     if layout.expert_parallel_size > 1 and layout.pipeline_stages > 1:
         raise run.error(EXPERT, expected="1 with pipeline stages", remedy="use ZeRO stage 1 or 2 without stages")
+    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
+        if layout.expert_parallel_size > 1 and size > 1:
+            raise run.error(EXPERT, expected=f'1 with "{key}": {size}',
+                            remedy="no engine here supports both; set one of the two degrees to 1")
+
+
+def tensor_parallel_shares(run: ResolvedConfig) -> None:
+    """Reject heads and sequences that the tensor-parallel ranks cannot share evenly."""
+    ranks, model, args = run.layout.tensor_parallel_size, run.model, run.args
+    for name, heads in (("attention", model.num_heads), ("key and value", model.num_kv_heads)):
+        if heads % ranks:
+            raise run.error(TENSOR, expected=f"a divisor of the model's {heads} {name} heads",
+                            remedy="each rank computes some of the heads")
+    schedule = parse_seq_lengths(args.seq_length_schedule, seq_length=args.seq_length)
+    for flag, length in (("--seq_length", args.seq_length),
+                         *(("--seq_length_schedule", length) for _, length in schedule.stages)):
+        if length % ranks:
+            raise ConfigError(flag, found=f"length {length}", expected=f"a multiple of {ranks}",
+                              remedy=f'"{TENSOR}": {ranks} divides each sequence evenly between the layers')
+
+
+def optimizer_of_parts(run: ResolvedConfig) -> None:
+    """Reject optimizers that need complete matrices, of which a tensor- or expert-parallel rank has a part."""
+    layout = run.layout
+    if layout.optimizer in _ELEMENTWISE:
+        return
+    if layout.tensor_parallel_size > 1:
+        raise run.error("optimizer.type", expected=f'Adam, AdamW, Lion, SGD or another elementwise one with "{TENSOR}"',
+                        remedy="it needs complete matrices, and each rank has a part of them; use AdamW")
+    if layout.expert_parallel_size > 1:
+        raise run.error("optimizer.type", expected=f'Adam, AdamW, Lion, SGD or another elementwise one with "{EXPERT}"',
+                        remedy="it needs one matrix at a time, and the experts of a rank are one tensor; use AdamW")
+
+
+def zero_plus_plus_of_parts(run: ResolvedConfig) -> None:
+    """Reject ZeRO++ with other ranks than data-parallel ones: DeepSpeed's groups for it consist of all ranks."""
+    layout, hpz = run.layout, f"{_ZERO}.zero_hpz_partition_size"
+    if layout.hpz_partition_size > 1 and layout.tensor_parallel_size > 1:
+        raise run.error(hpz, expected=f'1 with "{TENSOR}"',
+                        remedy="DeepSpeed would share the secondary copy among tensor-parallel ranks, whose parameters "
+                               "differ; remove the key")
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
+            if run.get(f"{_ZERO}.{name}") and size > 1:
+                raise run.error(f"{_ZERO}.{name}", expected=f'false with "{key}": {size}',
+                                remedy="DeepSpeed sums the quantized gradients of all ranks as if each had its own "
+                                       "samples and the same parameters; remove the key")
+
+
+def compiled_parts(run: ResolvedConfig) -> None:
+    """Reject the compiler if the ranks communicate inside of a block."""
+    layout = run.layout
+    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size),
+                      (EXPERT, layout.expert_parallel_size)):
+        if run.args.compile_blocks and size > 1:
+            raise ConfigError("--compile_blocks", found=f'"{key}": {size}', expected="1",
+                              remedy="a block is compiled as one graph, which cannot contain the communication between "
+                                     "its layers; leave --compile_blocks out")

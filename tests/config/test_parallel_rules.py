@@ -1,0 +1,157 @@
+"""Combinations of parallel degrees, settings and models that are rejected, by the check of tools/check_config.py."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.test_validate import words
+from tests.support.effort import run_and_list_imports
+from tests.wrong_inputs.inputs import CPU, NVME, UNTESTED, z
+from tests.wrong_inputs.world import make_world
+
+TENSOR, SEQUENCE = {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+STAGES = {"pipeline": {"stages": 2}}
+TWO, FOUR, EIGHT = ({"world_size": ranks} for ranks in (2, 4, 8))
+GROUPED = {"model_type": "llama", "vocab_size": 256, "hidden_size": 96, "intermediate_size": 192,
+           "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256,
+           "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+_LLAMA = {"model": "{world}/grouped.json"}
+_STAGE = "zero_optimization.stage"
+_MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+
+
+def _tensor(size: int) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": size}}
+
+
+# (changes of the JSON, flags, key or flag that the error begins with, text of the remedy)
+REJECTED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    # ranks
+    (TENSOR, {}, "tensor_parallel.autotp_size", "Launch 2 or 4 ranks"),
+    (_tensor(3), FOUR, "tensor_parallel.autotp_size", "Launch 3 or 6 ranks"),
+    (SEQUENCE, {}, "sequence_parallel_size", "Launch 2 or 4 ranks"),
+    (TENSOR | STAGES, TWO, "tensor_parallel.autotp_size", "Launch 4 or 8 ranks"),
+    (_tensor(2) | {"pipeline": {"stages": 4}}, FOUR, "tensor_parallel.autotp_size", "Launch 8 or 16 ranks"),
+    ({"pipeline": {"stages": 3}}, FOUR, "pipeline.stages", "Launch 3, 6 or 9 ranks"),
+    (EXPERTS, {}, "expert_parallel.autoep_size", "a number that divides these ranks"),
+    ({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, FOUR, "tensor_parallel.tp.tp_size",
+     '"tensor_parallel": {"autotp_size": N}'),
+    ({"expert_parallel": {"autoep_size": 2}}, TWO, "expert_parallel.autoep_size", "DeepSpeed ignores the degree"),
+    (TENSOR | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, FOUR,
+     "train_batch_size", "4 x 2 x 2"),
+    # degrees with each other and with ZeRO stages
+    (STAGES | {_STAGE: 2}, TWO, "pipeline.stages", "ZeRO stage 0 or 1"),
+    (STAGES | TENSOR | {_STAGE: 3}, FOUR, "pipeline.stages", "ZeRO stage 0 or 1"),
+    (SEQUENCE | STAGES, FOUR, "sequence_parallel_size", "without stages"),
+    (SEQUENCE | TENSOR, FOUR, "sequence_parallel_size", "set one of"),
+    (EXPERTS | STAGES, FOUR, "expert_parallel.autoep_size", "without stages"),
+    (EXPERTS | TENSOR, EIGHT, "expert_parallel.autoep_size", "set one of the two degrees to 1"),
+    (EXPERTS | SEQUENCE, FOUR, "expert_parallel.autoep_size", "set one of the two degrees to 1"),
+    # the model
+    (_tensor(8), EIGHT, "tensor_parallel.autotp_size", "each rank computes some of the heads"),
+    (TENSOR, TWO | _LLAMA, "tensor_parallel.autotp_size", "each rank computes some of the heads"),
+    ({"sequence_parallel_size": 8}, EIGHT, "sequence_parallel_size", "each rank computes some of the heads"),
+    # lengths
+    (TENSOR, TWO | {"seq_length": 63}, "--seq_length", "divides each sequence evenly"),
+    (TENSOR, TWO | {"seq_length": 60, "seq_length_schedule": "0:15,4096:60"}, "--seq_length_schedule",
+     "divides each sequence evenly"),
+    (SEQUENCE, TWO | {"seq_length": 63}, "--seq_length", "divides each sequence evenly"),
+    (SEQUENCE, TWO | {"seq_length": 60, "seq_length_schedule": "0:15,4096:60"}, "--seq_length_schedule",
+     "divides each sequence"),
+    # optimizers that need complete matrices
+    (TENSOR | _MUON, TWO, "optimizer.type", "use AdamW"),
+    (TENSOR | {"optimizer.type": "Lamb"} | UNTESTED, TWO | {"device": "cuda"}, "optimizer.type", "use AdamW"),
+    (TENSOR | {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}} | UNTESTED, TWO, "optimizer.type",
+     "use AdamW"),
+    # offload
+    (TENSOR | z("offload_optimizer", CPU, stage=0), TWO, "zero_optimization.offload_optimizer.device",
+     "set zero_optimization.stage to 1 or more"),
+    (TENSOR | z("offload_optimizer", NVME, stage=1), TWO | {"nvme_path": "{world}"},
+     "zero_optimization.offload_optimizer.device", "NVMe needs stage 3"),
+    (z("offload_optimizer", {"device": "cpu", "ratio": 0.5}), TWO, "zero_optimization.offload_optimizer.ratio",
+     "remove the key to offload everything"),
+    (z("offload_optimizer", {"device": "cpu", "super_offload": True}), TWO | {"device": "cuda"},
+     "zero_optimization.offload_optimizer.super_offload", "remove the key"),
+    (z("zenflow", {"topk_ratio": 0.1}, stage=2), TWO, "zero_optimization.zenflow", "use offload_optimizer alone"),
+    # ZeRO++
+    (TENSOR | z("zero_hpz_partition_size", 2), FOUR, "zero_optimization.zero_hpz_partition_size", "Remove the key"),
+    (TENSOR | z("zero_quantized_weights", True), FOUR | {"device": "cuda"},
+     "zero_optimization.zero_quantized_weights", "remove the key"),
+    (SEQUENCE | z("zero_quantized_gradients", True), TWO | {"device": "cuda"},
+     "zero_optimization.zero_quantized_gradients", "remove the key"),
+    (z("zero_quantized_weights", True), TWO, "zero_optimization.zero_quantized_weights", "need CUDA"),
+    (z("zero_hpz_partition_size", 3), FOUR, "zero_optimization.zero_hpz_partition_size", "a divisor of the 4 ranks"),
+    # flags
+    (TENSOR, TWO | {"compile_blocks": True}, "--compile_blocks", "leave --compile_blocks out"),
+    (SEQUENCE, TWO | {"compile_blocks": True}, "--compile_blocks", "leave --compile_blocks out"),
+    (SEQUENCE, TWO | {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}, "--noise_scale_interval",
+     "shard of each micro-batch"),
+    # other features
+    ({"compile": {"deepcompile": True}}, TWO | {"device": "cuda"}, "compile.deepcompile", "use --compile_blocks"),
+    ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, TWO,
+     "data_efficiency.data_sampling.curriculum_learning", "--seq_length_schedule"),
+    (TENSOR | STAGES | {"wall_clock_breakdown": True}, FOUR, "wall_clock_breakdown", "DeepSpeed's timers crash"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, str, str]], set[str]]:
+    """Check all combinations in one process. Return (exit code, output, errors) of each, and the imported modules."""
+    world = tmp_path_factory.mktemp("world")
+    make_world(world)
+    (world / "grouped.json").write_text(json.dumps(GROUPED))
+    lines = []
+    for number, (changes, flags, _, _) in enumerate(REJECTED):
+        line = words(world, changes, flags)
+        path = world / f"ds{number}.json"
+        (world / "ds.json").rename(path)
+        lines.append([str(path) if word == str(world / "ds.json") else word for word in line])
+    (world / "lines.json").write_text(json.dumps(lines))
+    done, modules = run_and_list_imports([__file__, str(world / "lines.json")])
+    assert done.returncode == 0, done.stderr
+    return [tuple(outcome) for outcome in json.loads(done.stdout)], modules
+
+
+@pytest.mark.parametrize("number", range(len(REJECTED)), ids=lambda number: f"{number}-{REJECTED[number][2]}")
+def test_the_combination_is_rejected_in_one_line(number: int, outcomes: Any) -> None:
+    _, _, key, remedy = REJECTED[number]
+    code, output, errors = outcomes[0][number]
+    assert (code, output) == (2, ""), errors
+    assert errors.count("\n") == 1
+    where = errors.removeprefix("ds-pretrain: error: ")
+    assert where.startswith(f"{key}: ") if key.startswith("--") else f": {key}: " in where[:300], errors
+    assert remedy.lower() in errors.lower()
+
+
+def test_there_are_many_combinations_and_none_needs_torch(outcomes: Any) -> None:
+    assert len(REJECTED) >= 30
+    assert len({(key, remedy) for _, _, key, remedy in REJECTED}) >= 25
+    assert not {"torch", "deepspeed"} & outcomes[1]
+
+
+def _main(path: str) -> None:
+    """Run tools/check_config.py with each command line of a JSON file, and print the outcomes."""
+    import contextlib
+    import io
+
+    from pretrain.cli import run_main
+    from tests.config.test_validate import MAIN
+
+    found = []
+    for line in json.loads(Path(path).read_text(encoding="utf-8")):
+        output, errors, code = io.StringIO(), io.StringIO(), -1
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                run_main(lambda line=line: MAIN(line))  # type: ignore[misc]
+            except SystemExit as end:
+                code = int(end.code or 0)
+        found.append((code, output.getvalue(), errors.getvalue()))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
