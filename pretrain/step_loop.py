@@ -16,6 +16,7 @@ from pretrain.monitor.announce import EARLY_STOP, announce_end, early_end_line
 from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
+from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import BadSteps, Guard
 from pretrain.resilience.replica_check import ReplicaCheck
@@ -45,6 +46,7 @@ class StepLoop:
     loaders: dict[str, Loader]  # by the names of the plan's datasets
     meter: Meter
     profiler: Profiler
+    timeline: PipelineTimeline
     saver: Saver
     requests: Requests
     data_watch: DataWatch
@@ -65,6 +67,7 @@ class StepLoop:
         while step < self.plan.last_step and not request.stop:
             step, steps_here = step + 1, steps_here + 1
             self.profiler.before_step(step)
+            self.timeline.before_step(step)
             self.watchdog.enter("data", step)
             micro_batches = self.meter.timed_data(self.loaders["train"].step, consumed_samples)
             self.watchdog.enter("step", step)
@@ -100,6 +103,7 @@ class StepLoop:
         self.requests.close()
         self.data_watch.close()
         self.profiler.close()
+        self.timeline.close()
         self.meter.close()
         announce_end(self.plan, step, stopped_by, self.meter.losses, self.meter.screen, self.meter.folder)
 

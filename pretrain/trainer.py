@@ -34,6 +34,7 @@ from pretrain.monitor.batch_ramp import BatchRamp
 from pretrain.monitor.meter import Meter
 from pretrain.monitor.profiler import Profiler
 from pretrain.monitor.read_run_folder import recorded_kernels, recorded_layer_times
+from pretrain.monitor.timeline import PipelineTimeline
 from pretrain.monitor.write_run_folder import RunFolder
 from pretrain.resilience.data_watch import DataWatch
 from pretrain.resilience.guard import Guard
@@ -134,6 +135,7 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
                   owned_weights=functools.partial(owned_weights, engine))
     profiler = Profiler(plan, folder, rank=world.rank, report=screen.line, after_write=meter.restart_timing,
                         before_write=functools.partial(guards.watchdog.enter, "save"))
+    timeline = PipelineTimeline(plan, engine, folder, rank=world.rank, report=screen.line)
     saver = Saver(plan, folder, screen)
     requests = Requests(engine.device, folder, guards.launcher, exit_after_minutes=plan.args.exit_after_minutes,
                         committed_step=lambda: saver.committed_step, report=screen.line)
@@ -146,8 +148,8 @@ def _begin_loop(plan: Plan, world: World, start: _StartPoint, callbacks: StepCal
     guard = Guard(plan, engine, folder, screen)
     guard_updates(engine, guard.veto if plan.args.spike_policy == "skip" else None)
     data_watch = DataWatch(plan, resume, reject=requests.reject, folder=folder, screen=screen, active=world.rank == 0)
-    return StepLoop(plan, engine, loaders, meter=meter, profiler=profiler, saver=saver, requests=requests,
-                    data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
+    return StepLoop(plan, engine, loaders, meter=meter, profiler=profiler, timeline=timeline, saver=saver,
+                    requests=requests, data_watch=data_watch, guard=guard, replicas=ReplicaCheck(plan, engine, folder),
                     watchdog=guards.watchdog, lock=guards.lock,
                     batch_ramp=BatchRamp(plan.length.batch_sizes, folder, screen), callbacks=callbacks)
 

@@ -1,4 +1,4 @@
-"""Values of --profile_steps and --profile_ranks."""
+"""Values of --profile_steps, --pipeline_timeline and --profile_ranks."""
 
 import re
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ class ProfileSteps:
     last: int
 
 
-def parse_steps(text: str) -> ProfileSteps:
+def parse_steps(text: str, *, flag: str = "--profile_steps") -> ProfileSteps:
     """Parse `FIRST:LAST`, or the number of a single step. Raises ConfigError."""
     match = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", text)
     if match is None:
-        raise ConfigError("--profile_steps", found=text, expected="the first and the last step, such as 10:12")
+        raise ConfigError(flag, found=text, expected="the first and the last step, such as 10:12")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last:
-        raise ConfigError("--profile_steps", found=text, expected="a first step from 1, and a last step not before it")
+        raise ConfigError(flag, found=text, expected="a first step from 1, and a last step not before it")
     if last - first >= MOST_STEPS:
-        raise ConfigError("--profile_steps", found=f"{last - first + 1} steps", expected=f"at most {MOST_STEPS}",
+        raise ConfigError(flag, found=f"{last - first + 1} steps", expected=f"at most {MOST_STEPS}",
                           remedy="a trace of more steps is too large for the viewers")
     return ProfileSteps(first, last)
 

@@ -92,4 +92,7 @@ class InstrumentArguments:
                                            "writes a trace and a table of operators to RUN/profiles; to profile a "
                                            "running job, `touch RUN/PROFILE`", metavar="FIRST:LAST")
     profile_ranks: str = flag("all", "ranks that write a profile, such as 0,8", metavar="all|RANK,...")
+    pipeline_timeline: str | None = flag(None, "steps of a run with several pipeline stages, such as 10:12, whose time "
+                                               "is divided into forward, backward, transfers and bubble: writes plots "
+                                               "and a JSON to RUN/profiles", metavar="FIRST:LAST")
     memory_snapshot: bool = flag(False, "the profiled steps also write each allocation of GPU memory with its stack")

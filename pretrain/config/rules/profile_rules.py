@@ -14,6 +14,17 @@ def profiled_steps(run: ResolvedConfig) -> None:
                           expected=f"at most the run's {run.train_steps} steps")
 
 
+def pipeline_timeline(run: ResolvedConfig) -> None:
+    flag, text = "--pipeline_timeline", run.args.pipeline_timeline
+    if text is None:
+        return
+    if parse_steps(text, flag=flag).last > run.train_steps:
+        raise ConfigError(flag, found=text, expected=f"at most the run's {run.train_steps} steps")
+    if run.layout.pipeline_stages == 1:
+        raise ConfigError(flag, found="a run with one pipeline stage", expected='"pipeline": {"stages": N} in the JSON',
+                          remedy="--profile_steps profiles the steps of any run")
+
+
 def profiled_ranks(run: ResolvedConfig) -> None:
     parse_ranks(run.args.profile_ranks, run.layout.world_size)
 
