@@ -21,6 +21,16 @@ def pp2(stage: int, **others: Any) -> dict[str, Any]:
     return config(stage, micro=2, accumulation=4, stages=2, **others)
 
 
+def tensor2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON for two tensor-parallel ranks and, on two ranks, 8 samples per step."""
+    return {**config(stage, micro=micro, accumulation=accumulation, **others), "tensor_parallel": {"autotp_size": 2}}
+
+
+def sequence2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON for two sequence-parallel ranks and, on two ranks, 8 samples per step."""
+    return {**config(stage, micro=micro, accumulation=accumulation, **others), "sequence_parallel_size": 2}
+
+
 def fp16(values: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON with fp16 and a loss scale that grows during the test."""
     return {**values, "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}

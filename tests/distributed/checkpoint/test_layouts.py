@@ -17,7 +17,17 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import why_not_compilable
 from tests.conftest import selected_params
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
-from tests.support.layouts import SAVED, STEPS, dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.layouts import (
+    SAVED,
+    STEPS,
+    dp2,
+    fp16,
+    pp2,
+    relative_difference,
+    run_layouts,
+    sequence2,
+    tensor2,
+)
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 
@@ -41,16 +51,28 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
         "pipeline2": RunLayout(2, config(1, micro=2, accumulation=4, stages=2)),
         "pipeline2_data2": RunLayout(4, config(1, micro=2, accumulation=2, stages=2)),
         "pipeline4": RunLayout(4, config(0, micro=2, accumulation=4, stages=4)),
+        "tensor2_zero0": RunLayout(2, tensor2(0)),
+        "tensor2_zero1": RunLayout(2, tensor2(1)),
+        "tensor2_zero2": RunLayout(2, tensor2(2)),
+        "tensor2_zero3": RunLayout(2, tensor2(3)),
+        "tensor2_data2": RunLayout(4, tensor2(2, micro=2)),
+        "tensor2_pipeline2": RunLayout(4, tensor2(1, micro=2, accumulation=4, stages=2)),
+        "sequence2_zero1": RunLayout(2, sequence2(1)),
+        "sequence2_zero3": RunLayout(2, sequence2(3)),
     }
     if NO_NVME:
         del found["nvme"]
     return found
 
 
+MODEL_PARALLEL = ("tensor2_zero0", "tensor2_zero1", "tensor2_zero2", "tensor2_zero3", "tensor2_data2",
+                  "tensor2_pipeline2", "sequence2_zero1", "sequence2_zero3")
 FAST_PAIRS = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
               ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"),
-              ("nvme", "pipeline2_data2"), ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme")]
-NAMES = ("zero0", "zero1", "zero2", "zero3", "nvme", "pipeline2", "pipeline2_data2", "pipeline4")
+              ("nvme", "pipeline2_data2"), ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme"),
+              ("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_zero1", "sequence2_zero3"),
+              ("tensor2_pipeline2", "zero3"), ("sequence2_zero3", "tensor2_zero3")]
+NAMES = (*MODEL_PARALLEL, "zero0", "zero1", "zero2", "zero3", "nvme", "pipeline2", "pipeline2_data2", "pipeline4")
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
     *([pytest.mark.skip(reason=f"NVMe offload: {NO_NVME}")] if NO_NVME and "nvme" in pair else [])])
@@ -68,9 +90,10 @@ def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")
     run_flags = flags(corpus, hidden=128, steps=STEPS)  # large enough that tensors are really swapped to NVMe
-    saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags))
-                         for name, layout in layouts.items()}, folder / "save")
     pairs = [pair for pair in selected_params(request, "pair") if set(pair) <= layouts.keys()]
+    saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags))
+                         for name, layout in layouts.items() if any(name == pair[0] for pair in pairs)},
+                        folder / "save")
     loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "resume", layouts[b], run_flags, used=i % 2,
                                                   source=saved[a]["folder"])) for i, (a, b) in enumerate(pairs)}
     loaded = run_layouts(loads, folder / "load")

@@ -8,6 +8,7 @@ import pytest
 from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
+from tests.support.layouts import sequence2, tensor2
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 
@@ -17,13 +18,16 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
     wide = flags(corpus, overrides=DROPOUT, steps=6, hidden=256)  # only sub-groups of more than 1 MiB are swapped
     if ranks == 4:
         return [case("pipeline2_data2", "resume", config(1, precision="bf16", stages=2), small),
-                case("zero3_hpz2", "resume", config(3, precision="bf16", zero_hpz_partition_size=2), small)]
+                case("zero3_hpz2", "resume", config(3, precision="bf16", zero_hpz_partition_size=2), small),
+                case("tensor2_pipeline2", "resume", tensor2(1, precision="bf16", stages=2), small)]
     layouts = {
         "fp32_zero0": config(0), "zero0": config(0, precision="bf16"), "zero1": config(1, precision="bf16"),
         "zero2": config(2, precision="bf16"), "zero3": config(3, precision="bf16"),
         "zero2_cpu": config(2, precision="bf16", offload_optimizer=CPU),
         "zero3_cpu": config(3, precision="bf16", offload_optimizer=CPU, offload_param=CPU),
         "pipeline2_zero0": config(0, precision="bf16", stages=2), "pipeline2_zero1": config(1, stages=2),
+        "tensor2_zero1": tensor2(1), "tensor2_zero3": tensor2(3, precision="bf16"),
+        "sequence2_zero3": sequence2(3, precision="bf16"),
     }
     cases = [case(name, "resume", values, small) for name, values in layouts.items()]
     lengths = {**small, "seq_length_schedule": "0:16,2048:32,4096:64"}  # a step has 1024 tokens
@@ -52,7 +56,27 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def test_resume_is_bit_exact(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:
-    assert len(results) >= 12
+    assert len(results) >= 16
+    _check_bit_exact(results, subtests)
+
+
+@pytest.mark.slow
+def test_resume_of_more_parallel_layouts_is_bit_exact(corpus: str, tmp_path: Path,
+                                                      subtests: pytest.Subtests) -> None:
+    small = flags(corpus, overrides=DROPOUT, steps=6)
+    two = {"tensor2_zero0": tensor2(0), "tensor2_zero0_bf16": tensor2(0, precision="bf16"),
+           "tensor2_zero1_bf16": tensor2(1, precision="bf16"), "tensor2_zero2": tensor2(2),
+           "tensor2_zero2_cpu": tensor2(2, offload_optimizer=CPU),
+           "sequence2_zero0": sequence2(0), "sequence2_zero1": sequence2(1), "sequence2_zero2": sequence2(2)}
+    four = {"tensor2_data2_zero1": tensor2(1), "tensor2_data2_zero2": tensor2(2, precision="bf16"),
+            "tensor2_data2_zero3": tensor2(3), "tensor2_pipeline2_zero0": tensor2(0, stages=2),
+            "sequence2_data2_zero1": sequence2(1), "sequence2_data2_zero3": sequence2(3)}
+    for ranks, layouts in ((2, two), (4, four)):
+        cases = [case(name, "resume", values, small) for name, values in layouts.items()]
+        _check_bit_exact(run_cases(cases, ranks, tmp_path / str(ranks)), subtests)
+
+
+def _check_bit_exact(results: dict[str, dict[str, Any]], subtests: pytest.Subtests) -> None:
     for name, result in results.items():
         with subtests.test(name):
             at_save, loaded, at_end, resumed_end = result["state"]
