@@ -14,7 +14,7 @@ from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.first_batch import first_batch
-from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts
+from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts, tensor2
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 STEPS, SAMPLES, SEQ_LENGTH = 3, 8, 64
@@ -46,7 +46,7 @@ def loss_of_transformers(folder: Path, corpus: str) -> float:
 
 
 TRAINED = {"trained_pipeline": pp2(1), "trained_zero2_fp16": fp16(dp2(2)),
-           "trained_offload": dp2(3, offload_optimizer=CPU)}
+           "trained_offload": dp2(3, offload_optimizer=CPU), "trained_tensor2": tensor2(2)}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,8 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
         "zero3_bf16": (2, dp2(3, precision="bf16"), "llama_fp16"),
         "zero1_fp16": (2, fp16(pp2(1)), "gpt2_bf16"),
         "zero0_bf16": (1, config(0, micro=4, precision="bf16"), "llama"),
+        "tensor2_zero1": (2, tensor2(1), "llama"),
+        "tensor2_zero3": (2, tensor2(3), "gpt2_bf16"),
     }
     if not NO_NVME:
         cases["nvme"] = (2, dp2(3, **swap), "llama")
@@ -88,7 +90,7 @@ def results(folders: dict[str, Path], corpus: str, tmp_path_factory: pytest.Temp
     return {name: {**result, "source": sources.get(name, trained)} for name, result in found.items()}
 
 
-EXACT = ["zero0", "pipeline", "zero2", "zero3", "zero3_cpu",
+EXACT = ["zero0", "pipeline", "zero2", "zero3", "zero3_cpu", "tensor2_zero1", "tensor2_zero3",
          pytest.param("nvme", marks=pytest.mark.skipif(bool(NO_NVME), reason=f"NVMe offload: {NO_NVME}"))]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint.convert.diff import diff
+from pretrain.checkpoint.convert.export_hf import consolidate, export_hf
+from pretrain.checkpoint.convert.plan_export import plan_export
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.engine.build_ops import why_not_compilable
@@ -122,6 +124,20 @@ def test_load_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, 
     first, last = Path(matrix["saved"][pair[0]]["folder"]), Path(matrix["back"][name]["folder"])
     assert diff(first, last) == []
     assert CheckpointReader(first).scalars == CheckpointReader(last).scalars == {"step": SAVED}
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "zero0" in pair.values[0] and
+                                  set(pair.values[0]) & {*MODEL_PARALLEL}])
+def test_exports_of_all_layouts_have_the_same_bytes(pair: tuple[str, str], matrix: dict[str, Any],
+                                                    tmp_path: Path) -> None:
+    folders = matrix["saved"][pair[0]]["folder"], matrix["loaded"]["-".join(pair)]["folder"]
+    for write in (export_hf, consolidate):
+        written = [tmp_path / f"{write.__name__}{i}" for i in range(2)]
+        for folder, out in zip(folders, written, strict=True):
+            write(plan_export(Path(folder), out, dtype="fp32", with_tokenizer=False))
+        weights = [(out / "model.safetensors").read_bytes() for out in written]
+        assert len(weights[0]) > 4 * 256 * 128
+        assert weights[0] == weights[1]
 
 
 @dataclass(frozen=True)
