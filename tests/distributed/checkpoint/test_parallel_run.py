@@ -10,6 +10,7 @@ import pytest
 from pretrain.checkpoint.format.manifest import newest_good
 from pretrain.checkpoint.format.verify import find_damage
 from pretrain.monitor.read_run_folder import read_metrics, read_rows
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.cases import config, flags
 from tests.support.conversion_faults import run_tool
 from tests.support.launch import train_ranks
@@ -79,15 +80,18 @@ def test_the_run_continues(name: str, base: Path) -> None:
 
 
 def test_tools_read_the_run(base: Path) -> None:
-    results = []
+    found = []
     for name in ("run", "one_rank"):
-        done = run_tool("evaluate.py", base / name, "--json", base / f"{name}-evaluation.json")
+        out = base / f"{name}-evaluation.json"
+        done = run_tool("evaluate.py", base / name, "--json", out)
         assert done.returncode == 0, done.stderr
-        results.append(json.loads((base / f"{name}-evaluation.json").read_text()))
-    print(results)
-    done = run_tool("average_checkpoints.py", base / "run", "--output", base / "average")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = run_tool("generate.py", base / "run", "--prompt", "a", "--max_new_tokens", "4", "--tokenizer", "bytes")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = run_tool("checkpoint.py", "convert", base / "run", base / "universal" / f"global_step{STEPS}")
-    assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads(out.read_text())["data"][0]["loss"])
+    assert relative_difference(found[:1], found[1:]) <= 1e-5
+    for tool, *words in (
+            ("average_checkpoints.py", base / "run", "--last", "2", "--output", base / "average"),
+            ("generate.py", base / "run", "--prompt", "a", "--max_new_tokens", "4", "--tokenizer",
+             write_byte_tokenizer(base, with_eod=False)),
+            ("export_hf.py", base / "run", "--output", base / "exported"),
+            ("checkpoint.py", "convert", base / "run", base / "universal" / f"global_step{STEPS}")):
+        done = run_tool(tool, *words)
+        assert done.returncode == 0, (tool, done.stdout + done.stderr)
