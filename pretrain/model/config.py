@@ -7,6 +7,7 @@ transformers, so that a run is validated in well under a second.
 import copy
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,8 +26,7 @@ _LARGEST = {"vocab_size": 2**24, "hidden_size": 2**20, "num_layers": 10**5, "num
             "head_size": 2**20, "intermediate_size": 2**24, "max_positions": 2**31 - 1, "norm_eps": 1.0}
 _LARGEST_TABLE = 2**24  # learned positions
 # Architectures with a similar name to one in FAMILIES. They are not taken for misspellings of it.
-_OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "mixtral", "olmo", "olmo3", "olmoe", "qwen2_moe",
-                        "qwen3_moe", "gemma3n")
+_OTHER_ARCHITECTURES = ("gpt_neo", "llama4", "olmo", "olmo3", "qwen3_next", "gemma3n")
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ class ModelConfig:
     logit_softcap: float = 0.0  # the same for the logits
     embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
     head_bias: bool = False
+    # mixture of experts
+    num_experts: int = 0  # of each block with experts; 0: no block has any
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # inner size of one expert
+    norm_topk_prob: bool = False  # divide the probabilities of a token's experts by their sum
+    shared_expert_size: int = 0  # inner size of the expert that computes every token; 0: none
+    shared_expert_gate: bool = False  # multiply the shared expert's output by sigmoid(gate(x))
+    dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks that have an MLP
+    router_aux_loss: float = 0.0  # coefficient of the load-balancing loss
 
     def key(self, field: str) -> str:
         """Return the config.json key of a field, such as `n_layer` for `num_layers` of gpt2."""
@@ -92,6 +101,10 @@ class ModelConfig:
         """Return the attention window of block `index` in tokens; 0: all tokens."""
         return self.windows[index] if self.windows else 0
 
+    def has_experts(self, index: int) -> bool:
+        """Return whether block `index` has experts instead of an MLP."""
+        return self.num_experts > 0 and index not in self.dense_layers
+
     def qk_norm_size(self, num_heads: int) -> int:
         """Return the number of elements that a norm of queries or keys with `num_heads` heads covers."""
         return self.head_size if self.qk_norm == "head" else num_heads * self.head_size
@@ -100,16 +113,40 @@ class ModelConfig:
         """List all parameters with their shapes and their names in transformers, in the order of layer_specs.py."""
         return list(FAMILIES[self.architecture].tensors(self))
 
-    def layer_parameters(self) -> int:
-        """Return the number of parameters of one block."""
-        return replace(self, num_layers=2)._sum_of_sizes() - replace(self, num_layers=1)._sum_of_sizes()
+    def layer_tensors(self, index: int = 0) -> list[TensorRule]:
+        """List the parameters of block `index`, with the names of the first block."""
+        first = replace(self, num_layers=1, dense_layers=frozenset(() if self.has_experts(index) else (0,)))
+        others = {rule.theirs for rule in replace(first, num_layers=0).tensors()}
+        return [rule for rule in first.tensors() if rule.theirs not in others]
 
-    def num_parameters(self) -> int:
-        """Return the number of all parameters; a tied matrix counts once."""
-        return replace(self, num_layers=1)._sum_of_sizes() + (self.num_layers - 1) * self.layer_parameters()
+    def layer_parameters(self, index: int = 0, *, active: bool = False) -> int:
+        """Return the number of parameters of block `index`; `active`: without the experts that a token does not use."""
+        return sum(self.active_elements(rule) if active else prod(rule.shape) for rule in self.layer_tensors(index))
 
-    def _sum_of_sizes(self) -> int:
-        return sum(prod(rule.shape) for rule in self.tensors())
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Return the number of all parameters; `active`: without the experts that a token does not use.
+
+        A tied matrix counts once.
+        """
+        without_layers = sum(prod(rule.shape) for rule in replace(self, num_layers=0).tensors())
+        return without_layers + self.sum_over_layers(lambda index: self.layer_parameters(index, active=active))
+
+    def sum_over_layers(self, count: Callable[[int], int]) -> int:
+        """Return the sum of `count(index)` over the blocks; called once for equal blocks."""
+        dense = next((index for index in range(self.num_layers) if not self.has_experts(index)), None)
+        sparse = next((index for index in range(self.num_layers) if self.has_experts(index)), None)
+        num_dense = self.num_layers - self.num_moe_layers()
+        return (0 if dense is None else num_dense * count(dense)) + \
+            (0 if sparse is None else self.num_moe_layers() * count(sparse))
+
+    def num_moe_layers(self) -> int:
+        """Return the number of blocks with experts."""
+        return sum(self.has_experts(index) for index in range(self.num_layers)) if self.num_experts else 0
+
+    def active_elements(self, rule: TensorRule) -> int:
+        """Return the elements of a parameter that process a token: those of experts_per_token experts."""
+        size = prod(rule.shape)
+        return size * self.experts_per_token // self.num_experts if len(rule.shape) == 3 else size
 
 
 def preset_names() -> list[str]:
@@ -203,6 +240,8 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
     if not 0 <= config.initializer_range <= 1e3:
         raise ConfigError(f"{where}: initializer_range", found=config.initializer_range,
                           expected="a standard deviation, such as 0.02")
+    if config.num_experts:
+        _check_experts(config, where)
     for multiple, divisor in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
         if getattr(config, multiple) % getattr(config, divisor):
             raise ConfigError(f"{where}: {config.key(multiple)}", found=getattr(config, multiple),
@@ -210,3 +249,23 @@ def _check_sizes(config: ModelConfig, where: str) -> None:
     if config.position == "rope" and not (0 < config.rotary_size <= config.head_size and config.rotary_size % 2 == 0):
         raise ConfigError(f"{where}: {config.key('rotary_size')}", found=f"{config.rotary_size} rotary elements a head",
                           expected=f"an even number from 2 to the head size ({config.head_size})")
+
+
+def _check_experts(config: ModelConfig, where: str) -> None:
+    """Raise ConfigError for sizes of experts that are out of range."""
+    largest = {"num_experts": 2**14, "experts_per_token": config.num_experts,
+               "moe_intermediate_size": _LARGEST["intermediate_size"]}
+    for field, high in largest.items():
+        value = getattr(config, field)
+        if not 0 < value <= high:
+            raise ConfigError(f"{where}: {config.key(field)}", found=value, expected="more than 0" if value <= 0 else
+                              f"at most {high:,}" + (", the number of experts" if field == "experts_per_token" else ""))
+    if not 0 <= config.shared_expert_size <= _LARGEST["intermediate_size"]:
+        raise ConfigError(f"{where}: {config.key('shared_expert_size')}", found=config.shared_expert_size,
+                          expected="the inner size of the shared expert")
+    if not 0 <= config.router_aux_loss <= 1e3:
+        raise ConfigError(f"{where}: {config.key('router_aux_loss')}", found=config.router_aux_loss,
+                          expected="a coefficient, such as 0.01")
+    if not config.num_moe_layers():
+        raise ConfigError(f"{where}: mlp_only_layers", problem="no layer has experts",
+                          remedy="remove layers from mlp_only_layers, or lower decoder_sparse_step")

@@ -21,6 +21,7 @@ NULLABLE: dict[str, type] = {
     "sliding_window_size": int,
     "final_logit_softcapping": float, "hidden_size": int, "n_head": int, "n_layer": int, "n_embed": int,
     "num_attention_heads": int, "num_hidden_layers": int, "attn_config": dict,
+    "mlp_only_layers": list, "num_local_experts": int,
 }
 
 # Keys that change the model in ways that are not implemented. Only these values, which change nothing, are accepted.

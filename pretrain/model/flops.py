@@ -1,21 +1,19 @@
 """FLOPs of a model's layers, forward and backward: for MFU, and for partitioning pipelines by work."""
 
-from dataclasses import replace
-from math import prod
-
 from pretrain.model.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, seq_length: int) -> float:
     """Return the forward and backward FLOPs of a token: 6 N + 12 layers * hidden * T. Recomputation is not counted.
 
-    N counts the parameters of the blocks and of the output layer, tied or not. Embedding look-ups are not counted.
+    N counts the parameters of the blocks and of the output layer, tied or not; of the experts, only those that process
+    the token. Embedding look-ups are not counted.
     Formula: PaLM (arXiv 2204.02311), appendix B, with attention over the full sequence, or over the window of a layer.
     With --document_attention it is the same, so that the FLOPs of a step do not depend on its documents.
     """
     keys = sum(keys_per_query(config.window(index), seq_length) for index in range(config.num_layers))
-    blocks = 6.0 * config.layer_parameters() * config.num_layers + 12.0 * config.num_heads * config.head_size * keys
-    return blocks + head_flops_per_token(config)
+    parameters = config.sum_over_layers(lambda index: config.layer_parameters(index, active=True))
+    return 6.0 * parameters + 12.0 * config.num_heads * config.head_size * keys + head_flops_per_token(config)
 
 
 def exact_flops_per_token(config: ModelConfig, seq_length: int) -> float:
@@ -26,15 +24,14 @@ def exact_flops_per_token(config: ModelConfig, seq_length: int) -> float:
     query sees. Recomputation is not counted. With --document_attention the documents are not regarded: the number is
     then an upper limit.
     """
-    matrices = _matrix_elements(config, num_layers=2) - _matrix_elements(config, num_layers=1)
+    matrices = config.sum_over_layers(lambda index: _matrix_elements(config, index))
     keys = sum(mean_keys_seen(config.window(index), seq_length) for index in range(config.num_layers))
-    return (6.0 * matrices * config.num_layers + 12.0 * config.num_heads * config.head_size * keys
-            + head_flops_per_token(config))
+    return 6.0 * matrices + 12.0 * config.num_heads * config.head_size * keys + head_flops_per_token(config)
 
 
-def _matrix_elements(config: ModelConfig, *, num_layers: int) -> int:
-    rules = replace(config, num_layers=num_layers).tensors()
-    return sum(prod(rule.shape) for rule in rules if len(rule.shape) == 2)
+def _matrix_elements(config: ModelConfig, index: int) -> int:
+    """Return the elements of the matrices of block `index` that process a token."""
+    return sum(config.active_elements(rule) for rule in config.layer_tensors(index) if len(rule.shape) > 1)
 
 
 def mean_keys_seen(window: int, seq_length: int) -> float:
@@ -48,10 +45,10 @@ def keys_per_query(window: int, seq_length: int) -> int:
     return min(window or seq_length, seq_length)
 
 
-def block_flops_per_token(config: ModelConfig, seq_length: int, window: int) -> float:
-    """Return the part of flops_per_token in one block with this window: its matrix products and its attention."""
-    attention = 12.0 * config.num_heads * config.head_size * keys_per_query(window, seq_length)
-    return 6.0 * config.layer_parameters() + attention
+def block_flops_per_token(config: ModelConfig, seq_length: int, index: int) -> float:
+    """Return the part of flops_per_token in block `index`: its matrix products and its attention."""
+    attention = 12.0 * config.num_heads * config.head_size * keys_per_query(config.window(index), seq_length)
+    return 6.0 * config.layer_parameters(index, active=True) + attention
 
 
 def head_flops_per_token(config: ModelConfig) -> float:

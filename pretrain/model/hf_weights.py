@@ -8,7 +8,7 @@ import torch
 from pretrain.model.config import ModelConfig
 from pretrain.model.families.family import TensorRule
 from pretrain.model.families.table import FAMILIES
-from pretrain.model.hf_names import HEAD
+from pretrain.model.hf_names import HEAD, name_in_module, stacked_in_module
 
 State = dict[str, torch.Tensor]
 
@@ -22,7 +22,7 @@ def to_ours(rule: TensorRule, theirs: Sequence[torch.Tensor], config: ModelConfi
         tensor = _swap(tensor, config.num_heads, 3)
     if rule.row_order == "rotary_neighbours":
         tensor = _reorder_rotary(tensor, config, to_halves=True)
-    return tensor
+    return tensor.view(rule.shape) if rule.is_stacked else tensor
 
 
 def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, ...]:
@@ -33,6 +33,8 @@ def to_theirs(rule: TensorRule, ours: torch.Tensor, config: ModelConfig) -> tupl
         ours = _reorder_rotary(ours, config, to_halves=False)
     if rule.transposed:
         ours = ours.t().contiguous()
+    if rule.is_stacked:
+        return ours.unbind(0)
     return (ours,) if len(rule.theirs) == 1 else tuple(part.clone() for part in ours.split(rule.their_rows))
 
 
@@ -84,7 +86,25 @@ def to_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> S
     assert not differing, f"missing in the state, or not in this model: {sorted(differing)}"
     result: State = {}
     for rule in rules:
-        result.update(zip(rule.theirs, to_theirs(rule, state[rule.ours], config), strict=True))
+        if rule.is_stacked:
+            name, is_second = stacked_in_module(rule.theirs[0])
+            ours = state[rule.ours]
+            result[name] = torch.cat((result[name], ours), 1) if is_second else ours
+            continue
+        result.update(zip(map(name_in_module, rule.theirs), to_theirs(rule, state[rule.ours], config), strict=True))
     if config.tie_word_embeddings:
         result[HEAD] = result[FAMILIES[config.architecture].embedding]
+    return result
+
+
+def from_transformers(state: Mapping[str, torch.Tensor], config: ModelConfig) -> State:
+    """Return the state_dict of our module for that of a transformers model: the inverse of `to_transformers`."""
+    result: State = {}
+    for rule in config.tensors():
+        if rule.is_stacked:
+            name, is_second = stacked_in_module(rule.theirs[0])
+            first = rule.shape[1] if is_second else 0
+            result[rule.ours] = state[name].narrow(1, first, rule.shape[1])
+        else:
+            result[rule.ours] = to_ours(rule, [state[name_in_module(name)] for name in rule.theirs], config)
     return result

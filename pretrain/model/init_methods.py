@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from pretrain.model.config import ModelConfig
 
-RESIDUAL_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")  # projections into the residual stream
+# projections into the residual stream
+RESIDUAL_PROJECTIONS = ("attention.out.weight", "mlp.down.weight", "experts.down", "shared_expert.down.weight")
 INIT_METHODS = ("config", "normal", "scaled_normal", "small_init", "wang_init", "xavier_normal", "xavier_uniform")
 METHODS_WITH_STD = ("config", "normal", "scaled_normal")
 
@@ -71,7 +72,8 @@ def _base_std(name: str, shape: Sequence[int], config: ModelConfig, how: Initial
         return 2 / (config.num_layers * math.sqrt(hidden))
     if method in ("xavier_normal", "xavier_uniform"):  # Glorot and Bengio, 2010; the number of rows is fan-out
         has_fixed_rows = is_embedding(name) or _is_output(name)  # tokens or positions
-        return math.sqrt(2 / ((shape[0] if has_fixed_rows else shape[0] / multiplier) + shape[1] / multiplier))
+        rows, columns = shape[-2:]  # of experts, those of one expert
+        return math.sqrt(2 / ((rows if has_fixed_rows else rows / multiplier) + columns / multiplier))
     return std
 
 

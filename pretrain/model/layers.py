@@ -36,6 +36,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0, plain_operators: bool = False,
                  recompute: str = "none", groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
+        self.index = index
         self.is_compiled = False  # layer_specs.compile_blocks sets it
         self.recompute = recompute
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm

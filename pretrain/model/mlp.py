@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, D hidden size, F inner size of the MLP.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
+from pretrain.model.moe.layer import MoE
 from pretrain.model.tensor_parallel import ColumnLinear, RowLinear, column_products
 
 
@@ -66,6 +68,10 @@ class MLP(nn.Module):
 
 def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool,
               groups: ParallelGroups = NO_GROUPS, recomputed: bool = False) -> nn.Module:
-    """Return the MLP of block `index`, which maps [B, T, D] to [B, T, D]."""
-    del index  # all blocks of the present families have the same MLP
-    return MLP(config, plain_operators=plain_operators, groups=groups, recomputed=recomputed)
+    """Return the MLP or the experts of block `index`, which maps [B, T, D] to [B, T, D]."""
+    build = partial(MLP, plain_operators=plain_operators, groups=groups, recomputed=recomputed)
+    if not config.has_experts(index):
+        return build(config)
+    shared_expert = build(replace(config, intermediate_size=config.shared_expert_size)) \
+        if config.shared_expert_size else None
+    return MoE(config, index, shared_expert=shared_expert, plain_operators=plain_operators, groups=groups)

@@ -35,14 +35,14 @@ class LayerCost:
 
 def layer_costs(config: ModelConfig, seq_length: int) -> tuple[LayerCost, ...]:
     """Return the costs of all layers in the order of `build_specs`. Sequences have `seq_length` tokens."""
-    tied, by_window = config.tie_word_embeddings, {}
-    for window in {0, *config.windows}:
-        by_window[window] = int(block_flops_per_token(config, seq_length, window))
+    tied = config.tie_word_embeddings
+    kinds = [(config.window(index), config.has_experts(index)) for index in range(config.num_layers)]
+    by_kind = {kind: int(block_flops_per_token(config, seq_length, kinds.index(kind))) for kind in set(kinds)}
     names, work = ["TokenEmbedding"], [0]
     names += ["EmbeddingNorm"] * config.embedding_norm + ["PositionEmbedding"] * (config.position == "learned")
     names += ["Block"] * config.num_layers + ["FinalNorm", "TokenEmbedding" if tied else "LossHead"]
-    blocks = iter(range(config.num_layers))
-    work = [by_window[config.window(next(blocks))] if name == "Block" else 0 for name in names]
+    blocks = iter(kinds)
+    work = [by_kind[next(blocks)] if name == "Block" else 0 for name in names]
     work[-1] = int(head_flops_per_token(config))
     sizes = [0] * len(names)
     for rule in config.tensors():

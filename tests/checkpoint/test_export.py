@@ -16,9 +16,9 @@ from pretrain.checkpoint.convert.universal import convert
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.reader import CheckpointReader
 from pretrain.errors import ConfigError
+from pretrain.model.hf_weights import from_transformers
 from pretrain.model.layer_specs import as_module
 from tests.support.cases import case, config, flags
-from tests.support.hf_models import our_weights
 from tests.support.layouts import SAVED, STEPS, MemoryWatch, dp2, fp16, pp2, relative_difference, run_layouts
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -104,7 +104,7 @@ def test_transformers_loads_the_trained_weights(name: str, work: Path, saved: di
         expected = ours(tokens)
         for theirs in (load_exactly(plan.out), load_exactly(work / f"{name}-fp32")):
             torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-5, rtol=0)
-            back = our_weights(theirs.state_dict(), plan.config)
+            back = from_transformers(theirs.state_dict(), plan.config)
             assert all(torch.equal(back[key], reader.tensor(key)) for key in reader.shapes)
     assert set(os.listdir(work / f"{name}-fp32")) == {"model.safetensors", "config.json", "source.json"}
 
@@ -114,7 +114,7 @@ def test_the_default_dtype_is_the_precision_of_the_run(work: Path, saved: dict[s
     export_hf(plan)
     theirs, exact = load_exactly(plan.out), CheckpointReader(plan.folder)
     assert theirs.dtype is torch.bfloat16
-    for key, value in our_weights(theirs.state_dict(), plan.config).items():
+    for key, value in from_transformers(theirs.state_dict(), plan.config).items():
         assert torch.equal(value, exact.tensor(key).bfloat16()), key
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.errors import ConfigError
-from tests.support.hf_models import our_weights, save_hf_model
+from tests.support.hf_models import from_transformers, save_hf_model
 from tests.support.model_shapes import SHAPES
 
 transformers.logging.set_verbosity_error()
@@ -28,7 +28,7 @@ def test_weights_equal_those_in_memory(name: str, tmp_path: Path) -> None:
     model = save_hf_model(tmp_path, SHAPES[name], shard_size="40KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     weights = HFWeights(check_hf_folder(tmp_path))
-    expected = our_weights(model.state_dict(), weights.config)
+    expected = from_transformers(model.state_dict(), weights.config)
     assert list(weights.shapes) == list(expected)
     for key, value in expected.items():
         assert torch.equal(weights.tensor(key), value), key

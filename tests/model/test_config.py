@@ -43,7 +43,7 @@ def test_a_folder_without_config_json_is_rejected(tmp_path):
     ('{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}', 'the key "n_embd" twice'),
     ("{}", "model_type: found nothing"),
     ('{"model_type": "lama"}', 'Did you mean "llama"?'),
-    ('{"model_type": "mixtral"}', "gpt2, gpt_neox, gptj, llama, mistral"),
+    ('{"model_type": "llama4"}', "gpt2, gpt_neox, gptj, llama, mistral"),
 ])
 def test_a_file_that_is_not_a_config_is_rejected(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)

@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from pretrain.model.config import load_model_config
 from pretrain.model.families.table import FAMILIES
-from pretrain.model.hf_weights import to_transformers
+from pretrain.model.hf_weights import from_transformers, to_transformers
 from pretrain.model.layer_specs import as_module
-from tests.support.hf_models import our_weights
 from tests.support.model_shapes import SHAPES, write_config
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -32,7 +31,7 @@ def build_models(name, folder):
             center = 1.0 - config.norm_offset if parameter.dim() == 1 else 0.0
             parameter.copy_(torch.empty_like(parameter).normal_(center, 0.15, generator=generator))
     ours = as_module(config).eval()
-    ours.load_state_dict(our_weights(theirs.state_dict(), config))
+    ours.load_state_dict(from_transformers(theirs.state_dict(), config))
     return config, ours, theirs
 
 
@@ -85,7 +84,7 @@ def test_weights_survive_a_round_trip_exactly(name, both_models):
     for key, value in theirs.state_dict().items():
         assert torch.equal(exported[key], value), key
     theirs.load_state_dict(exported, strict=True)
-    back = our_weights(exported, config)
+    back = from_transformers(exported, config)
     assert list(back) == list(ours.state_dict())
     assert all(torch.equal(back[key], value) for key, value in ours.state_dict().items())
 
@@ -105,7 +104,7 @@ def test_loss_and_gradients_equal_those_of_transformers(name, both_models):
     gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
     if config.tie_word_embeddings:
         gradients["lm_head.weight"] = gradients[FAMILIES[config.architecture].embedding]
-    for key, value in our_weights(gradients, config).items():
+    for key, value in from_transformers(gradients, config).items():
         torch.testing.assert_close(ours.get_parameter(key).grad, value, atol=2e-6, rtol=1e-4)
 
 

@@ -19,6 +19,7 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496, "llama2-7b": 6_738_415_616, "mistral-7b": 7_241_732_096,
     "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
     "gemma2-2b": 2_614_341_888, "olmo2-1b": 1_484_916_736, "olmo2-7b": 7_298_617_344,
+    "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624, "olmoe-1b-7b": 6_919_161_856,
 }
 # The GPT-3 paper rounds the sizes. The presets have the paper's layers and widths, except that 13B has width 5,120, a
 # multiple of its 40 heads.
@@ -27,12 +28,20 @@ GPT3_BILLIONS = {"125m": 0.125, "350m": 0.35, "760m": 0.76, "1.3b": 1.3, "2.7b":
 
 
 def test_the_list_of_presets_is_complete():
-    assert set(preset_names()) == {*PUBLISHED, *(f"gpt3-{size}" for size in GPT3_BILLIONS), "tiny"}
+    assert set(preset_names()) == {*PUBLISHED, *(f"gpt3-{size}" for size in GPT3_BILLIONS), "tiny",
+                                   "tiny-moe"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_equal_the_published_counts(name):
     assert load_model_config(name).num_parameters() == PUBLISHED[name]
+
+
+def test_active_parameters_of_models_with_experts_equal_the_published_counts():
+    """Model cards: 12.9, 3.3 and 1.3 billion."""
+    active = {name: round(load_model_config(name).num_parameters(active=True) / 1e9, 1)
+              for name in ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b")}
+    assert active == {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "olmoe-1b-7b": 1.3}
 
 
 @pytest.mark.parametrize("size", GPT3_BILLIONS)

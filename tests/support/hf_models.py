@@ -1,7 +1,6 @@
 """Transformers models with random weights, saved as transformers saves them."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import transformers
 
 from pretrain.checkpoint.convert.write_weights import PlannedTensor, file_names, index_json, shards_of, write_shards
 from pretrain.checkpoint.load.reader import chunks_of
-from pretrain.model.config import ModelConfig, model_config_from
+from pretrain.model.config import model_config_from
 from pretrain.model.dtypes import DTYPES
 from pretrain.model.hf_names import name_in_files
-from pretrain.model.hf_weights import to_ours
 from tests.support.model_shapes import write_config
 
 
@@ -36,11 +34,6 @@ def save_hf_model(folder: Path, values: dict[str, Any], *, shard_size: str = "1G
     model = hf_model(folder, values, seed=seed).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
-
-
-def our_weights(theirs: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the state_dict of our module for that of a transformers model: the inverse of `to_transformers`."""
-    return {rule.ours: to_ours(rule, [theirs[name] for name in rule.theirs], config) for rule in config.tensors()}
 
 
 def write_hf_model(folder: Path, values: dict[str, Any], *, dtype: str = "fp32", shard_bytes: int) -> int:

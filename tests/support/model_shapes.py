@@ -35,6 +35,13 @@ _PHI = {"model_type": "phi", "vocab_size": 97, "hidden_size": 48, "num_hidden_la
 _STABLELM = {**_PHI, "model_type": "stablelm", "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
 _STARCODER2 = {**_PHI, "model_type": "starcoder2", "sliding_window": 11}
 
+# experts so small and so many that some of them get no token
+_MIXTRAL = {**_LLAMA_LIKE, "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2,
+            "intermediate_size": 40, "rope_theta": 500.0}
+_QWEN_MOE = {**_LLAMA_LIKE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_OLMOE = {**_LLAMA_LIKE, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 24,
+          "pad_token_id": None, "eos_token_id": None}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "gpt2_untied": {**_GPT2, "tie_word_embeddings": False, "n_inner": 56},
@@ -97,6 +104,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "starcoder2": _STARCODER2,
     "starcoder2_untied_no_bias": {**_STARCODER2, "tie_word_embeddings": False, "use_bias": False,
                                   "sliding_window": None, "num_key_value_heads": 4},
+    "mixtral": _MIXTRAL,
+    "mixtral_window_tied_one_expert": {**_MIXTRAL, "sliding_window": 11, "tie_word_embeddings": True, "head_dim": 16,
+                                       "num_local_experts": 1, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.02},
+    "qwen3_moe": {**_QWEN_MOE, "model_type": "qwen3_moe", "norm_topk_prob": True, "head_dim": 16},
+    "qwen3_moe_dense_layers_tied": {
+        **_QWEN_MOE, "model_type": "qwen3_moe", "decoder_sparse_step": 2, "attention_bias": True,
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9},
+    "qwen2_moe": {**_QWEN_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32,
+                  "mlp_only_layers": [1]},
+    "olmoe": _OLMOE,
+    "olmoe_tied_normalized": {**_OLMOE, "tie_word_embeddings": True, "norm_topk_prob": True, "attention_bias": True,
+                              "num_key_value_heads": None},
 }
 # models whose blocks have the norms and the attention of GPT-2, GPT-NeoX and Llama
 USUAL = [name for name, values in SHAPES.items() if values["model_type"] in ("gpt2", "gpt_neox", "llama")]

@@ -47,7 +47,7 @@ def training_loader(plan: Plan, *, rank: int = 0, ranks: int = 1) -> Loader:
 
 def _facts(engine: DeepSpeedEngine, plan: Plan) -> dict[str, Any]:
     """Return this rank's number of parameters, and the FLOPs per token of its pipeline stage (model/flops.py)."""
-    flops = sum(block_flops_per_token(plan.model, plan.args.seq_length, module.attention.window)
+    flops = sum(block_flops_per_token(plan.model, plan.args.seq_length, module.index)
                 for module in engine.module.modules() if isinstance(module, Block))
     if plan.layout.pipeline_stages == 1 or engine.is_last_stage():
         flops += head_flops_per_token(plan.model)

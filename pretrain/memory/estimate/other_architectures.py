@@ -69,39 +69,6 @@ def _llama_like(values: Values, *, tied: bool = False, head_size: int | None = N
         "attention_dropout": float(_read(values, "attention_dropout", 0.0)), **fields}
 
 
-def _mixtral(values: Values) -> dict[str, Any]:
-    return _llama_like(values, kv_heads=8, num_experts=_read(values, "num_local_experts", 8),
-                       experts_per_token=_read(values, "num_experts_per_tok", 2),
-                       moe_intermediate_size=_require(values, "intermediate_size"))
-
-
-def _qwen_experts(values: Values, *, expert_size: int, num_experts: int, per_token: int) -> dict[str, Any]:
-    """Read Qwen's experts. Every decoder_sparse_step-th block has experts, except the blocks in mlp_only_layers.
-
-    The arguments are the defaults of the architecture.
-    """
-    step = _read(values, "decoder_sparse_step", 1)
-    mlp_only = set(_read(values, "mlp_only_layers", []))
-    dense = {index for index in range(_require(values, "num_hidden_layers")) if index in mlp_only or (index + 1) % step}
-    return {"num_experts": _read(values, "num_experts", _read(values, "num_local_experts", num_experts)),
-            "experts_per_token": _read(values, "num_experts_per_tok", per_token),
-            "moe_intermediate_size": _read(values, "moe_intermediate_size", expert_size),
-            "dense_layers": frozenset(dense)}
-
-
-def _qwen2_moe(values: Values) -> dict[str, Any]:
-    return _llama_like(values, qkv_bias=bool(_read(values, "qkv_bias", True)), attention_out_bias=False,
-                       shared_expert_size=_read(values, "shared_expert_intermediate_size", 5632),
-                       shared_expert_gate=True,
-                       **_qwen_experts(values, expert_size=1408, num_experts=60, per_token=4))
-
-
-def _qwen3_moe(values: Values) -> dict[str, Any]:
-    head_size = _read(values, "head_dim", _require(values, "hidden_size") // _require(values, "num_attention_heads"))
-    return {**_llama_like(values, head_size=head_size, qk_norm="head"),
-            **_qwen_experts(values, expert_size=768, num_experts=128, per_token=8)}
-
-
 def _cohere(values: Values) -> dict[str, Any]:
     return _llama_like(values, tied=True, shared_norm=True, parallel_residual=True)
 
@@ -150,7 +117,6 @@ def _falcon(values: Values) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[Values], dict[str, Any]]] = {
     "granite": _llama_like, "smollm3": lambda values: _llama_like(values, tied=True, kv_heads=4), "phi3": _llama_like,
-    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe,
     "olmo": lambda values: _llama_like(values, norm="none"),
     "cohere": _cohere, "opt": _opt, "gpt_bigcode": _gpt_bigcode, "falcon": _falcon,
 }

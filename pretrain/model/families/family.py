@@ -32,10 +32,17 @@ class TensorRule:
     # rotates the elements 2 i and 2 i + 1 of a query or key head, ours i and i + rotary_size / 2
     row_order: str = ""
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the parameter has the matrices of all experts, of which each is one of `theirs`."""
+        return len(self.shape) == 3
+
     def their_shapes(self) -> tuple[Shape, ...]:
         """Return the shape of each tensor in `theirs`."""
         if self.transposed:
             return ((self.shape[1], self.shape[0]),)
+        if self.is_stacked:
+            return (self.shape[1:],) * self.shape[0]
         if len(self.theirs) == 1:
             return (self.shape,)
         return tuple((rows, *self.shape[1:]) for rows in self.their_rows)

@@ -4,7 +4,8 @@ They have RMSNorm, rotary positions, grouped queries and a gated MLP. They diffe
 in attention windows, and in factors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pretrain.model.families.family import TensorRule, Values, linear, norm, separate_qkv, whole_model
@@ -14,6 +15,7 @@ from pretrain.model.families.rope_keys import read_rope
 if TYPE_CHECKING:
     from pretrain.model.config import ModelConfig
 
+BlockRules = Callable[[str, str, "ModelConfig"], Iterator[TensorRule]]
 KEYS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
@@ -53,8 +55,19 @@ def read_llama_like(values: Values, where: str, **differences: Any) -> dict[str,
     return fields
 
 
-def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+def mlp_tensors(ours: str, theirs: str, config: "ModelConfig", inner: int) -> Iterator[TensorRule]:
+    """Yield the rules of a gated MLP with the inner size `inner`."""
+    hidden = config.hidden_size
+    for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        yield from linear(f"{ours}.{part}", f"{theirs}.{part}_proj", rows, columns, bias=config.mlp_bias)
+
+
+def _dense_mlp(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule]:
+    return mlp_tensors(f"{ours}.mlp", f"{theirs}.mlp", config, config.intermediate_size)
+
+
+def _block(ours: str, theirs: str, config: "ModelConfig", *, mlp: BlockRules) -> Iterator[TensorRule]:
+    hidden, size = config.hidden_size, config.head_size
     attention = f"{theirs}.self_attn"
     if config.pre_norm:
         yield from norm(f"{ours}.norm1", f"{theirs}.input_layernorm", config)
@@ -70,13 +83,12 @@ def _block(ours: str, theirs: str, config: "ModelConfig") -> Iterator[TensorRule
         # in a model without post-norms, "post_attention" means: before the MLP
         name = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
         yield from norm(f"{ours}.norm2", f"{theirs}.{name}", config)
-    for part, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-        yield from linear(f"{ours}.mlp.{part}", f"{theirs}.mlp.{part}_proj", rows, columns, bias=config.mlp_bias)
+    yield from mlp(ours, theirs, config)
     if config.post_norm:
         yield from norm(f"{ours}.post_norm2", f"{theirs}.post_feedforward_layernorm", config)
 
 
-def llama_like_tensors(config: "ModelConfig") -> Iterator[TensorRule]:
-    """Yield the rules of all tensors."""
-    return whole_model(config, embedding="model.embed_tokens.weight", block=_block, blocks="model.layers",
-                       final_norm="model.norm")
+def llama_like_tensors(config: "ModelConfig", mlp: BlockRules = _dense_mlp) -> Iterator[TensorRule]:
+    """Yield the rules of all tensors. `mlp` yields those of a block's MLP for (our block, their block, config)."""
+    return whole_model(config, embedding="model.embed_tokens.weight", block=partial(_block, mlp=mlp),
+                       blocks="model.layers", final_norm="model.norm")

@@ -1,6 +1,7 @@
 """All model families, by their `model_type` in a config.json."""
 
 from pretrain.model.families.bloom import BLOOM
+from pretrain.model.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from pretrain.model.families.family import Family
 from pretrain.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from pretrain.model.families.gpt2 import GPT2
@@ -23,10 +24,13 @@ FAMILIES: dict[str, Family] = {
     "gptj": GPTJ,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "mpt": MPT,
     "olmo2": OLMO2,
+    "olmoe": OLMOE,
     "phi": PHI,
     "qwen2": QWEN2, "qwen3": QWEN3,
+    "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE,
     "stablelm": STABLELM,
     "starcoder2": STARCODER2,
 }

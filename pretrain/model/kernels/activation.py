@@ -28,7 +28,7 @@ def activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tens
 def plain_activated_linear(activation: str, up_BTF: torch.Tensor, gate_BTF: torch.Tensor | None,
                            weight_DF: torch.Tensor, bias_D: torch.Tensor | None) -> torch.Tensor:
     """Compute the same as `activated_linear` with torch's operators and plain autograd."""
-    activated_BTF = _torch_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
+    activated_BTF = torch_activation(activation, up_BTF if gate_BTF is None else gate_BTF)
     return F.linear(activated_BTF if gate_BTF is None else activated_BTF * up_BTF, weight_DF, bias_D)
 
 
@@ -85,7 +85,7 @@ def activate(name: str, x: torch.Tensor, up: torch.Tensor | None = None) -> torc
     """Apply one of ACTIVATIONS to each element, and multiply the result by `up`, if there is one."""
     if _is_in_c(name, x):
         return activations.activate(name, x) if up is None else activations.gated(name, x, up)
-    return _torch_activation(name, x) if up is None else _torch_activation(name, x) * up
+    return torch_activation(name, x) if up is None else torch_activation(name, x) * up
 
 
 def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,8 @@ def activate_backward(name: str, grad: torch.Tensor, x: torch.Tensor) -> torch.T
     return torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
 
 
-def _torch_activation(name: str, x: torch.Tensor) -> torch.Tensor:
+def torch_activation(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Apply one of ACTIVATIONS to each element with torch's operators."""
     if name == "silu":
         return F.silu(x)
     if name in ("relu", "relu2"):

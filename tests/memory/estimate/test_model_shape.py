@@ -19,8 +19,6 @@ SMALL = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_atte
 NO_HEAD_DIM = {"head_dim": None}  # removes the key, because Falcon computes head_dim from the other sizes
 # model_type -> changes to SMALL, one model each
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "mixtral": [{"num_local_experts": 4}], "qwen3_moe": [{"mlp_only_layers": [1], "num_experts": 4}],
-    "qwen2_moe": [{"num_experts": 4, "decoder_sparse_step": 2, "head_dim": 16}, {"num_experts": 4, "head_dim": 16}],
     "opt": [{"ffn_dim": 96, "word_embed_proj_dim": 64, "hidden_size": 64}],
     "gpt_bigcode": [{"n_embd": 64, "n_layer": 2, "n_head": 4}, {"n_embd": 64, "n_head": 4, "multi_query": False}],
     "falcon": [{**NO_HEAD_DIM, **changes} for changes in (
@@ -37,6 +35,7 @@ def test_shapes_have_the_parameters_of_their_models() -> None:
     configs += [model_config_from(values, "test") for values in SHAPES.values()]
     for config in configs:
         assert shape_of(config).num_parameters() == config.num_parameters()
+        assert shape_of(config).active_parameters() == config.num_parameters(active=True)
     assert all(read_shape(name) == shape_of(load_model_config(name)) for name in preset_names())
 
 
@@ -79,8 +78,8 @@ def test_an_unknown_activation_does_not_prevent_an_estimate(name: str, tmp_path:
     shape = read_shape(write_config(tmp_path, {**values, keys[name]: "mish"}))
     assert f"{keys[name]}: found 'mish'" in shape.untrainable_reason
     assert replace(shape, untrainable_reason="") == shape_of(model_config_from(SHAPES[name], "test"))
-    other = read_shape(write_config(tmp_path, {"model_type": "mixtral", **SMALL, "hidden_act": "mish"}))
-    assert other.untrainable_reason.endswith("model_type 'mixtral' can be estimated, but not trained")
+    other = read_shape(write_config(tmp_path, {"model_type": "granite", **SMALL, "hidden_act": "mish"}))
+    assert other.untrainable_reason.endswith("model_type 'granite' can be estimated, but not trained")
 
 
 def test_active_parameters_exclude_idle_experts(tmp_path: Path) -> None:
@@ -92,6 +91,6 @@ def test_active_parameters_exclude_idle_experts(tmp_path: Path) -> None:
 
 
 def test_unknown_models_are_rejected(tmp_path: Path) -> None:
-    for values in ({"model_type": "t5"}, {"model_type": "mixtral", "vocab_size": 100}, {}):
+    for values in ({"model_type": "t5"}, {"model_type": "granite", "vocab_size": 100}, {}):
         with pytest.raises(ConfigError):
             read_shape(write_config(tmp_path, values))

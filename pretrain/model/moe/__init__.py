@@ -1,0 +1,1 @@
+"""Mixture of experts: a block's MLP of which each token uses a few parts."""
