@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
 from pretrain.checkpoint.load.hf_hashes import hash_files
 from pretrain.errors import ConfigError
-from tests.support.hf_models import from_transformers, save_hf_model
+from pretrain.model.hf_weights import from_transformers
+from tests.support.hf_models import save_hf_model
 from tests.support.model_shapes import SHAPES
 
 transformers.logging.set_verbosity_error()
