@@ -1,6 +1,6 @@
 """Defect R: wrong gradients under sequence parallelism with ZeRO-3.
 
-Guarded by tests/distributed/test_model_parallel.py, test_r_*.
+Guarded by tests/distributed/test_upstream.py, test_r_*.
 """
 
 from collections.abc import Sequence

@@ -100,9 +100,10 @@ def nvme_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def plain_cases(corpus: str, folder: Path) -> list[dict[str, Any]]:
-    """Return cases for D to I with plain DeepSpeed, and a case for initial weights under ZeRO-3."""
+    """Return cases for D to I with plain DeepSpeed, for initial weights under ZeRO-3, and for R."""
     return [
         one("initial_zero3", ds_config(3, **BF16), flags(corpus), job="initial_weights"),
+        *both("sequence_zero3", "losses", ds_config(3, sequence_parallel_size=2), flags(corpus)),
         {"name": "nvme_below_stage_3", "job": "nvme_below_stage_3", "folder": str(folder)},
         *({"name": job, "job": job} for job in ("autocast_norm", "init_in_parent", "equal_stages", "unknown_key",
                                                 "sequence_parallel_pipeline")),
@@ -117,13 +118,13 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_worker("upstream_worker.py", cases, 2, folder)
 
 
-def rejection(config: dict[str, Any], corpus: str, folder: Path) -> str:
-    """Return the error of a run on two ranks with this DeepSpeed JSON."""
+def rejection(config: dict[str, Any], corpus: str, folder: Path, ranks: int = 2) -> str:
+    """Return the error of a run with this DeepSpeed JSON."""
     path = folder / "ds.json"
     path.write_text(json.dumps(config))
     words = [f"--{name}={value}" for name, value in flags(corpus, save=folder / "run").items()]
     with pytest.raises(ConfigError) as caught:
-        check_run(parse_arguments([f"--deepspeed_config={path}", *words]), world_size=2, device=CPU)
+        check_run(parse_arguments([f"--deepspeed_config={path}", *words]), world_size=ranks, device=CPU)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -263,10 +264,16 @@ def test_h_unknown_keys_are_rejected(results: Results, corpus: str, tmp_path: Pa
     assert results["unknown_key"] == 0, "DeepSpeed fixed defect H: DeepSpeed rejects unknown keys"
 
 
-def test_i_sequence_parallelism_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
-    message = rejection(ds_config(1, **BF16, sequence_parallel_size=2), corpus, tmp_path)
-    assert "sequence_parallel_size" in message
+def test_i_sequence_parallelism_in_a_pipeline_is_rejected(results: Results, corpus: str, tmp_path: Path) -> None:
+    message = rejection(ds_config(1, **BF16, **TWO_STAGES, sequence_parallel_size=2), corpus, tmp_path, ranks=4)
+    assert "sequence_parallel_size: found 2; expected 1 with pipeline stages" in message
     assert results["sequence_parallel_pipeline"] == [1, 2], "DeepSpeed fixed defect I: pipelines split sequences"
+
+
+def test_r_zero_3_sums_the_gradients_of_a_sequence(results: Results) -> None:
+    ours, plain = results["sequence_zero3_ours"], results["sequence_zero3_plain"]
+    assert ours["grad_norm"][0] == close(2 * plain["grad_norm"][0], 1e-5), (
+        "DeepSpeed fixed defect R: remove sequence.sum_gradients_of_shards")
 
 
 # --- L

@@ -49,6 +49,14 @@ def test_one_stage_has_the_names_weights_and_loss_of_the_plain_module(ranks, nam
         assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "bloom_older_names"])  # it has five heads
+def test_shards_of_sequences_give_the_loss_and_gradients_of_the_plain_module(ranks, name):
+    for seen in ranks:
+        for result in seen[f"{name}/sequence"]:  # without and with documents
+            assert result["loss"] == pytest.approx(result["plain_loss"], rel=1e-6)
+            assert result["worst_gradient"] < 1e-5
+
+
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_two_stages_together_have_all_weights_of_the_plain_module(ranks, name, tmp_path):
     expected = plain_state(name, tmp_path)

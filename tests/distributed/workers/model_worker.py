@@ -1,7 +1,7 @@
 """One of two gloo ranks of tests/model/test_layouts.py: compare every layout with the plain module, write the results.
 
-Arguments: a folder for the results, with config.jsons: all/NAME/config.json is compared in one pipeline stage, and
-shapes/NAME/config.json in all layouts. The caller sets RANK etc.
+Arguments: a folder for the results, with config.jsons: all/NAME/config.json is compared in one pipeline stage and with
+shards of sequences, and shapes/NAME/config.json in all layouts. The caller sets RANK etc.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
+from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module, as_pipeline
@@ -113,6 +114,29 @@ def one_stage(config: ModelConfig) -> dict[str, object]:
     return {"state": module.state_dict(), "loss": loss, "plain_loss": plain_loss}
 
 
+def shards_of_sequences(config: ModelConfig, groups: ParallelGroups) -> list[dict[str, float]]:
+    """Compare loss and gradients of two ranks that share each sequence with one rank's; then the same with documents.
+
+    The gradients are those of the sum of the loss over the ranks' shards.
+    """
+    found = []
+    for positions in (None, (torch.arange(LENGTH) % 7).expand(4, LENGTH)):
+        losses, gradients = [], []
+        for own in (NO_GROUPS, groups):
+            module = as_module(config, groups=own)
+            initialize_parameters(module, config, seed=SEED)
+            loss = module(*batch(config), positions)
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append([parameter.grad for parameter in module.parameters()])
+        for gradient in gradients[1]:
+            deepspeed.comm.all_reduce(gradient, group=groups.sequence.handle)
+        worst = max((mine - theirs).norm().item() / theirs.norm().item()
+                    for theirs, mine in zip(*gradients, strict=True) if theirs.norm() > 1e-6)
+        found.append({"plain_loss": losses[0], "loss": losses[1], "worst_gradient": worst})
+    return found
+
+
 def read_configs(folder: Path) -> dict[str, ModelConfig]:
     return {path.name: load_model_config(str(path)) for path in sorted(folder.iterdir())}
 
@@ -131,8 +155,11 @@ def main() -> None:
         seen[f"{name}/dropout"] = dropout_gradients(dropping)
         for interval in (0, 2):
             seen[f"{name}/pipeline/{interval}"] = pipeline(config, interval)
+    groups = ParallelGroups(sequence=RankGroup(2, deepspeed.comm.get_rank(), deepspeed.comm.new_group([0, 1])))
     for name, config in read_configs(results / "all").items():
         seen[f"{name}/one_stage"] = one_stage(config)
+        if config.num_heads % 2 == 0:
+            seen[f"{name}/sequence"] = shards_of_sequences(config, groups)
     torch.save(seen, results / f"rank{deepspeed.comm.get_rank()}.pt")
     deepspeed.comm.barrier()
     deepspeed.comm.destroy_process_group()

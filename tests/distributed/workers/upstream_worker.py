@@ -29,10 +29,12 @@ from pretrain.engine.build import deepspeed_output
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
 from tests.distributed.workers import worker
-from tests.distributed.workers.worker import Case, end, engine_of, plan_of, steps
+from tests.distributed.workers.worker import Case, end, engine_of, losses, plan_of, steps
 from tests.support.cases_loop import each_case
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+__all__ = ["losses"]  # a job
 
 
 def gathered(value: Any) -> list[Any]:
