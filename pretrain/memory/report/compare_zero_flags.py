@@ -9,7 +9,7 @@ from pretrain.config.initialization import DROPOUTS
 from pretrain.errors import ConfigError
 from pretrain.memory.hardware import DEFAULT_MARGIN, GB, GPUS, Cluster, make_cluster
 from pretrain.memory.report.plot import check_plot
-from pretrain.memory.search.axes import OFFLOADS, RECOMPUTE_CHOICES, Axes
+from pretrain.memory.search.axes import OFFLOADS, PARALLEL_SIZES, RECOMPUTE_CHOICES, Axes
 from pretrain.memory.search.candidates import SAMPLES_PER_RANK
 from pretrain.memory.search.largest_fit import FIND_TARGETS
 from pretrain.memory.sizes import UNITS
@@ -25,9 +25,13 @@ _AXES: dict[str, tuple[str, type, tuple[Any, ...] | None, str]] = {
     "offload": ("offloads", str, tuple(OFFLOADS),
                 "offloaded states and their destination (default: all choices)"),
     "pipeline_stages": ("pipeline_stages", int, None, "pipeline stages (default: powers of two up to 64)"),
-    "tensor_parallel": ("tensor_parallel_sizes", int, None, "ranks that share each matrix (default: 1)"),
-    "sequence_parallel": ("sequence_parallel_sizes", int, None, "ranks that share each sequence (default: 1)"),
-    "expert_parallel": ("expert_parallel_sizes", int, None, "ranks that share the experts (default: 1)"),
+    "tensor_parallel": ("tensor_parallel_sizes", int, None,
+                        "ranks that share each matrix (default: 1, and up to the GPUs of a node for models that need "
+                        "it)"),
+    "sequence_parallel": ("sequence_parallel_sizes", int, None,
+                          "ranks that share each sequence (default: 1, and more for sequences that need it)"),
+    "expert_parallel": ("expert_parallel_sizes", int, None,
+                        "ranks that share the experts (default: 1, and more for models with experts)"),
     "precision": ("precisions", str, ("bf16", "fp16", "fp32"),
                   "precisions (default: bf16, or fp16 if the GPU has no bf16)"),
     "grad_accum_dtype": ("grad_accum_dtypes", str, ("bf16", "fp16", "fp32"),
@@ -180,8 +184,11 @@ def _reject(flags: argparse.Namespace, names: list[str], when: str) -> None:
 
 def axes_of(flags: argparse.Namespace, seq_length: int) -> Axes:
     """Return the values of the layout flags. `seq_length` is the default for --seq_length."""
-    given = {field: tuple(getattr(flags, flag)) for flag, (field, *_) in _AXES.items() if getattr(flags, flag)}
+    given: dict[str, Any] = {field: tuple(getattr(flags, flag)) for flag, (field, *_) in _AXES.items()
+                             if getattr(flags, flag)}
     given.setdefault("seq_lengths", (seq_length,))
+    if flags.mode != "estimate":  # each layout takes seconds
+        given |= {name: given.get(name, (1,)) for name in PARALLEL_SIZES}
     return Axes(**given, global_batch_size=flags.global_batch_size,
                 gradient_accumulation_steps=flags.gradient_accumulation_steps)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pretrain.config.layout import Layout
+from pretrain.memory.estimate.estimate_memory import estimate_memory
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.hardware import Cluster
 
@@ -14,6 +16,7 @@ OFFLOADS = {"none": ("none", "none"), "optimizer_cpu": ("cpu", "none"), "all_cpu
 # Parts that --recompute of train.py recomputes, without an interval. "offload": with an interval, the inputs of the
 # recomputed groups are in host memory.
 RECOMPUTE_CHOICES = ("none", "attention", "mlp", "offload")
+PARALLEL_SIZES = ("tensor_parallel_sizes", "sequence_parallel_sizes", "expert_parallel_sizes")
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,9 @@ class Axes:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     offloads: tuple[str, ...] = tuple(OFFLOADS)
     pipeline_stages: tuple[int, ...] = ()
-    tensor_parallel_sizes: tuple[int, ...] = (1,)
-    sequence_parallel_sizes: tuple[int, ...] = (1,)
-    expert_parallel_sizes: tuple[int, ...] = (1,)
+    tensor_parallel_sizes: tuple[int, ...] = ()
+    sequence_parallel_sizes: tuple[int, ...] = ()
+    expert_parallel_sizes: tuple[int, ...] = ()
     precisions: tuple[str, ...] = ()
     grad_accum_dtypes: tuple[str, ...] = ("",)  # "": the same as the precision
     activation_checkpoint_intervals: tuple[int, ...] = (0, 1)
@@ -34,6 +37,7 @@ class Axes:
     seq_lengths: tuple[int, ...] = (1024,)
     global_batch_size: int | None = None  # samples of a step
     gradient_accumulation_steps: int | None = None
+    proposed: frozenset[str] = frozenset()  # fields of parallel degrees that `default_axes` has filled
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,59 @@ class Combination:
 def default_axes(axes: Axes, cluster: Cluster, shape: ModelShape | None) -> Axes:
     """Fill the empty fields: pipelines of 1 to 64 stages that ranks and layers allow, and bf16 if the GPU has it.
 
+    Other parallel degrees than 1 are proposed for models and sequences that need them.
     Without a shape only model states are estimated. Recomputation and micro-batches do not change states, so that a
     single value of each is enough.
     """
     axes = replace(axes, precisions=axes.precisions or ("bf16" if cluster.gpu.knows_bf16 else "fp16",))
+    degrees = {} if shape is None else proposed_degrees(axes, cluster, shape)
+    empty = [name for name in PARALLEL_SIZES if not getattr(axes, name)]
+    filled: dict[str, Any] = {name: (1, *degrees.get(name, ())) for name in empty}
+    axes = replace(axes, proposed=frozenset(empty), **filled)
     if shape is None:
         return replace(axes, pipeline_stages=axes.pipeline_stages or (1,), activation_checkpoint_intervals=(0,),
                        recomputes=("none",), micro_batch_sizes=(1,), gradient_accumulation_steps=1)
     pipeline_stages = tuple(stages for stages in (1, 2, 4, 8, 16, 32, 64)
                             if cluster.world_size % stages == 0 and stages <= shape.num_layers)
     return replace(axes, pipeline_stages=axes.pipeline_stages or pipeline_stages)
+
+
+def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return degrees above 1 that are worth a comparison, by field of Axes: powers of two up to the GPUs of a node.
+
+    - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage.
+    - Sequence parallelism: if one sample does not fit a device with ZeRO-3 and recomputation of every block.
+    - Expert parallelism: if the model has experts.
+    """
+    sizes = tuple(2**power for power in range(1, 11)
+                  if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
+    precision, seq_length = axes.precisions[0], max(axes.seq_lengths)
+    one_sample = Layout(world_size=cluster.world_size, zero_stage=3, precision=precision, seq_length=seq_length,
+                        activation_checkpoint_interval=1)
+    found = {}
+    if 2 * one_sample.element_bytes * shape.num_parameters() > cluster.device_budget_bytes:
+        found["tensor_parallel_sizes"] = tuple(size for size in sizes if shape.num_heads % size == 0
+                                               and shape.num_kv_heads % size == 0 and seq_length % size == 0)
+    if estimate_memory(shape, one_sample).device_bytes > cluster.device_budget_bytes:
+        found["sequence_parallel_sizes"] = tuple(size for size in sizes if shape.num_heads % size == 0
+                                                 and seq_length % size == 0)
+    if shape.num_experts:
+        found["expert_parallel_sizes"] = tuple(size for size in sizes if shape.num_experts % size == 0)
+    return found
+
+
+def _is_usual(choice: Combination, axes: Axes) -> bool:
+    """Return whether a combination is worth a comparison, if the search itself proposed its parallel degrees.
+
+    Tensor parallelism is usual with ZeRO-1, sequence parallelism with ZeRO-3, expert parallelism with ZeRO-1 and 2;
+    all of them without offload.
+    """
+    for name, size, zero_stages in (("tensor_parallel_sizes", choice.tensor_parallel_size, (1,)),
+                                    ("sequence_parallel_sizes", choice.sequence_parallel_size, (3,)),
+                                    ("expert_parallel_sizes", choice.expert_parallel_size, (1, 2))):
+        if name in axes.proposed and size > 1 and (choice.zero_stage not in zero_stages or choice.offload != "none"):
+            return False
+    return True
 
 
 def combinations_of(axes: Axes) -> Iterator[Combination]:
@@ -82,5 +129,5 @@ def combinations_of(axes: Axes) -> Iterator[Combination]:
     for values in itertools.product(*columns):
         choice = Combination(*values)
         possible = ("none", "offload") if choice.activation_checkpoint_interval else ("none", "attention", "mlp")
-        if choice.recompute in possible:
+        if choice.recompute in possible and _is_usual(choice, axes):
             yield choice

@@ -72,7 +72,7 @@ def _candidates_of(choice: Combination, axes: Axes, cluster: Cluster, shape: Mod
                                   hidden_size=shape.hidden_size if shape else None, device_kind=device_kind,
                                   name=_name(choice, axes))
             part = choice.recompute if choice.recompute != "offload" else "none"  # the JSON has the offload
-            base = replace(base, expert_parallel_size=choice.expert_parallel_size, recompute=part)
+            base = replace(base, recompute=part)
         layout = replace(base, micro_batch_size=micro, gradient_accumulation_steps=steps)
         yield Candidate(base.name, config, layout)
 

@@ -178,8 +178,6 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
     layout, model = candidate.layout, workload.model
     if workload.shape is not None and model is None:
         return workload.shape.untrainable_reason or f"{workload.shape.architecture} is not implemented"
-    if layout.expert_parallel_size > 1:
-        return "expert parallelism is not implemented"
     if model is None:
         return ""
     if layout.seq_length > model.longest_sequence():

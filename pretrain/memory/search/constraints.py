@@ -28,6 +28,10 @@ def _deepspeed_constraints(choice: Combination) -> tuple[tuple[bool, str], ...]:
         (optimizer == "nvme" and choice.zero_stage != 3, "NVMe offload needs ZeRO stage 3"),
         (choice.pipeline_stages > 1 and choice.sequence_parallel_size > 1,
          "DeepSpeed ignores sequence parallelism (Ulysses) in a pipeline"),
+        (choice.tensor_parallel_size > 1 and choice.sequence_parallel_size > 1,
+         "tensor-parallel ranks already share the sequences"),
+        (choice.expert_parallel_size > 1 and choice.model_parallel_size > 1,
+         "expert parallelism is without pipeline stages, tensor and sequence parallelism"),
         (accumulates_in_other_dtype and choice.zero_stage == 0,
          "gradient accumulation in another dtype than the precision needs ZeRO stage 1 or higher"),
         (accumulates_in_other_dtype and choice.grad_accum_dtype != "fp32",
@@ -49,12 +53,13 @@ def _cluster_constraints(choice: Combination, cluster: Cluster) -> tuple[tuple[b
 
 def _model_constraints(choice: Combination, shape: ModelShape) -> tuple[tuple[bool, str], ...]:
     """List the constraints of the model's sizes as (is it broken?, reason)."""
-    head_ranks = choice.tensor_parallel_size * choice.sequence_parallel_size
+    tensor, sequence = choice.tensor_parallel_size, choice.sequence_parallel_size
+    shards = max(tensor, sequence)  # ranks that share a sequence
     return (
         (choice.pipeline_stages > shape.num_layers, f"more pipeline stages than {shape.num_layers} layers"),
-        (shape.num_heads % head_ranks != 0, f"{head_ranks} ranks do not divide {shape.num_heads} heads"),
-        (choice.seq_length % choice.sequence_parallel_size != 0,
-         f"{choice.sequence_parallel_size} ranks do not divide a sequence of {choice.seq_length}"),
+        (shape.num_heads % shards != 0, f"{shards} ranks do not divide {shape.num_heads} heads"),
+        (shape.num_kv_heads % tensor != 0, f"{tensor} ranks do not divide {shape.num_kv_heads} key and value heads"),
+        (choice.seq_length % shards != 0, f"{shards} ranks do not divide a sequence of {choice.seq_length}"),
         (choice.expert_parallel_size > 1 and shape.num_experts == 0, "the model has no experts"),
         (shape.num_experts % choice.expert_parallel_size != 0,
          f"{choice.expert_parallel_size} ranks do not divide {shape.num_experts} experts"),

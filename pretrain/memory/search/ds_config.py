@@ -43,6 +43,8 @@ def make_config(choice: Combination, *, micro_batch_size: int, accumulation_step
         config["tensor_parallel"] = {"autotp_size": choice.tensor_parallel_size}
     if choice.sequence_parallel_size > 1:
         config["sequence_parallel_size"] = choice.sequence_parallel_size
+    if choice.expert_parallel_size > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": choice.expert_parallel_size}
     return config
 
 

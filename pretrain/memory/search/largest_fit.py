@@ -89,11 +89,11 @@ def _at_step(kind: str, step: int, layout: Layout, workload: Workload) -> tuple[
 def scaled_shape(shape: ModelShape, step: int, layout: Layout) -> ModelShape:
     """Return a model with the same proportions in another size: depth grows with width, head_size is unchanged.
 
-    Each step adds the smallest possible number of heads: a multiple of the size of a key/value group and of the number
-    of tensor- and sequence-parallel ranks.
+    Each step adds the smallest possible number of heads: complete key/value groups for each tensor-parallel rank, and
+    a multiple of the sequence-parallel ranks.
     """
     group = max(1, shape.num_heads // max(1, shape.num_kv_heads))
-    heads = step * math.lcm(group, layout.tensor_parallel_size * layout.sequence_parallel_size)
+    heads = step * math.lcm(group * layout.tensor_parallel_size, layout.sequence_parallel_size)
     factor = heads / shape.num_heads
 
     def scaled(size: int) -> int:
