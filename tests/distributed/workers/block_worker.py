@@ -6,18 +6,26 @@ the rank. main() lists the checks.
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankOrder, create_group
+from pretrain.model import shared_tensors
+from pretrain.model.attention import Attention
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
+from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.layer_specs import CausalLM, as_module
+from pretrain.model.layers import Block
 from pretrain.model.parts import part_of
+from pretrain.model.recompute import Recompute
+from pretrain.model.shared_tensors import own_shard
 from tests.support.model_shapes import SHAPES
 
 ROWS, TOKENS, SEED = 3, 20, 3
+RECOMPUTED = (Recompute("attention"), Recompute("mlp"), Recompute("blocks"), Recompute(interval=2))
 
 
 def _config(shape: str) -> ModelConfig:
@@ -54,22 +62,22 @@ def _batch(config: ModelConfig, *, with_documents: bool) -> tuple[torch.Tensor, 
     return tokens, labels, weights, positions
 
 
-def _results(config: ModelConfig, groups: ParallelGroups, dtype: torch.dtype, with_documents: bool,
-             settings: dict[str, Any]) -> tuple[torch.Tensor, CausalLM]:
-    """Return the loss, and the model with its gradients."""
-    model = _model(config, groups, dtype, **settings)
-    loss = model(*_batch(config, with_documents=with_documents))
-    loss.backward()
-    return loss, model
-
-
 def _compare(config: ModelConfig, groups: ParallelGroups, *, dtype: torch.dtype = torch.float64,
              with_documents: bool = False, **settings: Any) -> None:
-    """Compare loss, gradients and initial values with those of one rank. Gemma's norms are computed in fp32."""
+    """Compare logits, loss, gradients and initial values with those of one rank. Gemma's norms are in fp32."""
     rounding = {torch.float64: 1e-6 if config.norm_offset else 1e-11, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
-    loss, model = _results(config, groups, dtype, with_documents, settings)
-    expected, complete_model = _results(config, NO_GROUPS, dtype, with_documents, settings)
+    model, complete_model = (_model(config, ranks, dtype, **settings) for ranks in (groups, NO_GROUPS))
+    batch = _batch(config, with_documents=with_documents)
+    loss, expected = model(*batch), complete_model(*batch)
     torch.testing.assert_close(loss, expected, rtol=min(rounding, 5e-4), atol=0)
+    (loss + expected).backward()
+    _compare_parameters(model, complete_model, rounding)
+    if dtype == torch.float64:
+        words = slice(*VocabularyShard(groups.tensor, config.vocab_size).words)
+        torch.testing.assert_close(model(batch[0]), complete_model(batch[0])[..., words], rtol=rounding, atol=rounding)
+
+
+def _compare_parameters(model: CausalLM, complete_model: CausalLM, rounding: float) -> None:
     squares = torch.zeros(2, dtype=torch.float64)  # of all gradients, and of their differences
     for (name, complete), (same, own) in zip(complete_model.named_parameters(), model.named_parameters(), strict=True):
         assert name == same
@@ -81,16 +89,136 @@ def _compare(config: ModelConfig, groups: ParallelGroups, *, dtype: torch.dtype 
         assert own.grad is not None
         difference = own.grad.double() - of(complete.grad).double()
         squares += torch.stack([complete.grad.double().square().sum(), difference.square().sum()])
-        if dtype == torch.float64:  # otherwise rounding errors exceed some gradients, which are nearly 0
-            assert difference.abs().max() <= rounding * complete.grad.abs().max(), f"{config.architecture}: {name}"
-    assert squares[1].sqrt() <= rounding * squares[0].sqrt(), config.architecture
+        if own.dtype == torch.float64:  # otherwise rounding errors exceed some gradients, which are nearly 0
+            assert difference.abs().max() <= rounding * complete.grad.abs().max(), name
+    assert squares[1].sqrt() <= rounding * squares[0].sqrt()
+
+
+def compare_with_one_rank(groups: ParallelGroups) -> None:
+    """Compare every family, and the variants of the layers."""
+    for shape in SHAPES:
+        _compare(_config(shape), groups)
+    for shape in ("gpt2", "bloom", "gemma2", "qwen3"):
+        _compare(_config(shape), groups, with_documents=True)
+    for shape in ("gpt2", "mpt", "phi", "olmo2", "gemma3"):
+        _compare(_config(shape), groups, dtype=torch.bfloat16)
+    for shape in ("gemma2", "phi", "olmo2"):
+        _compare(_config(shape), groups, plain_operators=True)
+        _compare(_config(shape), groups, dtype=torch.float32)
+    _compare(replace(_config("llama"), intermediate_size=57), groups)
+    for recompute in RECOMPUTED:
+        for shape in ("llama", "phi"):  # phi: attention and MLP have the same input
+            _compare(_config(shape), groups, recompute=recompute, with_documents=True)
+
+
+def _masks_of_residual_dropout(config: ModelConfig, groups: ParallelGroups) -> list[torch.Tensor]:
+    """Return which elements each dropout of the model kept on this rank."""
+    model, masks = _model(config, groups, torch.float64), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda _module, _inputs, output: masks.append(output.detach() != 0))
+    model(*_batch(config, with_documents=False))
+    return masks
+
+
+def _masks_of_attention_dropout(config: ModelConfig, groups: ParallelGroups) -> torch.Tensor:
+    """Return [B, heads of this rank, T, T]: which probabilities a layer's dropout kept.
+
+    All scores are 0, and the value at position s is the s-th unit vector, so that the output is the probabilities.
+    """
+    size = config.head_size
+    layer = Attention(config, None, groups=groups).double()
+    heads = layer.num_heads
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.qkv.weight[2 * heads * size :] = torch.eye(size, config.hidden_size, dtype=torch.float64).repeat(heads, 1)
+    probabilities = []
+    layer.out.register_forward_pre_hook(lambda _module, inputs: probabilities.append(inputs[0].detach()))
+    x_BTD = torch.eye(size, config.hidden_size, dtype=torch.float64).expand(ROWS, -1, -1)
+    layer(own_shard(x_BTD, groups.tensor))
+    return probabilities[0].unflatten(2, (heads, size)).transpose(1, 2) != 0
+
+
+def masks_of_dropout(groups: ParallelGroups) -> None:
+    """All masks of the two ranks, and of the heads of a rank, are different draws with the right rate."""
+    drop = 0.25
+    config = replace(_config("neox_sequential"), embedding_dropout=drop, residual_dropout=drop, attention_dropout=drop)
+    torch.manual_seed(SEED + 1 + groups.tensor.rank)  # as in engine/build.py
+    attention_BHTT = _masks_of_attention_dropout(config, groups)
+    seen = torch.ones(attention_BHTT.shape[2:], dtype=torch.bool).tril()
+    assert not attention_BHTT[..., ~seen].any()
+    masks = [*attention_BHTT[..., seen].unbind(1), *_masks_of_residual_dropout(config, groups)]
+    assert len(masks) == config.num_heads // 2 + 1 + 2 * config.num_layers
+    for mask in masks:
+        both = [mask.flatten().clone(), mask.flatten().clone()]
+        dist.all_gather(both, mask.flatten())
+        _check_independence(torch.stack(both), drop)
+    _check_independence(torch.stack([mask.flatten() for mask in masks[: config.num_heads // 2]]), drop)
+
+
+def _check_independence(masks: torch.Tensor, drop: float) -> None:
+    """Check the rates of two masks, and of their agreement, to 5 standard deviations."""
+    same = drop**2 + (1 - drop) ** 2
+    for values, rate in ((masks, 1 - drop), (masks[0] == masks[1], same)):
+        deviation = (rate * (1 - rate) / values.numel()) ** 0.5
+        assert abs(values.double().mean() - rate) < 5 * deviation
+
+
+def recomputed_masks(groups: ParallelGroups) -> None:
+    """Recomputation repeats the masks of dropout: loss and gradients stay the same."""
+    for shape in ("neox_sequential", "phi"):
+        config = replace(_config(shape), embedding_dropout=0.1, residual_dropout=0.2, attention_dropout=0.3)
+        results = []
+        for recompute in (Recompute(), *RECOMPUTED):
+            model = _model(config, groups, torch.float64, recompute=recompute)
+            torch.manual_seed(SEED + 1 + groups.tensor.rank)
+            loss = model(*_batch(config, with_documents=False))
+            loss.backward()
+            results.append((loss, *(parameter.grad for parameter in model.parameters())))
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=1e-9, atol=1e-12)
+
+
+def _traffic(config: ModelConfig, groups: ParallelGroups, recompute: str) -> tuple[list[int], list[torch.Size]]:
+    """Return the gathers and sums of a block's forward and backward pass, and the shapes of the saved tensors."""
+    block, counts, shapes = Block(config, None, groups=groups, recompute=recompute), [], []
+    for parameter in block.parameters():
+        parameter.data.fill_(0.1)
+    x_BTD = torch.rand(ROWS, TOKENS // 2, config.hidden_size, requires_grad=True)
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+    operators = mock.Mock(gather=shared_tensors._all_gather, scatter=shared_tensors._reduce_scatter)
+    with mock.patch.object(shared_tensors, "_all_gather", counted := mock.Mock(side_effect=operators.gather)), \
+            mock.patch.object(shared_tensors, "_reduce_scatter", summed := mock.Mock(side_effect=operators.scatter)):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            out_BTD = block(x_BTD)
+        counts += [counted.call_count, summed.call_count]
+        out_BTD.sum().backward()
+    return [*counts, counted.call_count - counts[0], summed.call_count - counts[1]], shapes
+
+
+def gathers_and_saved_tensors(groups: ParallelGroups) -> None:
+    """A block gathers each input once a pass, and saves its shard.
+
+    The gathers of the backward pass are those of the inputs, recomputed or not, and of the outputs' gradients.
+    """
+    one_after_the_other, same_input = (replace(_config(shape), position="alibi") for shape in ("llama", "phi"))
+    for config, recompute, expected in ((one_after_the_other, "none", [2, 2, 4, 2]), (same_input, "none", [1, 2, 3, 1]),
+                                        (one_after_the_other, "attention", [2, 2, 4, 2]),
+                                        (one_after_the_other, "mlp", [2, 2, 4, 2])):
+        counts, shapes = _traffic(config, groups, recompute)
+        assert counts == expected, (recompute, counts)
+        assert recompute != "none" or (ROWS, TOKENS, config.hidden_size) not in shapes
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     groups = ParallelGroups(tensor=create_group(RankOrder(tensor=2).groups_along("tensor")))
-    for shape in SHAPES:
-        _compare(_config(shape), groups)
+    for check in (compare_with_one_rank, masks_of_dropout, recomputed_masks, gathers_and_saved_tensors):
+        check(groups)
     dist.destroy_process_group()
 
 
