@@ -97,7 +97,8 @@ def _compare_parameters(model: CausalLM, complete_model: CausalLM, rounding: flo
 def compare_with_one_rank(groups: ParallelGroups) -> None:
     """Compare every family, and the variants of the layers."""
     for shape in SHAPES:
-        _compare(_config(shape), groups)
+        if _config(shape).num_experts == 0:  # experts are rejected with tensor parallelism
+            _compare(_config(shape), groups)
     for shape in ("gpt2", "bloom", "gemma2", "qwen3"):
         _compare(_config(shape), groups, with_documents=True)
     for shape in ("gpt2", "mpt", "phi", "olmo2", "gemma3"):
