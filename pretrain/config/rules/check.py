@@ -16,7 +16,8 @@ from pretrain.config.rules import (
 )
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
-    parallel_rules.degrees_together, parallel_rules.tensor_parallel_shares, parallel_rules.optimizer_of_parts,
+    parallel_rules.degrees_together, parallel_rules.experts_need_sequences, parallel_rules.tensor_parallel_shares,
+    parallel_rules.optimizer_of_parts,
     parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
     pipeline_rules.partition_matches_layers, pipeline_rules.stages_have_blocks,
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,

@@ -29,6 +29,16 @@ def degrees_together(run: ResolvedConfig) -> None:
                             remedy="no engine here supports both; set one of the two degrees to 1")
 
 
+def experts_need_sequences(run: ResolvedConfig) -> None:
+    """Reject mixture-of-experts models on ranks that share sequences."""
+    layout = run.layout
+    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
+        if run.model.num_experts and size > 1:
+            raise run.error(key, expected="1 for a mixture-of-experts model",
+                            remedy="its router does not support shards of sequences; divide the experts with "
+                                   f'"{EXPERT}", or the model with pipeline stages or ZeRO-3')
+
+
 def tensor_parallel_shares(run: ResolvedConfig) -> None:
     """Reject heads and sequences that the tensor-parallel ranks cannot share evenly."""
     ranks, model, args = run.layout.tensor_parallel_size, run.model, run.args

@@ -87,22 +87,22 @@ def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[st
 
     - Tensor parallelism: if parameters and gradients do not fit a device, as with ZeRO-1 on a single pipeline stage.
     - Sequence parallelism: if one sample does not fit a device with ZeRO-3 and recomputation of every block.
-    - Expert parallelism: if the model has experts.
+    - Expert parallelism: if the model has experts. Neither of the others is then possible.
     """
     sizes = tuple(2**power for power in range(1, 11)
                   if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
     precision, seq_length = axes.precisions[0], max(axes.seq_lengths)
     one_sample = Layout(world_size=cluster.world_size, zero_stage=3, precision=precision, seq_length=seq_length,
                         activation_checkpoint_interval=1)
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
+    if shape.num_experts:
+        return {"expert_parallel_sizes": tuple(size for size in sizes if shape.num_experts % size == 0)}
     if 2 * one_sample.element_bytes * shape.num_parameters() > cluster.device_budget_bytes:
         found["tensor_parallel_sizes"] = tuple(size for size in sizes if shape.num_heads % size == 0
                                                and shape.num_kv_heads % size == 0 and seq_length % size == 0)
     if estimate_memory(shape, one_sample).device_bytes > cluster.device_budget_bytes:
         found["sequence_parallel_sizes"] = tuple(size for size in sizes if shape.num_heads % size == 0
                                                  and seq_length % size == 0)
-    if shape.num_experts:
-        found["expert_parallel_sizes"] = tuple(size for size in sizes if shape.num_experts % size == 0)
     return found
 
 

@@ -60,6 +60,7 @@ def _model_constraints(choice: Combination, shape: ModelShape) -> tuple[tuple[bo
         (shape.num_heads % shards != 0, f"{shards} ranks do not divide {shape.num_heads} heads"),
         (shape.num_kv_heads % tensor != 0, f"{tensor} ranks do not divide {shape.num_kv_heads} key and value heads"),
         (choice.seq_length % shards != 0, f"{shards} ranks do not divide a sequence of {choice.seq_length}"),
+        (shards > 1 and shape.num_experts > 0, "ranks do not share the sequences of models with experts"),
         (choice.expert_parallel_size > 1 and shape.num_experts == 0, "the model has no experts"),
         (shape.num_experts % choice.expert_parallel_size != 0,
          f"{choice.expert_parallel_size} ranks do not divide {shape.num_experts} experts"),

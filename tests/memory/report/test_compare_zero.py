@@ -157,6 +157,17 @@ def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str]
 
 def test_an_untrainable_architecture_is_not_recommended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "granite", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8}))
+    found = as_json(capsys, "--model", str(tmp_path), "--world_size", "8", "--zero_stage", "1", "--offload", "none",
+                    "--pipeline_stages", "1", "--micro_batch_size", "1")
+    assert found["rows"]
+    assert all(row["fits"] and not row["runs_here"] for row in found["rows"])
+    assert found["recommended"] is None
+
+
+def test_experts_are_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
         "num_experts_per_tok": 2, "max_position_embeddings": 32768, "tie_word_embeddings": False}))
@@ -165,8 +176,8 @@ def test_an_untrainable_architecture_is_not_recommended(capsys: pytest.CaptureFi
                     "--micro_batch_size", "1")
     assert found["num_parameters"] == 46_702_792_704  # mistralai/Mixtral-8x7B-v0.1
     sizes = {row["name"]: row for row in found["rows"]}
-    assert all(not row["runs_here"] for row in sizes.values())
-    assert found["recommended"] is None
+    assert all(row["runs_here"] for row in sizes.values())
+    assert "_ep8" in found["recommended"]
     assert sizes["zero2_ep8"]["device_bytes"] < 0.4 * sizes["zero2"]["device_bytes"]
     assert any("expert all-to-all" in transfer["what"] for transfer in sizes["zero2_ep8"]["transfers"])
 
