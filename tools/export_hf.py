@@ -33,7 +33,7 @@ def main() -> None:
 
     notes = export_hf(plan)
     print(output_summary(args.output))
-    print(f"{plan.config.num_parameters():,} parameters, {plan.dtype}, architecture {plan.config.architecture}, "
+    print(f"{plan.config.parameters_text()}, {plan.dtype}, architecture {plan.config.architecture}, "
           f"from {plan.folder}")
     for note in notes:
         print(note)

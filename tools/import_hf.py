@@ -35,7 +35,7 @@ def main() -> None:
 
     import_hf(found, args.output, tokenizer)
     print(output_summary(args.output))
-    print(f"{found.config.num_parameters():,} parameters, {found.dtype}, architecture {found.config.architecture}")
+    print(f"{found.config.parameters_text()}, {found.dtype}, architecture {found.config.architecture}")
     for note in tokenizer.notes if tokenizer else ():
         print(f"note: {note}")
     if tokenizer is None:

@@ -37,6 +37,7 @@ from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups,
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
 from pretrain.engine.profiled_flops import count_flops_of_engine
 from pretrain.engine.recipe import add_recipe
+from pretrain.engine.router_statistics import add_router_losses
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters
@@ -108,6 +109,7 @@ def build_engine(plan: Plan, *, initialize: bool = True,
     plan = with_layer_times(plan, groups, recorded_layer_times)
     mpu = create_mpu(plan.layout, groups)
     module = _build_module(plan, groups, mpu)
+    add_router_losses(module, plan)
     if initialize:
         initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
     # Each rank has its own dropout masks; DeepSpeed starts all pipeline stages with the same RNG state (defect G).

@@ -22,6 +22,8 @@ def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> tor
         Mean loss over the unmasked tokens of the global batch, before the update: a scalar on the device, on each rank.
     """
     _set_accumulation_steps(engine, len(micro_batches))
+    if engine.module.router_losses is not None:
+        engine.module.router_losses.scale = loss_scale(engine) / len(micro_batches)
     timers = phase_timers(engine)
     if isinstance(engine, PipelineEngine):
         _fit_buffers(engine, micro_batches)

@@ -131,6 +131,11 @@ class ModelConfig:
         without_layers = sum(prod(rule.shape) for rule in replace(self, num_layers=0).tensors())
         return without_layers + self.sum_over_layers(lambda index: self.layer_parameters(index, active=active))
 
+    def parameters_text(self) -> str:
+        """Return the number of parameters for a message, with that of active ones if there are experts."""
+        active = f" ({self.num_parameters(active=True):,} active)" if self.num_experts else ""
+        return f"{self.num_parameters():,} parameters{active}"
+
     def sum_over_layers(self, count: Callable[[int], int]) -> int:
         """Return the sum of `count(index)` over the blocks; called once for equal blocks."""
         dense = next((index for index in range(self.num_layers) if not self.has_experts(index)), None)

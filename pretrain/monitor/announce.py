@@ -12,6 +12,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.world import World
 from pretrain.errors import GUARD, GuardError
+from pretrain.model.config import ModelConfig
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.monitor.environment import host_record
 from pretrain.monitor.run_record import run_record
@@ -37,7 +38,7 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     folder.event("start", step=first_step, world_size=world.size, **operators)
     stages = plan.length.batch_sizes.stages
     batch = f"{stages[0][1]} to {stages[-1][1]}" if len(stages) > 1 else f"{stages[0][1]}"
-    screen.line(f"{plan.model.num_parameters() / 1e6:,.1f} M parameters; {_layout_text(plan.layout)}; global batch "
+    screen.line(f"{_parameters_text(plan.model)}; {_layout_text(plan.layout)}; global batch "
                 f"{batch} x {plan.args.seq_length} tokens; {plan.train_steps} steps")
     if operators:
         screen.line("; ".join(f"{name}: {choice}" for name, choice in operators.items()))
@@ -62,6 +63,11 @@ def announce_start(plan: Plan, world: World, screen: Screen, folder: RunFolder, 
     else:
         screen.line(f"resumed from {resumed_from}")
         folder.event("resume", step=first_step, path=str(resumed_from))
+
+
+def _parameters_text(model: ModelConfig) -> str:
+    active = f" ({model.num_parameters(active=True) / 1e6:,.1f} M active)" if model.num_experts else ""
+    return f"{model.num_parameters() / 1e6:,.1f} M parameters{active}"
 
 
 def _layout_text(layout: Layout) -> str:

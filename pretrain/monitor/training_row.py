@@ -11,6 +11,7 @@ from pretrain.config.validate import Plan
 from pretrain.distributed.process import resident_bytes
 from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, overlaps_reduction
 from pretrain.engine.recipe import recipe_values
+from pretrain.engine.router_statistics import router_values
 from pretrain.engine.steps import grad_norm, loss_scale
 from pretrain.model.flops import exact_flops_per_token, flops_per_token
 from pretrain.monitor.all_ranks import AllRanks
@@ -45,6 +46,7 @@ def training_row(plan: Plan, engine: DeepSpeedEngine, interval: Interval, ranks:
         **_times(engine, interval, ranks, plan.layout.pipeline_stages), **_rates(plan, interval, length), **_memory(),
         "power_watts": ranks.power_watts,
         "eta_seconds": _eta_seconds(plan, interval), **recipe_values(engine),
+        **router_values(engine, plan.model.num_layers),
     }
 
 

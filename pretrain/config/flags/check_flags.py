@@ -30,6 +30,7 @@ _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", 
                   "lr_wsd_tokens", "min_lr", "weight_decay", "adam_epsilon",
                   "gradient_clipping", "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
                   "replica_check_interval", "first_sample", "label_smoothing", "z_loss",
+                  "router_aux_loss", "router_z_loss", "expert_capacity_factor",
                   "gradient_value_clipping", "adaptive_clipping", "noise_scale_interval",
                   "early_stopping_patience", "early_stopping_min_delta")
 _ABOVE_ZERO = ("exit_step", "save_timeout", "learning_rate", "peak_tflops", "init_std",
@@ -38,6 +39,7 @@ _AT_MOST = {"adam_epsilon": 1, "weight_decay": 1e3, "learning_rate": 1e3, "peak_
             "save_timeout": LONGEST_SECONDS, "seed": 2**31 - 1, "init_std": 1e3, "step_timeout": LONGEST_SECONDS,
             "first_step_timeout": LONGEST_SECONDS, "exit_after_minutes": LONGEST_SECONDS / 60, "spike_threshold": 1e6,
             "spike_window": 2**20, "label_smoothing": 1, "z_loss": 1,
+            "router_aux_loss": 1e3, "router_z_loss": 1e3, "expert_capacity_factor": 1e6,
             "gradient_value_clipping": 1e6, "adaptive_clipping": 100, "adaptive_clipping_window": 10_000,
             "first_sample": 2**48, "order_samples": 2**48}
 _CHOICES = {"resume": RESUME_CHOICES, "save_busy": SAVE_BUSY_CHOICES, "spike_policy": SPIKE_POLICIES,

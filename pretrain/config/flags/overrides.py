@@ -14,14 +14,15 @@ OVERRIDES = {
     "betas": "betas or momentum of the optimizer",
     "eps": "epsilon of the optimizer",
     "clipping": "gradient clipping",
-    "loss": "label smoothing and z-loss",
+    "loss": "label smoothing, z-loss, losses of the routers, and capacity of the experts",
     "dropout": "dropout",
     "batch": "the global batch size",
     "data": "training data, its blend and order, and the tokenizer",
     "seed": "the seed of data order and dropout",
 }
 # flags whose values a checkpoint records -> the name that allows another value
-RECIPE_FLAGS = {"label_smoothing": "loss", "z_loss": "loss", "gradient_value_clipping": "clipping",
+RECIPE_FLAGS = {"label_smoothing": "loss", "z_loss": "loss", "router_aux_loss": "loss",
+                "router_z_loss": "loss", "expert_capacity_factor": "loss", "gradient_value_clipping": "clipping",
                 "adaptive_clipping": "clipping", "adaptive_clipping_window": "clipping",
                 "batch_schedule": "batch"}
 

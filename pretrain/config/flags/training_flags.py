@@ -94,6 +94,12 @@ class RecipeArguments:
     label_smoothing: float = flag(0.0, "probability that the target spreads evenly over the vocabulary, in the "
                                        "gradient; the reported loss remains the cross-entropy")
     z_loss: float = flag(0.0, "coefficient of the mean squared logsumexp of the logits, in the gradient, such as 1e-4")
+    router_aux_loss: float | None = flag(None, "coefficient of the load-balancing loss of the experts, in the gradient",
+                                         unset="router_aux_loss_coef of the config.json")
+    router_z_loss: float = flag(0.0, "coefficient of the mean squared logsumexp of the routers' logits, in the "
+                                     "gradient, such as 1e-3")
+    expert_capacity_factor: float = flag(0.0, "in training, an expert processes at most this factor times the mean "
+                                              "number of tokens, and drops the least probable others; 0: no limit")
     no_weight_decay: list[str] | None = flag(  # noqa: RUF009
         None, "parameters without weight decay: names, with * for any text, or the word embeddings", metavar="NAME",
         unset="vectors: norms and biases")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.config.rules import (
+    expert_rules,
     layout_rules,
     optimizer_rules,
     parallel_rules,
@@ -19,6 +20,8 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     parallel_rules.degrees_together, parallel_rules.experts_need_sequences, parallel_rules.tensor_parallel_shares,
     parallel_rules.optimizer_of_parts,
     parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
+    expert_rules.flags_of_experts, expert_rules.experts_on_shards, expert_rules.compiled_experts,
+    expert_rules.experts_without_mup,
     pipeline_rules.partition_matches_layers, pipeline_rules.stages_have_blocks,
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
     layout_rules.zero_plus_plus, layout_rules.even_allgather_bucket, layout_rules.accumulation_dtype,

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pretrain.checkpoint.format.fragments import flat_tensors
 from pretrain.checkpoint.format.manifest import read_manifest
@@ -22,10 +23,12 @@ from pretrain.distributed.collectives import gather
 from pretrain.engine.gradient_stats import GradientStats
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.recipe import recipe_values
+from pretrain.engine.router_statistics import router_values
 from pretrain.engine.steps import data_parallel_rank, eval_batch, grad_norm, train_batch
 from pretrain.engine.update_guard import guard_updates
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
+from pretrain.model.moe.layer import MoE
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of, state_hash
 from tests.support.cases_loop import each_case
 
@@ -54,15 +57,23 @@ def reference(plan: Plan, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """Compute gradient and cross-entropy by torch's operators, with the terms that the flags ask for, in fp32."""
     module = as_module(plan.model)
     initialize_parameters(module, plan.model, seed=plan.args.seed, how=initialization_of(plan.args))
-    loss, squares, micro_norms = 0.0, 0.0, []
+    routers: list[torch.Tensor] = []  # logits of each layer with experts
+    for layer in module.modules():
+        if isinstance(layer, MoE):
+            layer.router.register_forward_hook(lambda module, inputs, logits: routers.append(logits))
+    loss, squares, micro_norms, means = 0.0, 0.0, [], torch.zeros(2)
     total = {name: torch.zeros(p.numel()) for name, p in module.named_parameters()}
     for tokens, (labels, weights_BT) in micro_batches:
         logits = module(tokens).flatten(0, 1)
+        balance, router_squares = losses_of_routers(plan, routers)
+        routers.clear()
+        router_losses = (plan.args.router_aux_loss or 0) * balance + plan.args.router_z_loss * router_squares
+        means += torch.stack((balance, router_squares)).detach() / len(micro_batches)
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none",
                                  label_smoothing=plan.args.label_smoothing)
         log_z = torch.logsumexp(logits, 1)
         module.zero_grad()
-        torch.dot(losses + plan.args.z_loss * log_z ** 2, weights_BT.flatten()).backward()
+        (torch.dot(losses + plan.args.z_loss * log_z ** 2, weights_BT.flatten()) + router_losses).backward()
         with torch.no_grad():
             plain = F.cross_entropy(logits, labels.flatten(), reduction="none")
             loss += float(torch.dot(plain, weights_BT.flatten())) / len(micro_batches)
@@ -70,7 +81,18 @@ def reference(plan: Plan, micro_batches: list[MicroBatch]) -> dict[str, Any]:
         micro_norms.append(sum(float(p.grad.norm()) ** 2 for p in module.parameters()))
         for name, p in module.named_parameters():
             total[name] += p.grad.flatten() / len(micro_batches)
-    return {"loss": loss, "z_loss": plan.args.z_loss * squares, "gradient": total, "micro_norms": micro_norms}
+    return {"loss": loss, "z_loss": plan.args.z_loss * squares, "gradient": total, "micro_norms": micro_norms,
+            "routers": means.tolist()}
+
+
+def losses_of_routers(plan: Plan, logits: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both losses, means over the layers, by transformers' function and by the formula of ST-MoE."""
+    if not logits:
+        return torch.zeros(()), torch.zeros(())
+    balance = [load_balancing_loss_func((layer,), plan.model.num_experts, plan.model.experts_per_token)
+               for layer in logits]
+    squares = [torch.log(layer.exp().sum(1)).square().mean() for layer in logits]
+    return torch.stack(balance).mean(), torch.stack(squares).mean()
 
 
 def norm_of(gradient: dict[str, torch.Tensor]) -> float:
@@ -105,7 +127,8 @@ def one_step(case: Case) -> dict[str, Any]:
     wanted = reference(plan, [batch for rank in sorted(batches) for batch in batches[rank]])
     gradient, norm = clipped(wanted["gradient"], plan)
     error = norm_of({name: u / (1 - u.abs()) - gradient[name] for name, u in update.items()}) / norm_of(gradient)
-    result = {"error": error, "loss": [loss, wanted["loss"]], "norm": [grad_norm(engine), norm], "stats": stats.take(),
+    result = {"error": error, "routers": [router_values(engine, plan.model.num_layers), wanted["routers"]],
+              "loss": [loss, wanted["loss"]], "norm": [grad_norm(engine), norm], "stats": stats.take(),
               "values": recipe_values(engine), "z_loss": wanted["z_loss"], "micro_norms": wanted["micro_norms"],
               "raw_norm": norm_of(wanted["gradient"]), "optimizer": type(engine.optimizer).__name__,
               "evaluation": gather(float(eval_batch(engine, loader.step(0))))}
