@@ -72,6 +72,7 @@ class Layout:
     recompute: str = "none"  # part of each block that is recomputed: none, blocks, attention, mlp
     recompute_every: int = 1  # the part is recomputed in every N-th block
     offload_activations: bool = False  # the inputs of recomputed blocks are kept in host memory
+    mlp_tiles: int = 1  # pieces of the sequences in which each MLP is computed, and recomputed
     micro_batch_size: int = 1  # samples
     gradient_accumulation_steps: int = 1
     seq_length: int = 1024  # tokens
@@ -114,7 +115,7 @@ class Layout:
         """Settings of recomputation in the backward pass. Only complete blocks can have their inputs in host memory."""
         complete = self.activation_checkpoint_interval > 0 or self.recompute == "blocks"
         return Recompute(self.recompute, self.recompute_every, self.activation_checkpoint_interval,
-                         offload=self.offload_activations and complete)
+                         offload=self.offload_activations and complete, mlp_tiles=self.mlp_tiles)
 
     @property
     def reused_parameters(self) -> int:

@@ -100,7 +100,7 @@ def resolve_ds_config(file: DsFile, args: RunArguments, *, model: ModelConfig, w
     fill_reports(config, args, zero_stage)
     layout = replace(parse_layout(config, world_size=world_size, seq_length=args.seq_length, device_kind=device.kind),
                      document_attention=args.document_attention, recompute=args.recompute or "none",
-                     recompute_every=args.recompute_every)
+                     recompute_every=args.recompute_every, mlp_tiles=args.mlp_tiles)
     return ResolvedConfig(file=file, config=config, args=args, model=model, device=device, layout=layout,
                           length=length, schedule=_schedule(file, config, args, length),
                           ignored_keys=tuple(ignored))

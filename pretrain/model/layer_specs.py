@@ -81,7 +81,7 @@ def build_specs(config: ModelConfig, *, ends_in_loss: bool = False, plain_operat
     if config.position == "learned":
         specs.append(LayerSpec(PositionEmbedding, config, groups))
     specs += [LayerSpec(Block, config, rope, index=index, plain_operators=plain_operators,
-                        recompute=recompute.part_of(index), groups=groups)
+                        recompute=recompute.part_of(index), mlp_tiles=recompute.mlp_tiles, groups=groups)
               for index, rope in enumerate(_ropes(config))]
     specs.append(LayerSpec(FinalNorm, config, plain_operators=plain_operators, groups=groups))
     # with a forward_fn, because a layer that is a module would be written to the checkpoint a second time

@@ -30,11 +30,12 @@ class Block(nn.Module):
         plain_operators: use torch's operators instead of the custom kernels.
         recompute: the part that is recomputed in the backward pass, one of recompute.PARTS; run_layers.py recomputes
             "blocks".
+        mlp_tiles: number of pieces of the sequences in which the MLP is computed.
         groups: the ranks that share matrices, sequences and experts.
     """
 
     def __init__(self, config: ModelConfig, rope: Rope | None, *, index: int = 0, plain_operators: bool = False,
-                 recompute: str = "none", groups: ParallelGroups = NO_GROUPS) -> None:
+                 recompute: str = "none", mlp_tiles: int = 1, groups: ParallelGroups = NO_GROUPS) -> None:
         super().__init__()
         self.index = index
         self.is_compiled = False  # layer_specs.compile_blocks sets it
@@ -47,9 +48,10 @@ class Block(nn.Module):
         self.post_norm1 = build_norm() if config.post_norm else None
         self.norm2 = build_norm() if config.pre_norm and not config.shared_norm else None
         self.mlp = build_mlp(config, index, plain_operators=plain_operators, groups=groups,
-                             recomputed=recompute in ("mlp", "blocks"))
+                             recomputed=recompute in ("mlp", "blocks"), tiles=mlp_tiles)
         # the norm's output is then gathered once for attention and MLP
-        self.shares_gather = config.shared_norm and groups.tensor.size > 1 and recompute in ("none", "blocks")
+        self.shares_gather = config.shared_norm and groups.tensor.size > 1 and recompute in ("none", "blocks") \
+            and mlp_tiles == 1
         self.post_norm2 = build_norm() if config.post_norm else None
         self.dropout = nn.Dropout(config.residual_dropout)
 

@@ -14,6 +14,7 @@ from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.moe.layer import MoE
 from pretrain.model.tensor_parallel import ColumnLinear, RowLinear, column_products
+from pretrain.model.tiles import in_tiles
 
 
 class ActivatedLinear(RowLinear):
@@ -38,19 +39,23 @@ class MLP(nn.Module):
     Args:
         groups: the ranks that share matrices. With more than one rank, inputs and outputs are shards of the sequences.
         recomputed: the backward pass recomputes the MLP.
+        tiles: number of pieces of the sequences that are computed and recomputed one after the other.
     """
 
     def __init__(self, config: ModelConfig, *, plain_operators: bool = False, groups: ParallelGroups = NO_GROUPS,
-                 recomputed: bool = False) -> None:
+                 recomputed: bool = False, tiles: int = 1) -> None:
         super().__init__()
-        self.group = groups.tensor
+        self.group, self.tiles = groups.tensor, tiles
         widen = partial(ColumnLinear, config.hidden_size, [config.intermediate_size], bias=config.mlp_bias,
-                        plain_operators=plain_operators, group=groups.tensor, recomputed=recomputed)
+                        plain_operators=plain_operators, group=groups.tensor, recomputed=recomputed or tiles > 1)
         self.gate = widen() if config.gated_mlp else None
         self.up = widen()
         self.down = ActivatedLinear(config, plain_operators=plain_operators, group=groups.tensor)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return in_tiles(self._compute, x_BTD, self.tiles)
+
+    def _compute(self, x_BTD: torch.Tensor) -> torch.Tensor:
         if self.group.size > 1:
             return self.narrow(*column_products(x_BTD, self.wide_layers()))
         gate_BTF = None if self.gate is None else self.gate(x_BTD)
@@ -67,9 +72,9 @@ class MLP(nn.Module):
 
 
 def build_mlp(config: ModelConfig, index: int, *, plain_operators: bool,
-              groups: ParallelGroups = NO_GROUPS, recomputed: bool = False) -> nn.Module:
+              groups: ParallelGroups = NO_GROUPS, recomputed: bool = False, tiles: int = 1) -> nn.Module:
     """Return the MLP or the experts of block `index`, which maps [B, T, D] to [B, T, D]."""
-    build = partial(MLP, plain_operators=plain_operators, groups=groups, recomputed=recomputed)
+    build = partial(MLP, plain_operators=plain_operators, groups=groups, recomputed=recomputed, tiles=tiles)
     if not config.has_experts(index):
         return build(config)
     shared_expert = build(replace(config, intermediate_size=config.shared_expert_size)) \

@@ -16,6 +16,7 @@ class Recompute:
     every: int = 1  # the part is recomputed in every N-th block: 0, N, 2 * N ...
     interval: int = 0  # number of layers in a recomputed group, which keeps its first layer's input; 0: no groups
     offload: bool = False  # the inputs of recomputed blocks and groups are kept in host memory
+    mlp_tiles: int = 1  # pieces of the sequences in which each MLP is computed, and recomputed
 
     def part_of(self, block: int) -> str:
         """Return the part of a block (index from 0) that is recomputed by itself."""

@@ -35,6 +35,7 @@ def _sequence(stage: int, **settings: Any) -> dict[str, Any]:
     return {**config(stage, **settings), "sequence_parallel_size": 2}
 
 
+OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}
 TWO_RANKS: Cases = {
     **{f"tensor2_zero{stage}": ("tied", _tensor(stage, accumulation=4)) for stage in (0, 1, 2, 3)},
     "tensor2_zero1_cpu": ("tied", _tensor(1, accumulation=4, offload_optimizer=CPU)),
@@ -50,6 +51,9 @@ TWO_RANKS: Cases = {
     "sequence2_zero3_documents": ("documents", _sequence(3, accumulation=4)),
     "sequence2_zero2_grouped": ("grouped", _sequence(2, accumulation=4)),
     "sequence2_zero3_single_kv": ("single_kv", _sequence(3, accumulation=4, reduce_scatter=False)),
+    "tensor2_zero1_tiled": ("tiled_tied", _tensor(1, accumulation=4)),
+    "sequence2_zero2_tiled": ("tiled_tied", _sequence(2, accumulation=4)),
+    "sequence2_zero3_tiled_offload": ("tiled_tied", {**_sequence(3, accumulation=4), **OFFLOAD}),
     "sequence2_zero3_cpu": ("tied", _sequence(3, accumulation=4, offload_optimizer=CPU, offload_param=CPU)),
     **{f"sequence2_zero{stage}_bf16": ("tied", _sequence(stage, accumulation=4, precision="bf16"))
        for stage in (0, 1, 3)},
@@ -73,7 +77,8 @@ QUICK = (
     "tensor2_zero0", "tensor2_zero1_grouped", "tensor2_zero2_documents", "tensor2_zero3_masked", "tensor2_zero1_cpu",
     "tensor2_zero1_bf16", "tensor2_data2_zero1", "tensor2_data2_zero3_grouped", "tensor2_pipeline2_zero0",
     "tensor2_pipeline2_zero1_grouped",
-    "sequence2_zero1_masked", "sequence2_zero2_grouped", "sequence2_zero3_documents", "sequence2_zero3_bf16",
+    "sequence2_zero0", "sequence2_zero1_masked", "sequence2_zero2_grouped", "sequence2_zero3_documents",
+    "sequence2_zero3_bf16", "sequence2_zero3_tiled_offload",
     "sequence2_data2_zero3")
 
 
@@ -87,6 +92,7 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
         "masked": flags(corpus, layers=2, steps=STEPS, eod_mask_loss=True, overrides="tie_word_embeddings=false"),
         "documents": flags(corpus, layers=2, steps=STEPS, document_attention=True, eod_mask_loss=True),
         "grouped": {**flags(corpus, layers=2, steps=STEPS), "model": str(grouped), "model_overrides": "vocab_size=251"},
+        "tiled_tied": flags(corpus, layers=2, steps=STEPS, mlp_tiles=3, recompute="blocks"),
         "single_kv": {**flags(corpus, layers=2, steps=STEPS), "model": str(single_kv),
                       "model_overrides": "vocab_size=251"},
     }
@@ -103,7 +109,7 @@ def results(request: pytest.FixtureRequest, corpus: str,
     """Return the results of the selected cases by name, and of their references by variant."""
     folder = tmp_path_factory.mktemp("model_parallel")
     variants, selected = _variants(corpus, folder), selected_params(request, "name")
-    references: Cases = {_reference(name): (CASES[name][0], config(0, accumulation=4, precision=_precision(name)))
+    references: Cases = {_reference(name): (_plain_variant(name), config(0, accumulation=4, precision=_precision(name)))
                          for name in selected}
     found: dict[str, dict[str, Any]] = {}
     for ranks, cases in {1: references, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
@@ -119,7 +125,12 @@ def _precision(name: str) -> str:
 
 def _reference(name: str) -> str:
     """Return the name of the case with which a case is compared."""
-    return f"{CASES[name][0]} on one rank in {_precision(name)}"
+    return f"{_plain_variant(name)} on one rank in {_precision(name)}"
+
+
+def _plain_variant(name: str) -> str:
+    """Return the variant of a case, without recomputation."""
+    return CASES[name][0].removeprefix("tiled_")
 
 
 def _worst(row: dict[str, Any], reference: dict[str, Any], key: str) -> float:

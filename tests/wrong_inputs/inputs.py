@@ -130,6 +130,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"recompute_every": 2}, "--recompute_every: found 2 without a part"),
     ({}, {"recompute": "none", "recompute_every": 2}, "--recompute_every: found 2 without a part"),
     ({}, {"recompute": "blocks", "recompute_every": 1000}, "--recompute_every: found 1000; expected at most"),
+    ({}, {"mlp_tiles": 0}, "--mlp_tiles: found 0; expected at least 1"),
+    ({}, {"mlp_tiles": 2, "recompute": "mlp"}, "--mlp_tiles: found 2 with --recompute mlp"),
+    ({}, {"mlp_tiles": 65, "micro_batch_size": 1}, "--mlp_tiles: found 65; expected at most 64, the tokens of a micr"),
     # ZeRO, offload, pipeline
     (z("stage", 2) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),
     (z("stage", 3) | {"pipeline": {"stages": 2}}, {"world_size": 2}, "pipeline.stages: found 2 with zero_opt"),

@@ -23,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _SHORTEST_SPIKE_WINDOW = 16  # steps; fewer give no standard deviation
 _AT_LEAST_ONE = ("seq_length", "log_interval", "eval_steps", "micro_batch_size", "gradient_accumulation_steps",
                  "global_batch_size", "train_steps", "train_tokens", "mup_base_width", "max_bad_steps", "order_samples",
-                 "adaptive_clipping_window", "recompute_every",
+                 "adaptive_clipping_window", "recompute_every", "mlp_tiles",
                  "lr_reference_batch")
 _AT_LEAST_ZERO = ("eval_interval", "save_interval", "seed", "keep_checkpoints", "keep_every", "keep_best",
                   "lr_warmup_steps", "lr_decay_steps", "lr_wsd_steps", "lr_warmup_tokens", "lr_decay_tokens",

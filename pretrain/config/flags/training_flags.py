@@ -78,6 +78,8 @@ class SpeedArguments:
                                        "time: attention or mlp of each block, complete blocks, or none",
                                  unset="what pipeline.activation_checkpoint_interval says", metavar="PART")
     recompute_every: int = flag(1, "recompute the part in every N-th block only")
+    mlp_tiles: int = flag(1, "compute each MLP in N pieces of the sequences, and recompute them in the backward pass: "
+                             "for very long sequences")
     tf32: bool = flag(False, "multiply fp32 matrices in TF32 (fp32 runs on cuda): faster, 10 bits of mantissa")
     plain_operators: bool = flag(False, "disable the custom kernels for attention and MLP: slower, and more memory "
                                         "than is predicted")

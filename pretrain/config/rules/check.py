@@ -35,7 +35,7 @@ RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     recipe_rules.noise_scale, recipe_rules.early_stopping,
     profile_rules.profiled_steps, profile_rules.pipeline_timeline, profile_rules.profiled_ranks,
     profile_rules.memory_snapshot,
-    recompute_rules.one_setting_for_recomputation, recompute_rules.recompute_every,
+    recompute_rules.one_setting_for_recomputation, recompute_rules.recompute_every, recompute_rules.mlp_tiles,
     recompute_rules.offload_needs_complete_blocks, sequence_rules.even_shards, sequence_rules.reduction_dtype,
     sequence_rules.noise_scale_of_shards,
 )

@@ -24,6 +24,18 @@ def recompute_every(run: ResolvedConfig) -> None:
         raise ConfigError("--recompute_every", found=every, expected=f"at most {layers}, the model's layers")
 
 
+def mlp_tiles(run: ResolvedConfig) -> None:
+    tiles, tokens = run.args.mlp_tiles, run.args.seq_length * run.layout.micro_batch_size
+    if tiles > 1 and run.args.recompute == "mlp":
+        raise ConfigError("--mlp_tiles", found=f"{tiles} with --recompute mlp", expected="1, or another part",
+                          remedy="tiles are recomputed already; leave --recompute out, or use --recompute blocks")
+    if tiles > 1 and run.model.num_experts:
+        raise ConfigError("--mlp_tiles", found=f"{tiles} with a model of experts", expected="1",
+                          remedy="the experts of each token are chosen among all tokens of a micro-batch")
+    if tiles > tokens:
+        raise ConfigError("--mlp_tiles", found=tiles, expected=f"at most {tokens}, the tokens of a micro-batch")
+
+
 def offload_needs_complete_blocks(run: ResolvedConfig) -> None:
     """Reject the offload of the inputs of parts: in most models, the other part keeps the same input on the device."""
     if run.get(_OFFLOAD) and run.args.recompute in ("attention", "mlp"):

@@ -188,9 +188,13 @@ def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
 
 
 def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
-    """Bytes that a dense MLP saves: its input [N, D] and its inner tensors [N, F]."""
-    inner = shape.intermediate_size // batch.tensor_parallel_size
-    return linear_saved(shape.hidden_size, batch) + _inner_saved(shape, inner, batch)
+    """Bytes that a dense MLP saves: its input [N, D], and its inner tensors [N, F] unless tiles are recomputed."""
+    return linear_saved(shape.hidden_size, batch) + (mlp_inner(shape, batch) if batch.mlp_tiles == 1 else 0)
+
+
+def mlp_inner(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the inner tensors of a dense MLP that its backward pass needs, of all tiles together."""
+    return _inner_saved(shape, shape.intermediate_size // batch.tensor_parallel_size, batch)
 
 
 def _inner_saved(shape: ModelShape, inner: int, batch: MicroBatch) -> int:

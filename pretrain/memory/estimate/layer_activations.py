@@ -13,6 +13,7 @@ from pretrain.memory.estimate.activations import (
     experts_saved,
     hidden_states_bytes,
     linear_saved,
+    mlp_inner,
     mlp_saved,
     norm_saved,
     query_width,
@@ -124,8 +125,8 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
 
     The gradient of the residual stream exists during the complete pass. The largest of three phases adds to it. A
     post-norm comes first; torch's RMSNorm on a CPU has four tensors in fp32. The MLP's phase has recomputed tensors and
-    gradients of inner tensors. The attention's phase follows, after the MLP's saved tensors are freed. A part that is
-    recomputed is allocated at the beginning of its phase.
+    gradients of inner tensors, of one tile at a time with --mlp_tiles. The attention's phase follows, after the MLP's
+    saved tensors are freed. A part that is recomputed is allocated at the beginning of its phase.
     """
     residual = hidden_states_bytes(shape, batch) * (2 if shape.residual_dropout > 0 else 1)
     width = shape.intermediate_size
@@ -133,7 +134,10 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
         width = shape.moe_intermediate_size * max(1, shape.experts_per_token)
     inner = batch.tokens * (width // batch.tensor_parallel_size) * batch.element_bytes
     norm = norm_saved(shape, batch)
-    mlp = (3 if shape.gated_mlp else 2) * inner - (norm if shape.post_norm else 0)  # post_norm2 is freed before
+    gradients = (3 if shape.gated_mlp else 2) * inner
+    if batch.mlp_tiles > 1:  # a tile is recomputed; gradients of the inputs of all tiles
+        gradients = (gradients + mlp_inner(shape, batch)) // batch.mlp_tiles + hidden_states_bytes(shape, batch)
+    mlp = gradients - (norm if shape.post_norm else 0)  # post_norm2 is freed before
     freed = mlp_saved(shape, batch) + (2 * norm if shape.post_norm else 0) + (norm if shape.pre_norm else 0)
     if uses_cpu_attention(shape, batch) and not uses_c_attention(shape, batch):
         # only `out` saves the attention's output, and frees it before this phase

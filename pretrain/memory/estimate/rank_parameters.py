@@ -23,6 +23,8 @@ class MicroBatch:
     tensor_parallel_size: int = 1
     documents: bool = False  # --document_attention
     fp16: bool = False  # on CPUs fp16 uses torch's attention, bf16 uses model/kernels/cpu_attention.py
+    sequence_parallel_size: int = 1
+    mlp_tiles: int = 1  # pieces in which the MLP is computed and recomputed
     c_attention: bool = False  # on a CPU for which attention in bf16 is in C (model/kernels/cpu/attention.py)
 
     @property
@@ -105,7 +107,8 @@ class Rank:
         tokens = -(-layout.micro_batch_size * layout.seq_length // layout.sequence_parallel_size)
         return MicroBatch(tokens, layout.seq_length, layout.element_bytes, cuda=layout.device_kind == "cuda",
                           tensor_parallel_size=layout.tensor_parallel_size, documents=layout.document_attention,
-                          fp16=layout.precision == "fp16",
+                          fp16=layout.precision == "fp16", mlp_tiles=layout.mlp_tiles,
+                          sequence_parallel_size=layout.sequence_parallel_size,
                           c_attention=layout.device_kind == "cpu" and multiplies_bf16_on_x86())
 
     @property

@@ -189,7 +189,7 @@ def rejection_reason(candidate: Candidate, workload: Workload) -> str:
     args = RunArguments(save=tempfile.gettempdir(), train_steps=1, seq_length=layout.seq_length,
                         document_attention=layout.document_attention,
                         recompute=layout.recompute if layout.recompute != "none" else None,
-                        recompute_every=layout.recompute_every,
+                        recompute_every=layout.recompute_every, mlp_tiles=layout.mlp_tiles,
                         nvme_path=tempfile.gettempdir() if on_nvme else None,
                         learning_rate=None if "optimizer" in candidate.config else DEFAULT_LEARNING_RATE)
     try:

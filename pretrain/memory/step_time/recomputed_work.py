@@ -13,8 +13,8 @@ def recomputed_fraction(layout: Layout, shape: ModelShape | None) -> float:
     unless a norm follows. (Korthikanti et al., arXiv 2205.05198, recompute only the core of attention. The kernels do
     that in their own backward pass, so it is not counted here.)
     """
-    recompute = layout.recomputation
-    if not recompute.is_on or recompute.interval or shape is None:
+    recompute, tiled = layout.recomputation, layout.mlp_tiles > 1
+    if shape is None or not (recompute.is_on or tiled) or (recompute.interval and not tiled):
         return float(recompute.is_on)
     recomputed = total = 0.0
     blocks = [layer for layer in shape.layers() if layer.kind == "block"]
@@ -23,7 +23,8 @@ def recomputed_fraction(layout: Layout, shape: ModelShape | None) -> float:
         attention = _attention_work(shape, layer.window, layout.seq_length)
         output = 0 if shape.post_norm else shape.num_heads * shape.head_size * shape.hidden_size
         by_part = {"none": 0.0, "blocks": work, "attention": attention - output, "mlp": work - attention}
-        recomputed += by_part[recompute.part_of(index)]
+        recomputed += by_part["blocks" if recompute.interval else recompute.part_of(index)]
+        recomputed += by_part["mlp"] if tiled else 0  # also after the recomputation of complete blocks
         total += work
     return recomputed / total
 
