@@ -13,12 +13,17 @@ from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.resolve import ResolvedConfig, resolve_ds_config
 from pretrain.config.rules.check import check_rules
 from pretrain.distributed.device import Device
+from pretrain.engine.parallelism import without_own_blocks
 from pretrain.errors import ConfigError
-from pretrain.model.config import load_model_config
+from pretrain.model.config import load_model_config, model_config_from
 
 CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 CUDA = Device("cuda", fp16=True, bf16=True, memory_bytes=0)
 ADAMW = {"type": "AdamW", "params": {"lr": "auto"}}
+MIXTURE = model_config_from({
+    "model_type": "mixtral", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64}, "config.json")
 ARGS = RunArguments(model="tiny", save="run", train_steps=100, seq_length=64)
 
 
@@ -269,10 +274,12 @@ def test_deepspeed_accepts_every_resolved_file_of_ds_configs(tmp_path: Path) -> 
     for path in CONFIGS:
         file = read_ds_config(str(path))
         nvme = str(tmp_path / "nvme") if "nvme" in path.stem else None
-        resolved = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=file.get(
-            "pipeline.stages", 1), model=load_model_config("tiny"), device=CUDA)
+        ranks = int(re.findall(r"// ranks: (\d+)", path.read_text(encoding="utf-8"))[0])
+        model = MIXTURE if "experts" in path.stem else load_model_config("tiny")
+        resolved = resolve_ds_config(file, dataclasses.replace(ARGS, nvme_path=nvme), world_size=ranks, model=model,
+                                     device=CUDA)
         check_rules(resolved)
-        own = DeepSpeedConfig(json.loads(json.dumps(resolved.config)))
+        own = DeepSpeedConfig(without_own_blocks(json.loads(json.dumps(resolved.config))))
         assert own.zero_optimization_stage == resolved.layout.zero_stage
         assert "auto" not in re.findall(r"\w+", json.dumps(resolved.config))
 

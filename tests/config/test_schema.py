@@ -1,6 +1,7 @@
 """The schema of DeepSpeed JSON keys, compared with DeepSpeed's own models and with every file of ds_configs/."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -219,11 +220,15 @@ def _rename(values: dict[str, Any], dotted: str, misspelt: str) -> None:
 def test_file_names_match_the_contents() -> None:
     for path in CONFIGS:
         file = read_ds_config(str(path))
-        stages, zero_stage = file.get("pipeline.stages", 1), file.get("zero_optimization.stage")
-        assert path.stem.startswith(f"pipeline{stages}_" if stages > 1 else f"zero{zero_stage}_")
+        zero_stage = file.get("zero_optimization.stage")
+        degrees = {"tensor": file.get("tensor_parallel.autotp_size", 1), "sequence": file.get(
+            "sequence_parallel_size", 1), "experts": file.get("expert_parallel.autoep_size", 1),
+            "pipeline": file.get("pipeline.stages", 1)}
+        above_1 = [f"{name}{degree}_" for name, degree in degrees.items() if degree > 1]
+        assert path.stem.startswith("".join(above_1) or f"zero{zero_stage}_")
         ranks = re.search(r"// ranks: (\d+)", path.read_text(encoding="utf-8"))
         assert ranks is not None
-        assert int(ranks[1]) == stages
+        assert int(ranks[1]) == math.prod(degrees.values())
         if match := re.search("zero(.)", path.stem):
             assert int(match[1]) == zero_stage
         if match := re.search("_(bf16|fp16|fp32)(_|$)", path.stem):

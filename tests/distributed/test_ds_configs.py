@@ -54,6 +54,7 @@ def test_each_layout_has_a_file() -> None:
     text = " ".join(path.stem for path in FILES)
     for word in ("zero0", "zero1", "zero2", "zero3", "fp16", "fp32", "static", "offload_optimizer_cpu",
                  "offload_all_cpu", "offload_optimizer_nvme", "offload_all_nvme", "pipeline2", "pipeline4",
-                 "fp32_accumulation", "activation_checkpointing"):
+                 "fp32_accumulation", "activation_checkpointing", "tensor2_zero1", "tensor2_zero3",
+                 "tensor2_pipeline2"):
         assert word in text, word
     assert len(FILES) >= 24
