@@ -10,6 +10,12 @@ from tests.support.launch import run_worker
 
 SAVED, STEPS = 3, 8  # optimizer steps before the checkpoint, and in total
 
+MODEL_WITH_EXPERTS = {
+    "model_type": "qwen2_moe", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32,
+    "tie_word_embeddings": False, "router_aux_loss_coef": 0.01}
+
 
 def dp2(stage: int, **others: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON for two data-parallel ranks and 8 samples per step."""
@@ -29,6 +35,12 @@ def tensor2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any)
 def sequence2(stage: int, *, micro: int = 4, accumulation: int = 2, **others: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON for two sequence-parallel ranks and, on two ranks, 8 samples per step."""
     return {**config(stage, micro=micro, accumulation=accumulation, **others), "sequence_parallel_size": 2}
+
+
+def experts2(stage: int, *, micro: int = 2, accumulation: int = 2, **others: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON for two ranks that share the experts and, on two ranks, 8 samples per step."""
+    return {**config(stage, micro=micro, accumulation=accumulation, **others),
+            "expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 
 def fp16(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 `pytest -m slow` tests the remaining pairs of layouts.
 """
 
+import json
 import os
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -20,9 +21,11 @@ from pretrain.engine.build_ops import why_not_compilable
 from tests.conftest import selected_params
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.layouts import (
+    MODEL_WITH_EXPERTS,
     SAVED,
     STEPS,
     dp2,
+    experts2,
     fp16,
     pp2,
     relative_difference,
@@ -40,6 +43,7 @@ class RunLayout:
 
     ranks: int
     config: dict[str, Any]
+    has_experts: bool = False  # whether the model has
 
 
 def _layouts(swap: Path) -> dict[str, RunLayout]:
@@ -61,6 +65,12 @@ def _layouts(swap: Path) -> dict[str, RunLayout]:
         "tensor2_pipeline2": RunLayout(4, tensor2(1, micro=2, accumulation=4, stages=2)),
         "sequence2_zero1": RunLayout(2, sequence2(1)),
         "sequence2_zero3": RunLayout(2, sequence2(3)),
+        "whole_experts": RunLayout(1, config(0, micro=4, accumulation=2), has_experts=True),
+        "whole_experts_zero3": RunLayout(2, dp2(3), has_experts=True),
+        "experts2_zero1": RunLayout(2, experts2(1), has_experts=True),
+        "experts2_zero2": RunLayout(2, experts2(2), has_experts=True),
+        "experts2_zero3": RunLayout(2, experts2(3), has_experts=True),
+        "experts2_data2": RunLayout(4, experts2(2, accumulation=1), has_experts=True),
     }
     if NO_NVME:
         del found["nvme"]
@@ -73,12 +83,15 @@ FAST_PAIRS = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("
               ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"),
               ("nvme", "pipeline2_data2"), ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme"),
               ("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_zero1", "sequence2_zero3"),
-              ("tensor2_pipeline2", "zero3"), ("sequence2_zero3", "tensor2_zero3")]
+              ("tensor2_pipeline2", "zero3"), ("sequence2_zero3", "tensor2_zero3"),
+              ("whole_experts", "experts2_zero2"), ("experts2_zero2", "experts2_data2")]
+WITH_EXPERTS = ("whole_experts", "whole_experts_zero3", "experts2_zero1", "experts2_zero2", "experts2_zero3",
+                "experts2_data2")
 NAMES = (*MODEL_PARALLEL, "zero0", "zero1", "zero2", "zero3", "nvme", "pipeline2", "pipeline2_data2", "pipeline4")
 PAIRS = [pytest.param(pair, id="-".join(pair), marks=[
     *([pytest.mark.slow] if pair not in FAST_PAIRS else []),
     *([pytest.mark.skip(reason=f"NVMe offload: {NO_NVME}")] if NO_NVME and "nvme" in pair else [])])
-    for pair in permutations(NAMES, 2)]
+    for pair in (*permutations(NAMES, 2), *permutations(WITH_EXPERTS, 2))]
 
 
 def _case(name: str, job: str, layout: RunLayout, run_flags: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -91,15 +104,19 @@ def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")
-    run_flags = flags(corpus, hidden=128, steps=STEPS)  # large enough that tensors are really swapped to NVMe
+    run_flags = {False: flags(corpus, hidden=128, steps=STEPS),  # large enough that tensors are swapped to NVMe
+                 True: {**flags(corpus, steps=STEPS), "model": str(folder / "experts.json"), "model_overrides": ""}}
+    (folder / "experts.json").write_text(json.dumps(MODEL_WITH_EXPERTS))
     pairs = [pair for pair in selected_params(request, "pair") if set(pair) <= layouts.keys()]
-    saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags))
+    saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags[layout.has_experts]))
                          for name, layout in layouts.items() if any(name == pair[0] for pair in pairs)},
                         folder / "save")
-    loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "resume", layouts[b], run_flags, used=i % 2,
-                                                  source=saved[a]["folder"])) for i, (a, b) in enumerate(pairs)}
+    loads = {f"{a}-{b}": (layouts[b].ranks, _case(f"{a}-{b}", "resume", layouts[b], run_flags[layouts[b].has_experts],
+                                                  used=i % 2, source=saved[a]["folder"]))
+             for i, (a, b) in enumerate(pairs)}
     loaded = run_layouts(loads, folder / "load")
-    backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "resume", layouts[a], run_flags, train=False,
+    backs = {f"{a}-{b}-{a}": (layouts[a].ranks, _case(f"{a}-{b}-{a}", "resume", layouts[a],
+                                                      run_flags[layouts[a].has_experts], train=False,
                                                       source=loaded[f"{a}-{b}"]["folder"]))
              for a, b in pairs if layouts[a].ranks == 2}  # only layouts of two ranks: one launch instead of three
     return {"saved": saved, "loaded": loaded, "back": run_layouts(backs, folder / "back")}
@@ -126,8 +143,8 @@ def test_load_back_in_the_first_layout(pair: tuple[str, str], matrix: dict[str, 
     assert CheckpointReader(first).scalars == CheckpointReader(last).scalars == {"step": SAVED}
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "zero0" in pair.values[0] and
-                                  set(pair.values[0]) & {*MODEL_PARALLEL}])
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.values[0][0] in ("zero0", "whole_experts") and
+                                  pair.values[0][1] in (*MODEL_PARALLEL, *WITH_EXPERTS)])
 def test_exports_of_all_layouts_have_the_same_bytes(pair: tuple[str, str], matrix: dict[str, Any],
                                                     tmp_path: Path) -> None:
     folders = matrix["saved"][pair[0]]["folder"], matrix["loaded"]["-".join(pair)]["folder"]
