@@ -1,5 +1,6 @@
 """A run that resumes in the same layout equals the uninterrupted run bit for bit: losses, weights, optimizer states."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,16 @@ import pytest
 from pretrain.engine.build_ops import why_not_compilable
 from tests.support.cases import CPU, DROPOUT, case, config, flags, nvme, nvme_param
 from tests.support.launch import run_cases
-from tests.support.layouts import sequence2, tensor2
+from tests.support.layouts import MODEL_WITH_EXPERTS, experts2, sequence2, tensor2
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
+
+
+def _with_experts(corpus: str, folder: Path) -> dict[str, Any]:
+    """Return the flags of a model with experts and dropout."""
+    path = folder / "experts.json"
+    path.write_text(json.dumps(MODEL_WITH_EXPERTS))
+    return {**flags(corpus, steps=6), "model": str(path), "model_overrides": "attention_dropout=0.1"}
 
 
 def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
@@ -30,6 +38,7 @@ def _cases(corpus: str, swap: Path, ranks: int) -> list[dict[str, Any]]:
         "sequence2_zero3": sequence2(3, precision="bf16"),
     }
     cases = [case(name, "resume", values, small) for name, values in layouts.items()]
+    cases.append(case("experts2_zero2", "resume", experts2(2, precision="bf16"), _with_experts(corpus, swap)))
     lengths = {**small, "seq_length_schedule": "0:16,2048:32,4096:64"}  # a step has 1024 tokens
     cases.append(case("seq_length_schedule", "resume", config(1, precision="bf16", stages=2), lengths))
     cases += [case(name, "resume", config(stage, precision="fp16", stages=stages), {**small, "emulate_fp16": True})
@@ -71,8 +80,15 @@ def test_resume_of_more_parallel_layouts_is_bit_exact(corpus: str, tmp_path: Pat
     four = {"tensor2_data2_zero1": tensor2(1), "tensor2_data2_zero2": tensor2(2, precision="bf16"),
             "tensor2_data2_zero3": tensor2(3), "tensor2_pipeline2_zero0": tensor2(0, stages=2),
             "sequence2_data2_zero1": sequence2(1), "sequence2_data2_zero3": sequence2(3)}
+    two |= {"experts2_zero1": experts2(1), "experts2_zero3": experts2(3, precision="bf16"),
+            "experts2_zero2_cpu": experts2(2, offload_optimizer=CPU)}
+    four |= {"experts2_data2_zero1": experts2(1, precision="bf16"), "experts2_data2_zero2": experts2(2),
+             "experts4_zero2": {**experts2(2), "expert_parallel": {"enabled": True, "autoep_size": 4}}}
+    with_experts = _with_experts(corpus, tmp_path)
+    eight = {**with_experts, "model_overrides": "num_experts=8,attention_dropout=0.1"}
     for ranks, layouts in ((2, two), (4, four)):
-        cases = [case(name, "resume", values, small) for name, values in layouts.items()]
+        cases = [case(name, "resume", values, small if "experts" not in name else eight if "experts4" in name
+                      else with_experts) for name, values in layouts.items()]
         _check_bit_exact(run_cases(cases, ranks, tmp_path / str(ranks)), subtests)
 
 
