@@ -9,7 +9,13 @@ from deepspeed import DeepSpeedEngine
 from pretrain.checkpoint.format.manifest import Manifest
 from pretrain.checkpoint.format.pickles import load_pickle
 from pretrain.checkpoint.format.rng_state import rng_file, set_rng_state
-from pretrain.checkpoint.load.reshard import load_resharded, same_shards, seed_generators, set_loss_scale
+from pretrain.checkpoint.load.reshard import (
+    load_resharded,
+    same_shards,
+    seed_generators,
+    set_loss_scale,
+    update_16bit_weights,
+)
 from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
@@ -37,6 +43,10 @@ def load_checkpoint(engine: DeepSpeedEngine, plan: Plan, folder: Path, manifest:
         engine.checkpoint_engine = FileEngine()  # release the content of the last file
         for name, value in settings.items():  # this run's JSON applies, not the saved run's
             setattr(optimizer, name, value)
+        if manifest.expert_parallel_size > 1 and manifest.zero_stage < 3:
+            # DeepSpeed 0.19.8 (runtime/engine.py, _save_moe_checkpoint) writes the model's weights of the first rank
+            # only, so the other ranks have loaded its experts; their own are in the optimizer's files
+            update_16bit_weights(engine)
         set_loss_scale(engine, manifest.loss_scale)
         set_rng_state(load_pickle(rng_file(folder, dist.get_rank())))
     else:

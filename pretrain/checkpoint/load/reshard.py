@@ -50,7 +50,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) ->
         _set_groups(engine, reader)
         _set_counters(engine, reader)
     with torch.no_grad():
-        _update_16bit_weights(engine)
+        update_16bit_weights(engine)
     set_loss_scale(engine, manifest.loss_scale)
     seed_generators(manifest.seed, manifest.step)
 
@@ -78,7 +78,7 @@ def fill_weights(engine: DeepSpeedEngine, open_reader: Callable[[], CheckpointRe
                     _copy_weights(flat, reader)
                 progress.advance(4 * flat.numel, reader.folder.name)
     with torch.no_grad():
-        _update_16bit_weights(engine)
+        update_16bit_weights(engine)
 
 
 @contextlib.contextmanager
@@ -264,7 +264,7 @@ def _set_counters(engine: DeepSpeedEngine, reader: CheckpointReader) -> None:
             engine.lr_scheduler.base_lrs = [group["initial_lr"] for group in base_optimizer(engine).param_groups]
 
 
-def _update_16bit_weights(engine: DeepSpeedEngine) -> None:
+def update_16bit_weights(engine: DeepSpeedEngine) -> None:
     """Copy the fp32 weights to the 16-bit weights; collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

@@ -105,7 +105,8 @@ def matrix(request: pytest.FixtureRequest, corpus: str, tmp_path_factory: pytest
     (folder / "swap").mkdir()
     layouts = _layouts(folder / "swap")
     run_flags = {False: flags(corpus, hidden=128, steps=STEPS),  # large enough that tensors are swapped to NVMe
-                 True: {**flags(corpus, steps=STEPS), "model": str(folder / "experts.json"), "model_overrides": "vocab_size=256"}}
+                 True: {**flags(corpus, steps=STEPS), "model": str(folder / "experts.json"),
+                        "model_overrides": "vocab_size=256"}}
     (folder / "experts.json").write_text(json.dumps(MODEL_WITH_EXPERTS))
     pairs = [pair for pair in selected_params(request, "pair") if set(pair) <= layouts.keys()]
     saved = run_layouts({name: (layout.ranks, _case(name, "train_and_save", layout, run_flags[layout.has_experts]))
