@@ -5,7 +5,8 @@ all, L experts on this rank, R ranks, D hidden size. Numbers of rows differ betw
 or padded.
 
 The ranks first exchange the numbers of rows. The host then waits for the device once for each layer, because an
-all-to-all needs these numbers on the host. The backward pass exchanges the gradients with the same numbers.
+all-to-all needs these numbers on the host. The backward pass exchanges the gradients with the same numbers. With a
+capacity, all experts have equally many rows: the numbers are known, and the host does not wait.
 """
 
 from dataclasses import dataclass
@@ -43,6 +44,15 @@ def plan_exchange(counts_E: torch.Tensor, group: RankGroup) -> Exchange:
     experts_L = torch.arange(counts_RL.shape[1], device=counts_E.device)
     expert_M = torch.repeat_interleave(experts_L.repeat(group.size), received_RL.view(-1), output_size=sum(received))
     return Exchange(group, sent, received, torch.argsort(expert_M, stable=True), received_RL.sum(0))
+
+
+def plan_equal_exchange(num_experts: int, capacity: int, group: RankGroup, device: torch.device) -> Exchange:
+    """Plan the exchange of rows of which each rank has `capacity` for each expert, without communication."""
+    local = num_experts // group.size
+    rows = [local * capacity] * group.size
+    order = torch.arange(group.size * local * capacity, device=device).view(group.size, local, capacity)
+    return Exchange(group, rows, rows, order.transpose(0, 1).flatten(),
+                    torch.full((local,), group.size * capacity, device=device))
 
 
 def send_to_experts(rows_ND: torch.Tensor, exchange: Exchange) -> torch.Tensor:

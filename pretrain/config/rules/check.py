@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pretrain.config.resolve import ResolvedConfig
 from pretrain.config.rules import (
+    expert_parallel_rules,
     expert_rules,
     layout_rules,
     optimizer_rules,
@@ -18,10 +19,10 @@ from pretrain.config.rules import (
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
     parallel_rules.degrees_together, parallel_rules.experts_need_sequences, parallel_rules.tensor_parallel_shares,
-    parallel_rules.optimizer_of_parts,
-    parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
+    parallel_rules.optimizer_of_parts, parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
     expert_rules.flags_of_experts, expert_rules.experts_on_shards, expert_rules.compiled_experts,
-    expert_rules.experts_without_mup,
+    expert_rules.experts_without_mup, expert_parallel_rules.experts_of_model, expert_parallel_rules.zero_of_experts,
+    expert_parallel_rules.noise_scale_of_experts,
     pipeline_rules.partition_matches_layers, pipeline_rules.stages_have_blocks,
     layout_rules.precision_of_device, layout_rules.offload_needs_a_zero_stage, layout_rules.stage_3_names,
     layout_rules.zero_plus_plus, layout_rules.even_allgather_bucket, layout_rules.accumulation_dtype,

@@ -13,6 +13,12 @@ from pretrain.model.kernels.activation import activated_linear, plain_activated_
 from pretrain.model.kernels.linear import linear
 from pretrain.model.moe.grouped import can_group, grouped_linear, to_slots
 from pretrain.model.parts import Part, set_part, split_range
+from pretrain.model.token_exchange import (
+    plan_equal_exchange,
+    plan_exchange,
+    return_from_experts,
+    send_to_experts,
+)
 
 
 class Experts(nn.Module):
@@ -27,7 +33,7 @@ class Experts(nn.Module):
         super().__init__()
         assert config.gated_mlp, "experts without a gate"
         assert not config.mlp_bias, "experts with biases"
-        self.activation, self.plain_operators = config.activation, plain_operators
+        self.activation, self.plain_operators, self.group = config.activation, plain_operators, group
         inner, hidden = config.moe_intermediate_size, config.hidden_size
         self.gate = _stacked(config.num_experts, inner, hidden, group)
         self.up = _stacked(config.num_experts, inner, hidden, group)
@@ -37,9 +43,21 @@ class Experts(nn.Module):
         """Return the outputs [R, D].
 
         Args:
+            x_RD: this rank's rows for all experts, also for those of other ranks.
             rows_E: int64, on the device of x: rows of each expert.
             capacity: the number of rows of each expert if all have equally many; otherwise 0.
         """
+        if self.group.size == 1:
+            return self._compute(x_RD, rows_E, capacity)
+        exchange = plan_equal_exchange(len(rows_E), capacity, self.group, x_RD.device) if capacity else \
+            plan_exchange(rows_E, self.group)
+        out_RD = self._compute(send_to_experts(x_RD, exchange), exchange.counts, capacity * self.group.size)
+        return return_from_experts(out_RD, exchange)
+
+    def _compute(self, x_RD: torch.Tensor, rows_E: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Return the outputs of this rank's experts."""
+        if len(x_RD) == 0:  # not the input itself: the matrices need gradients on each rank that holds them
+            return self._batched(x_RD.view(len(rows_E), 0, x_RD.shape[1])).flatten(0, 1)
         if capacity:
             return self._batched(x_RD.view(-1, capacity, x_RD.shape[1])).flatten(0, 1)
         if x_RD.device.type == "cpu":
@@ -69,7 +87,7 @@ class Experts(nn.Module):
         experts = zip(x_RD.split(rows_E.tolist()), self.gate.unbind(0), self.up.unbind(0), self.down.unbind(0),
                       strict=True)
         return torch.cat([down(self.activation, widen(x_D, up, None), widen(x_D, gate, None), weight, None)
-                          for x_D, gate, up, weight in experts if len(x_D)] or [x_RD])
+                          for x_D, gate, up, weight in experts if len(x_D)])
 
 
 def _stacked(experts: int, rows: int, columns: int, group: RankGroup) -> nn.Parameter:
