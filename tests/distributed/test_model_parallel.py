@@ -21,6 +21,10 @@ BF16_TOLERANCE = 5e-4
 GROUPED = {"model_type": "llama", "vocab_size": 251, "hidden_size": 64, "intermediate_size": 160,
            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
+EXPERTS = {**GROUPED, "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "router_aux_loss_coef": 0.02}
+TIED_EXPERTS = {**GROUPED, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+                "tie_word_embeddings": True, "router_aux_loss_coef": 0.02}
 
 Cases = dict[str, tuple[str, dict[str, Any]]]
 
@@ -33,6 +37,14 @@ def _tensor(stage: int, **settings: Any) -> dict[str, Any]:
 def _sequence(stage: int, **settings: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON with two ranks that share each sequence. The global batch is 16."""
     return {**config(stage, **settings), "sequence_parallel_size": 2}
+
+
+def _experts(stage: int, degree: int = 2, **settings: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with ranks that share the experts. Each rank has its own samples.
+
+    Every micro-batch has 4 samples, as in the reference: a router's losses are those of micro-batches.
+    """
+    return {**config(stage, **settings), "expert_parallel": {"enabled": True, "autoep_size": degree}}
 
 
 OFFLOAD = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -57,6 +69,14 @@ TWO_RANKS: Cases = {
     "sequence2_zero3_cpu": ("tied", _sequence(3, accumulation=4, offload_optimizer=CPU, offload_param=CPU)),
     **{f"sequence2_zero{stage}_bf16": ("tied", _sequence(stage, accumulation=4, precision="bf16"))
        for stage in (0, 1, 3)},
+    "experts2_zero1": ("experts", _experts(1)),
+    "experts2_zero2": ("tied_experts", _experts(2)),
+    "experts2_zero2_cpu": ("experts", _experts(2, offload_optimizer=CPU)),
+    "experts2_zero3": ("experts", _experts(3)),
+    "experts2_zero2_capacity": ("capacity", _experts(2)),
+    "experts2_zero2_bf16": ("experts", _experts(2, precision="bf16")),
+    "experts2_fp32_accumulation_bf16": ("experts", {
+        **_experts(1, precision="bf16"), "data_types": {"grad_accum_dtype": "fp32"}}),
 }
 FOUR_RANKS: Cases = {
     "tensor2_data2_zero1": ("tied", _tensor(1)),
@@ -66,6 +86,10 @@ FOUR_RANKS: Cases = {
     "sequence2_data2_zero2": ("documents", _sequence(2)),
     "sequence2_data2_zero3": ("single_kv", _sequence(3)),
     "sequence4_zero3": ("single_kv", {**config(3, accumulation=4), "sequence_parallel_size": 4}),
+    "experts2_data2_zero1": ("tied_experts", _experts(1, accumulation=1)),
+    "experts2_data2_zero2": ("experts", _experts(2, accumulation=1)),
+    "experts2_data2_zero3": ("tied_experts", _experts(3, accumulation=1, stage3_param_persistence_threshold=0)),
+    "experts4_zero2": ("experts", _experts(2, 4, accumulation=1)),
     "tensor2_pipeline2_zero0": ("tied", _tensor(0, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_documents": ("documents", _tensor(1, stages=2, accumulation=4)),
     "tensor2_pipeline2_zero1_grouped": ("grouped", _tensor(1, stages=2, accumulation=4)),
@@ -79,7 +103,9 @@ QUICK = (
     "tensor2_pipeline2_zero1_grouped",
     "sequence2_zero0", "sequence2_zero1_masked", "sequence2_zero2_grouped", "sequence2_zero3_documents",
     "sequence2_zero3_bf16", "sequence2_zero3_tiled_offload",
-    "sequence2_data2_zero3")
+    "sequence2_data2_zero3",
+    "experts2_zero1", "experts2_zero2", "experts2_zero3", "experts2_zero2_capacity", "experts2_fp32_accumulation_bf16",
+    "experts2_data2_zero1", "experts4_zero2")
 
 
 def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
@@ -87,6 +113,9 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
     grouped, single_kv = folder / "grouped.json", folder / "single_kv.json"
     grouped.write_text(json.dumps(GROUPED))
     single_kv.write_text(json.dumps({**GROUPED, "num_key_value_heads": 1}))
+    experts, tied_experts = folder / "experts.json", folder / "tied_experts.json"
+    experts.write_text(json.dumps(EXPERTS))
+    tied_experts.write_text(json.dumps(TIED_EXPERTS))
     return {
         "tied": flags(corpus, layers=2, steps=STEPS),
         "masked": flags(corpus, layers=2, steps=STEPS, eod_mask_loss=True, overrides="tie_word_embeddings=false"),
@@ -95,6 +124,12 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
         "tiled_tied": flags(corpus, layers=2, steps=STEPS, mlp_tiles=3, recompute="blocks"),
         "single_kv": {**flags(corpus, layers=2, steps=STEPS), "model": str(single_kv),
                       "model_overrides": "vocab_size=251"},
+        "experts": {**flags(corpus, steps=STEPS, router_z_loss=0.01), "model": str(experts),
+                    "model_overrides": "vocab_size=251"},
+        "tied_experts": {**flags(corpus, steps=STEPS, eod_mask_loss=True), "model": str(tied_experts),
+                         "model_overrides": "vocab_size=251"},
+        "capacity": {**flags(corpus, steps=STEPS, expert_capacity_factor=1.0), "model": str(experts),
+                     "model_overrides": "vocab_size=251"},
     }
 
 
