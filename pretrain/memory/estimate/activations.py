@@ -6,8 +6,8 @@ CUDA: derived from torch's formulas, not measured. Flash attention saves q, k, v
 softmax sum. Dropout saves one byte per element. LayerNorm saves its statistics in fp32. RMSNorm is one kernel, which
 saves its input. `--compile_blocks` is ignored, as the compiler chooses what a compiled block saves.
 
-Tensor parallelism: the inner tensors of attention and MLP are divided, the inputs of norms and the dropout masks are
-not: Megatron-LM without its sequence parallelism (arXiv 2205.05198, table 2: s b h (10 + 24 / t) bytes a layer).
+Tensor parallelism: every tensor is divided, by positions between the layers and by heads or columns inside attention
+and MLP (Korthikanti et al., arXiv 2205.05198, table 2, "tensor + sequence parallel": s b h 34 / t bytes a layer).
 Ulysses (arXiv 2309.14509): every tensor is divided by the ranks of a sequence, by tokens outside attention and by
 heads inside. Experts receive `experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
 
@@ -25,8 +25,8 @@ ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/k
 
 
 def hidden_states_bytes(shape: ModelShape, batch: MicroBatch) -> int:
-    """Bytes of the tensor [N, D] that one layer passes to the next."""
-    return batch.tokens * shape.hidden_size * batch.element_bytes
+    """Bytes of the tensor [N, D] that one layer passes to the next, or of the shard of it that this rank holds."""
+    return batch.shard_tokens * shape.hidden_size * batch.element_bytes
 
 
 def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = False) -> int:
@@ -35,7 +35,8 @@ def norm_saved(shape: ModelShape, batch: MicroBatch, *, shared_input: bool = Fal
     Args:
         shared_input: another operator saves the same input, so it is not counted here.
     """
-    return _norm_saved(shape, batch, 1, shape.hidden_size, shared_input=shared_input)
+    shard = replace(batch, tokens=batch.shard_tokens)
+    return _norm_saved(shape, shard, 1, shape.hidden_size, shared_input=shared_input)
 
 
 def _norm_saved(shape: ModelShape, batch: MicroBatch, rows: int, size: int, *, shared_input: bool) -> int:
@@ -63,14 +64,25 @@ def uses_c_norm(batch: MicroBatch) -> bool:
     return not batch.cuda and batch.element_bytes == 2 and not batch.fp16
 
 
+def column_backward(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
+
+    0 without tensor parallelism. model/tensor_parallel.py copies gradients of several samples in the order of shards.
+    """
+    if batch.tensor_parallel_size == 1:
+        return 0
+    complete = batch.tokens * shape.hidden_size * batch.element_bytes
+    return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(shape, batch)
+
+
 def linear_saved(inputs: int, batch: MicroBatch) -> int:
     """Bytes that the product of [N, inputs] with a weight saves: its input."""
     return batch.tokens * inputs * batch.element_bytes
 
 
 def dropout_saved(probability: float, width: int, batch: MicroBatch) -> int:
-    """Bytes that dropout of [N, width] saves: its mask."""
-    return batch.tokens * width * batch.mask_bytes if probability > 0 else 0
+    """Bytes that dropout of [N, width] saves between two layers: its mask."""
+    return batch.shard_tokens * width * batch.mask_bytes if probability > 0 else 0
 
 
 def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> int:
@@ -92,7 +104,7 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
         core = _unfused_attention_saved(shape, batch) + output
     else:
         core = _fused_attention_saved(shape, batch, window)
-    return linear_saved(shape.hidden_size, batch) + _qk_norm_saved(shape, batch) + core
+    return hidden_states_bytes(shape, batch) + _qk_norm_saved(shape, batch) + core
 
 
 def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -101,7 +113,8 @@ def _qk_norm_saved(shape: ModelShape, batch: MicroBatch) -> int:
         return 0
     total = 0
     for heads in (shape.num_heads, shape.num_kv_heads):
-        rows, size = (heads, shape.head_size) if shape.qk_norm == "head" else (1, heads * shape.head_size)
+        own_heads = heads // batch.tensor_parallel_size
+        rows, size = (own_heads, shape.head_size) if shape.qk_norm == "head" else (1, own_heads * shape.head_size)
         total += _norm_saved(shape, batch, rows, size, shared_input=True)
     return total
 
@@ -124,6 +137,11 @@ def query_width(shape: ModelShape, batch: MicroBatch) -> int:
 def _qkv_width(shape: ModelShape, batch: MicroBatch) -> int:
     """Elements of one token's queries, keys and values on this rank: the output width of `qkv`."""
     return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // batch.tensor_parallel_size
+
+
+def qkv_bytes(shape: ModelShape, batch: MicroBatch) -> int:
+    """Bytes of the output of `qkv`, and of its gradient."""
+    return batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
 
 
 def _qkv_saved(shape: ModelShape, batch: MicroBatch, *, all_heads: bool = False) -> int:
@@ -189,7 +207,7 @@ def _unfused_attention_saved(shape: ModelShape, batch: MicroBatch) -> int:
 
 def mlp_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that a dense MLP saves: its input [N, D], and its inner tensors [N, F] unless tiles are recomputed."""
-    return linear_saved(shape.hidden_size, batch) + (mlp_inner(shape, batch) if batch.mlp_tiles == 1 else 0)
+    return hidden_states_bytes(shape, batch) + (mlp_inner(shape, batch) if batch.mlp_tiles == 1 else 0)
 
 
 def mlp_inner(shape: ModelShape, batch: MicroBatch) -> int:

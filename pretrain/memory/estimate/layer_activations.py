@@ -9,6 +9,7 @@ Shapes in docstrings: N tokens of the micro-batch, D hidden_size.
 from pretrain.memory.estimate.activations import (
     attention_backward,
     attention_saved,
+    column_backward,
     dropout_saved,
     experts_saved,
     hidden_states_bytes,
@@ -16,6 +17,7 @@ from pretrain.memory.estimate.activations import (
     mlp_inner,
     mlp_saved,
     norm_saved,
+    qkv_bytes,
     query_width,
     uses_c_attention,
     uses_c_norm,
@@ -59,7 +61,7 @@ def _mlp_part(shape: ModelShape, batch: MicroBatch, *, experts: bool) -> int:
     post_norm = norm_saved(shape, batch) if shape.post_norm else 0
     mlp = experts_saved(shape, batch) if experts else mlp_saved(shape, batch)
     if shape.shared_norm:  # attention and MLP have the same input
-        mlp -= linear_saved(shape.hidden_size, batch)
+        mlp -= hidden_states_bytes(shape, batch)
     return pre_norm + mlp + post_norm
 
 
@@ -143,8 +145,10 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
         # only `out` saves the attention's output, and frees it before this phase
         freed += linear_saved(query_width(shape, batch), batch)
     on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
-    post_norm = 4 * batch.tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
-    attention = attention_backward(shape, batch, window) - freed
+    post_norm = 4 * batch.shard_tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
+    columns = column_backward(shape, batch)  # when the gradients of the inner tensors exist
+    mlp = max(mlp, (2 if shape.gated_mlp else 1) * inner + columns)
+    attention = max(attention_backward(shape, batch, window), qkv_bytes(shape, batch) + columns) - freed
     recomputed = _recomputed(shape, batch, part, window, experts=shape.num_experts > 0)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)

@@ -7,7 +7,7 @@ tests/memory/estimate/test_activations.py measures the same numbers on a CPU.
 from pretrain.memory.estimate.model_shape import ModelShape
 from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
-CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time (fused_loss.py)
+CHUNK_TOKENS = 1024  # tokens whose logits exist at the same time, for each tensor-parallel rank (fused_loss.py)
 CPU_LOGITS = 2**20  # softmax elements that one CPU thread computes at a time (fused_loss.py); assumes one thread
 
 
@@ -22,7 +22,12 @@ def _weight_bytes(shape: ModelShape, batch: MicroBatch) -> int:
 
 def _logits_bytes(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of the logits [C, V] that exist at the same time."""
-    return min(batch.tokens, CHUNK_TOKENS) * _vocab_size(shape, batch) * batch.element_bytes
+    return _chunk(batch) * _vocab_size(shape, batch) * batch.element_bytes
+
+
+def _chunk(batch: MicroBatch) -> int:
+    """Tokens whose logits exist at the same time."""
+    return min(batch.tokens, CHUNK_TOKENS * batch.tensor_parallel_size)
 
 
 def loss_saved(shape: ModelShape, batch: MicroBatch) -> int:
@@ -43,9 +48,12 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
     chunk's softmax in fp32 and (b) the chunk's hidden states multiplied with the token weights. A CPU computes the
     softmax of a few rows at a time, so that they stay in its cache; the result of the previous rows still exists then.
     In bf16 without soft-capping, a C function needs no memory for it.
+
+    Tensor-parallel ranks gather the hidden states, and compute the softmax of a complete chunk
+    (model/kernels/vocabulary_shards.py): of the fp32 logits, their distance from the largest one and its exponential.
     """
     vocab_size, converts = _vocab_size(shape, batch), batch.element_bytes != FP32
-    chunk = min(batch.tokens, CHUNK_TOKENS)
+    chunk = _chunk(batch)
     rows = chunk if batch.cuda else min(chunk, max(1, CPU_LOGITS // vocab_size))
     tensors = 2 if converts or shape.logit_softcap else 1  # the softmax, and the logits converted to fp32 or capped
     next_rows = min(rows, chunk - rows)
@@ -54,8 +62,12 @@ def loss_peak(shape: ModelShape, batch: MicroBatch) -> int:
         softmax_rows = 2 * rows + next_rows
     weighted = chunk * shape.hidden_size * (FP32 + (batch.element_bytes if converts else 0))
     in_c = not batch.cuda and batch.element_bytes == 2 and not batch.fp16 and not shape.logit_softcap
+    gathered = 0
+    if batch.tensor_parallel_size > 1:
+        gathered = batch.tokens * shape.hidden_size * batch.element_bytes
+        softmax_rows, in_c = (tensors + 1) * chunk, False
     work = weighted if in_c else max(softmax_rows * vocab_size * FP32, weighted)
-    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work
+    return loss_saved(shape, batch) + 2 * batch.tokens * FP32 + _logits_bytes(shape, batch) + work + gathered
 
 
 def loss_backward(shape: ModelShape, batch: MicroBatch) -> int:

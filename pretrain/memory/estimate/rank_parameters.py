@@ -33,6 +33,11 @@ class MicroBatch:
         return 1 if self.cuda else self.element_bytes
 
     @property
+    def shard_tokens(self) -> int:
+        """Tokens of this rank between two layers, where tensor-parallel ranks hold shards of the sequences."""
+        return -(-self.tokens // self.tensor_parallel_size)
+
+    @property
     def samples(self) -> int:
         """Samples on this rank, at least 1."""
         return max(1, self.tokens // self.seq_length)

@@ -5,7 +5,9 @@ simulated. `pytest -m slow` measures and simulates the other combinations.
 """
 
 import dataclasses
+import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,17 @@ SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "
 RECOMPUTED = {1: ("zero1_bf16 --recompute=attention", "zero3_bf16 --recompute=mlp"),
               2: ("zero2_bf16 --recompute=attention", "zero3_bf16 --recompute=blocks --recompute_every=2",
                   "pipeline2_zero1_bf16 --recompute=mlp", "pipeline2_zero1_bf16 --recompute=blocks")}
+# parallel degrees that are added to a file; with larger micro-batches too
+DEGREES = {2: ("zero0_fp32 --tensor=2", "zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "zero2_bf16 --sequence=2"),
+           4: ("zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "pipeline2_zero1_bf16 --tensor=2",
+               "zero3_bf16 --sequence=2")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
 LARGE = "vocab_size=256,n_layer=2,n_embd=512"  # NVMe offload swaps only partitions of 1 MiB and more
 SLACK_BYTES = 64  # tolerance for scalar tensors
 MANY_RANKS = 1024
+DEGREE_KEYS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "tensor": lambda size: {"tensor_parallel": {"autotp_size": size}},
+    "sequence": lambda size: {"sequence_parallel_size": size}}
 
 Case = tuple[int, str]  # (ranks, name)
 
@@ -68,13 +77,17 @@ def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
 
 
 CASES, SIMULATED_CASES = params(MEASURED), params(SIMULATED)
-CASES += [pytest.param((ranks, name), id=f"{name}-{ranks}") for ranks, names in RECOMPUTED.items() for name in names]
+CASES += [pytest.param((ranks, name), id=f"{name}-{ranks}") for runs in (RECOMPUTED, DEGREES)
+          for ranks, names in runs.items() for name in names]
 
 
 def arguments(name: str, folder: Path) -> RunArguments:
     name, *words = name.split()
     path = ROOT / "ds_configs" / f"{name}.json"
     given: dict[str, Any] = dict(word.removeprefix("--").split("=") for word in words)
+    micro_batch_size = 16 if given else 2
+    for degree in given.keys() & DEGREE_KEYS.keys():
+        path = _with_degree(path, degree, int(given.pop(degree)), folder)
     if "recompute_every" in given:
         given["recompute_every"] = int(given["recompute_every"])
     if name == "zero3_offload_all_nvme":  # this file has buffers of 1 GB, which take seconds to fill
@@ -82,9 +95,16 @@ def arguments(name: str, folder: Path) -> RunArguments:
         path = folder / path.name
         path.write_text(text)
     return RunArguments(deepspeed_config=str(path), model="tiny", model_overrides=LARGE if "nvme" in name else SMALL,
-                        seq_length=64, train_steps=10, micro_batch_size=16 if given else 2,
+                        seq_length=64, train_steps=10, micro_batch_size=micro_batch_size,
                         gradient_accumulation_steps=2, **given, emulate_fp16="fp16" in name,
                         nvme_path=str(folder) if "nvme" in name else None)
+
+
+def _with_degree(path: Path, degree: str, size: int, folder: Path) -> Path:
+    """Write a copy of a DeepSpeed JSON with a parallel degree; return its path."""
+    copy = folder / f"{path.stem}_{degree}{size}.json"
+    copy.write_text(json.dumps({**read_ds_config(str(path)).values, **DEGREE_KEYS[degree](size)}))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +144,8 @@ def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
 
 def position(layout: Layout, rank: int) -> dict[str, int]:
     """Return the pipeline stage and the ZeRO rank of a rank. The ranks of a pipeline stage have consecutive numbers."""
-    return {"pipeline_stage": rank // layout.data_parallel_size, "zero_rank": rank % layout.data_parallel_size}
+    stage, rest = divmod(rank, layout.zero_size * layout.tensor_parallel_size)
+    return {"pipeline_stage": stage, "zero_rank": rest // layout.tensor_parallel_size}
 
 
 def assert_same_states(footprint: Footprint, expected: Footprint, tolerance: float) -> None:
@@ -140,6 +161,16 @@ def test_estimated_states_equal_measured_states(case: Case, measured: dict[Case,
     for rank, result in enumerate(measured[case].ranks):
         assert_same_states(states_of_rank(Rank(shape, layout, **position(layout, rank))), result.held, 0.02)
         assert result.held.states() - result.held.states("nvme") > 100_000
+
+
+@pytest.mark.parametrize("case", [(2, "zero1_bf16 --tensor=2"), (4, "zero1_bf16 --tensor=2")])
+def test_tensor_parallelism_divides_the_states(case: Case, measured: dict[Case, RunMeasurement], folder: Path) -> None:
+    """Vectors and learned positions are on all ranks: their states remain."""
+    shape, layout = layout_of((1, "zero1_bf16"), folder)
+    undivided = states_of_rank(Rank(shape, layout)).states()
+    optimizer_ranks = case[0]  # ZeRO-1 divides 12 of 18 bytes a parameter over the data-parallel ranks too
+    expected = undivided * (6 / 2 + 12 / optimizer_ranks) / 18
+    assert expected < measured[case].ranks[0].held.states() < 1.1 * expected
 
 
 @pytest.mark.parametrize("simulated_case", SIMULATED_CASES)
@@ -159,7 +190,7 @@ def test_the_inventory_has_every_live_tensor(case: Case, measured: dict[Case, Ru
 
     This tensor is the logits of one micro-batch in the last pipeline stage, or a matrix that is being written to NVMe.
     """
-    samples = 16 if "--recompute" in case[1] else 2
+    samples = 16 if "--" in case[1] else 2
     in_flight_bytes = samples * 64 * 256 * 2 if "pipeline" in case[1] else 256 * 512 * 2 if "nvme" in case[1] else 0
     for rank in measured[case].ranks:
         assert rank.unaccounted_bytes <= SLACK_BYTES + in_flight_bytes
