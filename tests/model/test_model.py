@@ -53,7 +53,8 @@ def test_attention_is_causal(name, tmp_path):
     changed[0, 12] = (changed[0, 12] + 1) % config.vocab_size
     with torch.no_grad():
         before, after = module(tokens), module(changed)
-    assert torch.equal(before[:, :12], after[:, :12])
+    # an expert has other tokens after the change, and a product with another number of rows may round differently
+    torch.testing.assert_close(before[:, :12], after[:, :12], atol=1e-6 if config.num_experts else 0, rtol=0)
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 

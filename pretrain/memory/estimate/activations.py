@@ -18,7 +18,7 @@ seq_length. Every size is that of one rank.
 from dataclasses import replace
 
 from pretrain.memory.estimate.model_shape import ModelShape
-from pretrain.memory.estimate.rank_parameters import FP32, MicroBatch
+from pretrain.memory.estimate.rank_parameters import FP32, INT64, MicroBatch
 
 CPU_SCORES = 2**20  # attention scores that a CPU thread holds at a time (model/kernels/cpu_attention.py)
 ATTENTION_ROWS = 128  # queries that the CPU kernel processes at a time (model/kernels/cpu_attention.py)
@@ -223,13 +223,19 @@ def _inner_saved(shape: ModelShape, inner: int, batch: MicroBatch) -> int:
 def experts_saved(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes that an MLP of experts saves.
 
-    The router saves its input and two fp32 tensors [N, num_experts]. The layer also saves the tokens sent to the
-    experts, the experts' inner tensors, the tokens sent back, and the inner tensors of the shared expert.
+    The router saves its input, the probabilities [N, num_experts] in fp32, and for each assignment of a token to an
+    expert: three indices, its probability in fp32 if that is divided by the sum, and its factor. The layer also saves
+    the tokens sent to the experts, the experts' inner tensors and outputs, and the tensors of the shared expert.
     """
     sent = replace(batch, tokens=batch.tokens * shape.experts_per_token)
-    router = linear_saved(shape.hidden_size, batch) + 2 * batch.tokens * shape.num_experts * FP32
+    router = linear_saved(shape.hidden_size, batch) + batch.tokens * shape.num_experts * FP32
+    router += sent.tokens * (3 * INT64 + batch.element_bytes)
+    if shape.norm_topk_prob:  # and the sum
+        router += sent.tokens * FP32 + batch.tokens * FP32
     inner = _inner_saved(shape, shape.moe_intermediate_size // batch.tensor_parallel_size, sent)
     shared = _inner_saved(shape, shape.shared_expert_size // batch.tensor_parallel_size, batch)
+    if shape.shared_expert_gate:  # its output, and that of the shared expert
+        shared += linear_saved(1, batch) + linear_saved(shape.hidden_size, batch)
     return router + 2 * linear_saved(shape.hidden_size, sent) + inner + shared
 
 

@@ -94,6 +94,7 @@ class ModelShape:
     moe_intermediate_size: int = 0  # of one expert
     shared_expert_size: int = 0  # intermediate size of the expert that every token passes
     shared_expert_gate: bool = False
+    norm_topk_prob: bool = False  # of the routers
     dense_layers: frozenset[int] = frozenset()  # in a model with experts: indices of the blocks without experts
     untrainable_reason: str = ""  # why this project cannot train the model; "": it can
 
@@ -179,11 +180,12 @@ def _experts(shape: ModelShape) -> tuple[Tensor, ...]:
 
     Each matrix is one tensor for all experts, [num_experts, rows, columns].
     """
-    router = _linear("router", shape.hidden_size, shape.num_experts, False, "")
-    one = _mlp(shape, "experts", shape.moe_intermediate_size, expert=True)
-    experts = tuple(replace(tensor, shape=(shape.num_experts, *tensor.shape)) for tensor in one)
-    shared = _mlp(shape, "shared_expert", shape.shared_expert_size) if shape.shared_expert_size else ()
-    gate = _linear("shared_expert_gate", shape.hidden_size, 1, False, "") if shape.shared_expert_gate else ()
+    router = _linear("mlp.router", shape.hidden_size, shape.num_experts, False, "")
+    one = _mlp(shape, "mlp.experts", shape.moe_intermediate_size, expert=True)
+    experts = tuple(replace(tensor, name=tensor.name.removesuffix(".weight"), shape=(shape.num_experts, *tensor.shape))
+                    for tensor in one)
+    shared = _mlp(shape, "mlp.shared_expert", shape.shared_expert_size) if shape.shared_expert_size else ()
+    gate = _linear("mlp.shared_expert_gate", shape.hidden_size, 1, False, "") if shape.shared_expert_gate else ()
     return (*router, *experts, *shared, *gate)
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import ALONE, RankGroup
 from pretrain.model.config import ModelConfig
-from pretrain.model.kernels.activation import activated_linear, plain_activated_linear, torch_activation
+from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.linear import linear
-from pretrain.model.moe.grouped import can_group, grouped_linear, to_slots
+from pretrain.model.moe.grouped import activated_expert_linear, can_group, expert_linear, to_slots
 from pretrain.model.parts import Part, set_part, split_range
 from pretrain.model.token_exchange import (
     plan_equal_exchange,
@@ -59,28 +59,23 @@ class Experts(nn.Module):
         if len(x_RD) == 0:  # not the input itself: the matrices need gradients on each rank that holds them
             return self._batched(x_RD.view(len(rows_E), 0, x_RD.shape[1])).flatten(0, 1)
         if capacity:
-            return self._batched(x_RD.view(-1, capacity, x_RD.shape[1])).flatten(0, 1)
+            return self._products(x_RD.view(-1, capacity, x_RD.shape[1]), None).flatten(0, 1)
         if x_RD.device.type == "cpu":
             return self._one_by_one(x_RD, rows_E)
         if can_group(x_RD, self.up) and can_group(x_RD, self.down):
-            return self._grouped(x_RD, rows_E)
-        size = int(rows_E.max())  # waits for the device
-        x_ECD, slot_R = to_slots(x_RD, rows_E, size)
-        return self._batched(x_ECD).flatten(0, 1).index_select(0, slot_R)
+            return self._products(x_RD, rows_E.cumsum(0).to(torch.int32))
+        x_ECD, slot_R = to_slots(x_RD, rows_E, int(rows_E.max()))  # waits for the device
+        return self._products(x_ECD, None).flatten(0, 1).index_select(0, slot_R)
 
-    def _grouped(self, x_RD: torch.Tensor, rows_E: torch.Tensor) -> torch.Tensor:
-        ends_E = rows_E.cumsum(0).to(torch.int32)
-        gate_RF = grouped_linear(x_RD, self.gate, ends_E)
-        inner_RF = torch_activation(self.activation, gate_RF) * grouped_linear(x_RD, self.up, ends_E)
-        return grouped_linear(inner_RF, self.down, ends_E)
-
-    def _batched(self, x_ECD: torch.Tensor) -> torch.Tensor:
-        gate_ECF = torch.bmm(x_ECD, self.gate.transpose(1, 2))
-        inner_ECF = torch_activation(self.activation, gate_ECF) * torch.bmm(x_ECD, self.up.transpose(1, 2))
-        return torch.bmm(inner_ECF, self.down.transpose(1, 2))
+    def _products(self, x: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor:
+        """Return the outputs for the rows [R, D] with their ends, or for [E, C, D], by one operator for all experts."""
+        gate, up = expert_linear(x, self.gate, ends_E), expert_linear(x, self.up, ends_E)
+        return activated_expert_linear(self.activation, up, gate, self.down, ends_E)
 
     def _one_by_one(self, x_RD: torch.Tensor, rows_E: torch.Tensor) -> torch.Tensor:
         """Compute each expert with the kernels of the MLP. Only on CPUs, where a loop costs little."""
+        if not len(x_RD):  # the gradients of the matrices are 0, not missing
+            return self._products(x_RD.view(len(self.up), 0, -1), None).flatten(0, 1)
         down = plain_activated_linear if self.plain_operators else activated_linear
         widen = nn.functional.linear if self.plain_operators else linear
         # unbind, because the gradients of indexed matrices would each have the size of the complete parameter

@@ -91,64 +91,65 @@ def plan_dispatch(routing: Routing, *, capacity: int = 0) -> Dispatch:
 
 def send(x_ND: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """Return the rows [R, D] that the experts process."""
-    rows: torch.Tensor = _Send.apply(x_ND, dispatch)
+    rows: torch.Tensor = _Send.apply(x_ND, dispatch.row_NK, dispatch.assignment_R, dispatch.kept_NK)
     return rows
 
 
 def combine(rows_RD: torch.Tensor, weights_NK: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """Return the weighted sum over the experts of each token, [N, D]. A dropped assignment adds nothing."""
-    out: torch.Tensor = _Combine.apply(rows_RD, weights_NK, dispatch)
+    out: torch.Tensor = _Combine.apply(rows_RD, weights_NK, dispatch.row_NK, dispatch.assignment_R, dispatch.kept_NK,
+                                       dispatch.used_R)
     return out
-
-
-def _kept(x_NK: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-    """Return x with 0 for dropped assignments."""
-    return x_NK if dispatch.kept_NK is None else x_NK.masked_fill(~dispatch.kept_NK, 0)
-
-
-def _tokens_of_rows(dispatch: Dispatch) -> torch.Tensor:
-    return dispatch.assignment_R.div(dispatch.row_NK.shape[1], rounding_mode="floor")
 
 
 class _Send(torch.autograd.Function):
     """Gather rows. Unlike index_select's, the gradient is a sum in a fixed order, on GPUs too."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_ND: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-        ctx.dispatch = dispatch  # type: ignore[attr-defined]
-        return x_ND.index_select(0, _tokens_of_rows(dispatch))
+    def forward(ctx: FunctionCtx, x_ND: torch.Tensor, row_NK: torch.Tensor, assignment_R: torch.Tensor,
+                kept_NK: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(row_NK, kept_NK)  # type: ignore[arg-type]  # it accepts None
+        return x_ND.index_select(0, _tokens_of(assignment_R, row_NK))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dispatch: Dispatch = ctx.dispatch  # type: ignore[attr-defined]
-        ones_NK = _kept(grads[0].new_ones(dispatch.row_NK.shape), dispatch)
-        return _weighted_sum(grads[0], ones_NK, dispatch), None
+        row_NK, kept_NK = ctx.saved_tensors  # type: ignore[attr-defined]
+        factors_NK = _kept(grads[0].new_ones(row_NK.shape), kept_NK)
+        return _weighted_sum(grads[0], factors_NK, row_NK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows_RD: torch.Tensor, weights_NK: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
-        ctx.save_for_backward(rows_RD, weights_NK)
-        ctx.dispatch = dispatch  # type: ignore[attr-defined]
-        return _weighted_sum(rows_RD, _kept(weights_NK, dispatch), dispatch)
+    def forward(ctx: FunctionCtx, rows_RD: torch.Tensor, weights_NK: torch.Tensor, row_NK: torch.Tensor,
+                assignment_R: torch.Tensor, kept_NK: torch.Tensor | None,
+                used_R: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(rows_RD, weights_NK, row_NK, assignment_R, kept_NK, used_R)  # type: ignore[arg-type]
+        return _weighted_sum(rows_RD, _kept(weights_NK, kept_NK), row_NK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows_RD, weights_NK = ctx.saved_tensors  # type: ignore[attr-defined]
-        dispatch: Dispatch = ctx.dispatch  # type: ignore[attr-defined]
-        sent_RD = grads[0].index_select(0, _tokens_of_rows(dispatch))
+        rows_RD, weights_NK, row_NK, assignment_R, kept_NK, used_R = ctx.saved_tensors  # type: ignore[attr-defined]
+        sent_RD = grads[0].index_select(0, _tokens_of(assignment_R, row_NK))
         products_R = (sent_RD * rows_RD).sum(1, dtype=torch.float32)
-        factors_R = weights_NK.flatten()[dispatch.assignment_R].to(rows_RD.dtype)
-        if dispatch.used_R is not None:
-            factors_R = factors_R.masked_fill(~dispatch.used_R, 0)
-        grad_NK = _kept(products_R[dispatch.row_NK], dispatch)
-        return sent_RD.mul_(factors_R.unsqueeze(1)), grad_NK.to(weights_NK.dtype), None
+        factors_R = weights_NK.flatten()[assignment_R].to(rows_RD.dtype)
+        if used_R is not None:
+            factors_R = factors_R.masked_fill(~used_R, 0)
+        grad_NK = _kept(products_R[row_NK], kept_NK).to(weights_NK.dtype)
+        return sent_RD.mul_(factors_R.unsqueeze(1)), grad_NK, None, None, None, None
 
 
-def _weighted_sum(rows_RD: torch.Tensor, weights_NK: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
+def _kept(x_NK: torch.Tensor, kept_NK: torch.Tensor | None) -> torch.Tensor:
+    """Return x with 0 for dropped assignments."""
+    return x_NK if kept_NK is None else x_NK.masked_fill(~kept_NK, 0)
+
+
+def _tokens_of(assignment_R: torch.Tensor, row_NK: torch.Tensor) -> torch.Tensor:
+    return assignment_R.div(row_NK.shape[1], rounding_mode="floor")
+
+
+def _weighted_sum(rows_RD: torch.Tensor, weights_NK: torch.Tensor, row_NK: torch.Tensor) -> torch.Tensor:
     """Return for each token the sum of its rows times their factors."""
-    num_tokens, per_token = dispatch.row_NK.shape
-    rows_NKD = rows_RD.index_select(0, dispatch.row_NK.flatten()).view(num_tokens, per_token, -1)
+    rows_NKD = rows_RD.index_select(0, row_NK.flatten()).view(*row_NK.shape, -1)
     return torch.bmm(weights_NK.to(rows_RD.dtype).unsqueeze(1), rows_NKD).squeeze(1)

@@ -46,9 +46,9 @@ def _config(name: str, *, dropout: bool) -> ModelConfig:
 
 
 def _blocks(config: ModelConfig, dtype: torch.dtype, part: str = "none") -> Iterator[tuple[Block, int]]:
-    """Yield a block for each size of a window in the model, with that size."""
-    windows = {config.window(index): index for index in range(config.num_layers)}
-    for window, index in windows.items():
+    """Yield a block for each size of a window in the model, with and without experts, with that size."""
+    kinds = {(config.window(index), config.has_experts(index)): index for index in range(config.num_layers)}
+    for (window, _), index in kinds.items():
         rope = Rope(config) if config.position == "rope" else None
         yield Block(config, rope, index=index, recompute=part).to(dtype), window
 
@@ -102,7 +102,9 @@ def test_saved_bytes_of_a_block_equal_those_of_autograd(name: str, dropout: bool
                 shared.append(torch_attention._alibi(slopes_H, length, 0, dtype, x_BTD.device))
             micro_batch = MicroBatch(batch * length, length, dtype.itemsize, cuda=False)
             measured = saved_bytes(block, [*block.parameters(), *shared], x_BTD)
-            assert block_saved(shape_of(config), micro_batch, window=window, part=part) == measured, (length, window)
+            found = block_saved(shape_of(config), micro_batch, experts=config.has_experts(block.index), window=window,
+                                part=part)
+            assert found == measured, (length, window)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_multi_query", "gemma2", "mpt"])
