@@ -57,7 +57,7 @@ class Experts(nn.Module):
     def _compute(self, x_RD: torch.Tensor, rows_E: torch.Tensor, capacity: int) -> torch.Tensor:
         """Return the outputs of this rank's experts."""
         if len(x_RD) == 0:  # not the input itself: the matrices need gradients on each rank that holds them
-            return self._batched(x_RD.view(len(rows_E), 0, x_RD.shape[1])).flatten(0, 1)
+            return self._products(x_RD.view(len(rows_E), 0, x_RD.shape[1]), None).flatten(0, 1)
         if capacity:
             return self._products(x_RD.view(-1, capacity, x_RD.shape[1]), None).flatten(0, 1)
         if x_RD.device.type == "cpu":
@@ -74,8 +74,6 @@ class Experts(nn.Module):
 
     def _one_by_one(self, x_RD: torch.Tensor, rows_E: torch.Tensor) -> torch.Tensor:
         """Compute each expert with the kernels of the MLP. Only on CPUs, where a loop costs little."""
-        if not len(x_RD):  # the gradients of the matrices are 0, not missing
-            return self._products(x_RD.view(len(self.up), 0, -1), None).flatten(0, 1)
         down = plain_activated_linear if self.plain_operators else activated_linear
         widen = nn.functional.linear if self.plain_operators else linear
         # unbind, because the gradients of indexed matrices would each have the size of the complete parameter
