@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.distributed.parallel_groups import RankGroup
+from pretrain.model import traced_collectives as traced
 
 # torch 2.13 has renamed both, and warns about the names of earlier versions
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,6 +27,8 @@ def gather(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     """Return the ranks' shards concatenated. Gradient: the sum over the ranks, of which each rank gets its shard."""
     if group.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        return traced.gather(x, group, dim)
     gathered: torch.Tensor = _Gather.apply(x, group, dim)
     return gathered
 
@@ -34,6 +37,8 @@ def sum_and_scatter(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Te
     """Return this rank's shard of the sum over the ranks. Gradient: the ranks' shards concatenated."""
     if group.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        return traced.sum_and_scatter(x, group, dim)
     scattered: torch.Tensor = _SumAndScatter.apply(x, group, dim)
     return scattered
 
@@ -42,6 +47,8 @@ def sum_gradient(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return x. Gradient: the sum over the ranks, for a parameter that each rank uses on its shards alone."""
     if group.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        return traced.sum_gradient(x, group)
     same: torch.Tensor = _SumGradient.apply(x, group)
     return same
 
@@ -56,6 +63,8 @@ def sum_over_ranks(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return the sum over the ranks. Gradient: the sum over the ranks, each of which uses the sum."""
     if group.size == 1:
         return x
+    if torch.compiler.is_compiling():
+        return traced.sum_over_ranks(x, group)
     total: torch.Tensor = _SumOverRanks.apply(x, group)
     return total
 

@@ -84,7 +84,7 @@ def column_products(x_BtI: torch.Tensor, layers: Sequence[ColumnLinear]) -> list
     them (layer_specs.gather_complete_blocks).
     """
     group = layers[0].group
-    if layers[0].plain_operators:
+    if layers[0].plain_operators or torch.compiler.is_compiling():
         x_BTI = gather(x_BtI, group)
         return [F.linear(x_BTI, layer.weight, layer.bias) for layer in layers]
     keeps_gathered = all(layer.recomputed for layer in layers)
