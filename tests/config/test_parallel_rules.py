@@ -86,7 +86,6 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (z("zero_quantized_weights", True), TWO, "zero_optimization.zero_quantized_weights", "need CUDA"),
     (z("zero_hpz_partition_size", 3), FOUR, "zero_optimization.zero_hpz_partition_size", "a divisor of the 4 ranks"),
     # flags
-    (TENSOR, TWO | {"compile_blocks": True}, "--compile_blocks", "leave --compile_blocks out"),
     (SEQUENCE, TWO | {"compile_blocks": True}, "--compile_blocks", "leave --compile_blocks out"),
     (SEQUENCE, TWO | {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}, "--noise_scale_interval",
      "shard of each micro-batch"),

@@ -1,4 +1,4 @@
-"""--compile_blocks on real engines of two ranks: equal losses, one graph, and no weights that ZeRO-3 cannot free.
+"""--compile_blocks on real engines of two ranks: equal losses, one graph, and no matrices that ZeRO-3 cannot free.
 
 The backend "aot_eager" traces and partitions the graphs, and runs them without compiling.
 """
@@ -11,6 +11,7 @@ from tests.support.cases import DROPOUT, case, config, flags
 from tests.support.launch import run_worker
 from tests.support.layouts import relative_difference
 
+_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 _DOCUMENTS, _TWO_STAGES = {"document_attention": "true"}, {"stages": 2, "micro": 4, "accumulation": 4}
 # without a compiler; the losses of a model do not depend on the layout
 PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -24,6 +25,9 @@ COMPILED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # (name in 
     "zero3_documents_recomputed": ("documents", config(3, param_persistence_threshold=0),
                                    {**_DOCUMENTS, "recompute": "blocks"}),
     "pipeline2_zero1_documents": ("documents", config(1, **_TWO_STAGES), _DOCUMENTS),
+    "tensor2_zero1": ("documents", config(1, accumulation=4) | _TENSOR, _DOCUMENTS),
+    "zero3_tensor2_recomputed": ("fp32", config(3, accumulation=4, param_persistence_threshold=0) | _TENSOR,
+                                 {"recompute": "mlp"}),
     "pipeline2_groups": ("fp32", config(0, checkpoint_every=1, **_TWO_STAGES), {}),
 }
 
@@ -50,7 +54,8 @@ def test_losses_are_equal_and_blocks_share_one_graph(name, results):
     assert plain["graphs"] == 0
     assert (compiled["graphs"], compiled["breaks"]) == (2, 0)  # training and evaluation
     assert (compiled["saved_weights"] > 0) == name.startswith("zero3")
-    assert compiled["kept_weights"] == 0
+    views = 64 if "tensor2" in name else 0  # elements: the ranks sum gradients of norms and biases behind a view
+    assert compiled["largest_kept_weight"] <= views
 
 
 def test_dropout_of_compiled_blocks_is_the_same_in_each_start(results):

@@ -83,10 +83,9 @@ def zero_plus_plus_of_parts(run: ResolvedConfig) -> None:
 
 
 def compiled_parts(run: ResolvedConfig) -> None:
-    """Reject the compiler if the ranks communicate inside of a block."""
+    """Reject the compiler if it cannot trace the communication inside of a block."""
     layout = run.layout
-    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size),
-                      (EXPERT, layout.expert_parallel_size)):
+    for key, size in ((SEQUENCE, layout.sequence_parallel_size), (EXPERT, layout.expert_parallel_size)):
         if run.args.compile_blocks and size > 1:
             raise ConfigError("--compile_blocks", found=f'"{key}": {size}', expected="1",
                               remedy="a block is compiled as one graph, which cannot contain the communication between "

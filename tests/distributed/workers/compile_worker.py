@@ -31,24 +31,25 @@ def train(case: Case) -> dict[str, Any]:
     loader.close()
     end(engine)
     return {**rows, "eval": evaluated, "graphs": counter.frame_count, "breaks": len(counters["graph_break"]),
-            "saved_weights": kept.saved, "kept_weights": kept.count}
+            "saved_weights": kept.saved, "largest_kept_weight": kept.largest}
 
 
 class _KeptWeights:
-    """Counts the saved weights of ZeRO-3, and those that keep their memory after DeepSpeed has freed the weight.
+    """Counts the saved weights of ZeRO-3, and finds the largest that keeps its memory after DeepSpeed has freed it.
 
     DeepSpeed frees the memory of a parameter. A view of it, such as the transpose in a linear layer, keeps its memory.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.parameters, self.saved, self.count = list(module.parameters()), 0, 0
+        self.parameters, self.saved, self.largest = list(module.parameters()), 0, 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = {parameter.untyped_storage().data_ptr() for parameter in self.parameters
                     if hasattr(parameter, "ds_shape") and parameter.numel()}
         if tensor.untyped_storage().data_ptr() in gathered:
             self.saved += 1
-            self.count += not isinstance(tensor, torch.nn.Parameter)
+            if not isinstance(tensor, torch.nn.Parameter):
+                self.largest = max(self.largest, tensor.numel())
         return tensor
 
 
