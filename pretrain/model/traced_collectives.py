@@ -7,8 +7,8 @@ from torch.distributed import _functional_collectives as collectives
 
 from pretrain.distributed.parallel_groups import RankGroup
 
-_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-_reduce_scatter = getattr(collectives, "reduce_scatter_single_autograd", None) or \
+_all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+_reduce_scatter: Any = getattr(collectives, "reduce_scatter_single_autograd", None) or \
     collectives.reduce_scatter_tensor_autograd
 
 
