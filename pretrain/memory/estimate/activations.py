@@ -9,7 +9,8 @@ saves its input. `--compile_blocks` is ignored, as the compiler chooses what a c
 Tensor parallelism: every tensor is divided, by positions between the layers and by heads or columns inside attention
 and MLP (Korthikanti et al., arXiv 2205.05198, table 2, "tensor + sequence parallel": s b h 34 / t bytes a layer).
 Ulysses (arXiv 2309.14509): every tensor is divided by the ranks of a sequence, by tokens outside attention and by
-heads inside. Experts receive `experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
+heads inside; the attention and `out` save the attention's output before and after its exchange. Experts receive
+`experts_per_token` times the tokens, evenly (DeepSpeed-MoE with capacity factor 1).
 
 Shapes in docstrings: N tokens of the micro-batch, D hidden_size, F intermediate_size, H heads, E head_size, T
 seq_length. Every size is that of one rank.
@@ -96,6 +97,7 @@ def attention_saved(shape: ModelShape, batch: MicroBatch, window: int = 0) -> in
         log_sums = batch.tokens * shape.num_heads // batch.tensor_parallel_size * FP32
         inputs = 2 if _qk_norm_keeps_input(shape, batch) else 1  # the normalised ones, and the output of `qkv`
         core = inputs * batch.tokens * _qkv_width(shape, batch) * batch.element_bytes + log_sums + output
+        core += output if batch.sequence_parallel_size > 1 else 0
     elif uses_cpu_attention(shape, batch):
         core = _qkv_saved(shape, batch) + output
     elif shape.attention_softcap:
@@ -170,10 +172,11 @@ def _fused_attention_saved(shape: ModelShape, batch: MicroBatch, window: int) ->
     """Bytes that torch's fused attention saves: q, k, v, the output and fp32 logarithms of the softmax sums [N, H].
 
     `out` saves the same storage as its input. On CPUs with RoPE the output has another memory order, and `out` saves a
-    copy. With a window, the mask [T, T] is converted to the dtype of q and saved (model/kernels/torch_attention.py),
-    unless masks.py counts it.
+    copy, as it does after an exchange between the ranks of a sequence. With a window, the mask [T, T] is converted to
+    the dtype of q and saved (model/kernels/torch_attention.py), unless masks.py counts it.
     """
-    outputs = 2 if not batch.cuda and shape.position == "rope" else 1
+    copied = batch.sequence_parallel_size > 1 or (not batch.cuda and shape.position == "rope")
+    outputs = 2 if copied else 1
     log_sums = round(batch.tokens * shape.num_heads / batch.tensor_parallel_size) * FP32
     has_window, alibi = 0 < window < batch.seq_length, shape.position == "alibi"
     documents = batch.documents and batch.cuda  # on CPUs a sample may be a single document, which needs no mask
@@ -243,7 +246,8 @@ def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int
     """Bytes of gradients and working memory in attention's backward pass.
 
     The peak is the larger of two sums: the gradients of the output and of q, k and v with the kernel's working memory,
-    or the gradients of q, k and v twice, while they are concatenated for `qkv`. With soft-capping, or with dropout on a
+    or the gradients of q, k and v twice, while they are concatenated for `qkv`. The exchange between the ranks of a
+    sequence has them three times: before, after, and in the order of `qkv`. With soft-capping, or with dropout on a
     CPU, torch has no fused kernel. The peak is then a gradient [H, N, T] in fp32, or two of them without dropout.
     """
     scores = round(batch.tokens * batch.seq_length * shape.num_heads / batch.tensor_parallel_size) * FP32
@@ -252,11 +256,12 @@ def attention_backward(shape: ModelShape, batch: MicroBatch, window: int) -> int
     if not batch.cuda and shape.attention_dropout:
         return scores
     qkv = batch.tokens * _qkv_width(shape, batch) * batch.element_bytes
+    exchanged = 3 * qkv if batch.sequence_parallel_size > 1 else 0
     if uses_c_attention(shape, batch):  # with norms of q and k, their gradients are concatenated
-        return max(linear_saved(query_width(shape, batch), batch) + qkv, 2 * qkv if shape.qk_norm else 0)
+        return max(linear_saved(query_width(shape, batch), batch) + qkv, 2 * qkv if shape.qk_norm else 0, exchanged)
     uses_rows = uses_cpu_attention(shape, batch) or (batch.documents and not batch.cuda)
     work = _cpu_attention_work(shape, batch, window) if uses_rows else 0
-    return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv)
+    return max(linear_saved(query_width(shape, batch), batch) + qkv + work, 2 * qkv, exchanged)
 
 
 def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> int:
@@ -269,7 +274,7 @@ def _cpu_attention_work(shape: ModelShape, batch: MicroBatch, window: int) -> in
     block's length as a fraction of S), or the product that is added to the gradient of k. ALiBi is a tensor
     [H, rows, T + rows].
     """
-    heads, kv_heads = shape.num_heads / batch.tensor_parallel_size, shape.num_kv_heads / batch.tensor_parallel_size
+    heads, kv_heads = shape.num_heads / batch.head_ranks, shape.num_kv_heads / batch.head_ranks
     samples = min(batch.samples, max(1, int(CPU_SCORES // (heads * ATTENTION_ROWS * batch.seq_length))))
     length = batch.seq_length
     seen = min(length, window + ATTENTION_ROWS - 1) if window else length

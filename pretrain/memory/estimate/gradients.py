@@ -68,6 +68,7 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     - Stage 2: the buckets. If gradients accumulate, also this micro-batch's gradients of this rank's part
       (`grads_in_partition`), in addition to their sum.
     - Stage 3: the copy of the bucket that is reduced and scattered.
+    - Sequence parallelism reduces 16-bit gradients in fp32, which takes another copy.
     - Offloaded optimizer: one gradient in fp64, for its norm (`_constant_buffered_norm2`,
       `set_norm_for_param_grad_in_gpu`).
 
@@ -78,11 +79,13 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     if layout.zero_stage < 2 or not done:
         return Footprint()
     if layout.zero_stage == 3:
-        buffers = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * layout.element_bytes
+        buffers = min(layout.reduce_bucket_size, sum(group.size for group in groups)) * _reduced_bytes(layout)
         gradients = _retained_gradients(rank, done)
         largest = max(max(group.parts) for group in groups)
     else:
         buffers = reduce_buckets_bytes(layout)
+        if layout.sequence_parallel_size > 1 and layout.element_bytes != FP32:
+            buffers += layout.reduce_bucket_size * FP32
         gradients = _zero2_gradients(rank) if rank.accumulates else 0
         if not reduces_gradients(layout):  # they remain where the backward pass allocates them, one after the other
             gradients = min(gradients, done * layout.element_bytes)
@@ -92,6 +95,11 @@ def reduction_in_backward(rank: Rank, done: int) -> Footprint:
     elif layout.grad_accum_bytes != layout.element_bytes:  # converted before it is added to the sum
         buffers += largest * layout.grad_accum_bytes
     return Footprint.of([(("gradients", "device"), gradients), (("buffers", "device"), buffers)])
+
+
+def _reduced_bytes(layout: Layout) -> int:
+    """Bytes of an element of the bucket while ZeRO stage 3 reduces and scatters it."""
+    return 2 * FP32 if layout.sequence_parallel_size > 1 and layout.element_bytes != FP32 else layout.element_bytes
 
 
 def _retained_gradients(rank: Rank, done: int) -> int:

@@ -39,8 +39,13 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """Samples on this rank, at least 1."""
-        return max(1, self.tokens // self.seq_length)
+        """Samples of which this rank has all positions or a shard, at least 1."""
+        return max(1, self.tokens * self.sequence_parallel_size // self.seq_length)
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of ranks among which the attention heads are divided."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
 
 
 @dataclass(frozen=True, eq=False)
