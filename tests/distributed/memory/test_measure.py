@@ -6,6 +6,7 @@ simulated. `pytest -m slow` measures and simulates the other combinations.
 
 import dataclasses
 import json
+import math
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from pretrain.config.ds_json.read import read_ds_config
 from pretrain.config.flags.arguments import RunArguments
 from pretrain.config.layout import Layout
+from pretrain.config.parallel_degrees import SEQUENCE, TENSOR
 from pretrain.config.validate import plan_without_data
 from pretrain.distributed.device import cpu_device
 from pretrain.engine.build_ops import why_not_compilable
@@ -40,8 +42,9 @@ MEASURED = {  # number of ranks -> names of the files
     2: ("zero0_fp32", "zero1_bf16", "zero1_fp16", "zero2_offload_optimizer_cpu", "zero3_offload_all_cpu",
         "zero3_offload_all_nvme", "pipeline2_activation_checkpointing", "pipeline2_offload_optimizer_cpu",
         "pipeline2_zero0_bf16", "pipeline2_zero0_fp16", "pipeline2_zero1_bf16", "pipeline2_zero1_fp16",
-        "pipeline2_zero1_bf16_fp32_accumulation"),
-    4: ("zero2_bf16", "zero3_bf16", "pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_bf16",
+        "pipeline2_zero1_bf16_fp32_accumulation", "sequence2_zero3_bf16", "tensor2_zero1_bf16", "tensor2_zero3_bf16"),
+    4: ("tensor2_pipeline2_zero1_bf16", "zero2_bf16", "zero3_bf16",
+        "pipeline4_zero0_bf16", "pipeline4_zero0_fp16", "pipeline4_zero1_bf16",
         "pipeline4_zero1_fp16")}
 SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "zero2_bf16", "zero3_bf16"),
              2: ("zero0_fp32", "zero1_bf16", "zero2_offload_optimizer_cpu", "zero3_offload_all_nvme",
@@ -49,7 +52,8 @@ SIMULATED = {1: ("zero1_bf16_fp32_accumulation",), 4: ("pipeline4_zero1_bf16", "
 # flags of train.py after the name of a file; micro-batches are larger, so that activations are most of the memory
 RECOMPUTED = {1: ("zero1_bf16 --recompute=attention", "zero3_bf16 --recompute=mlp"),
               2: ("zero2_bf16 --recompute=attention", "zero3_bf16 --recompute=blocks --recompute_every=2",
-                  "pipeline2_zero1_bf16 --recompute=mlp", "pipeline2_zero1_bf16 --recompute=blocks")}
+                  "pipeline2_zero1_bf16 --recompute=mlp", "pipeline2_zero1_bf16 --recompute=blocks",
+                  "sequence2_zero3_bf16 --mlp_tiles=4")}
 # parallel degrees that are added to a file; with larger micro-batches too
 DEGREES = {2: ("zero0_fp32 --tensor=2", "zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "zero2_bf16 --sequence=2"),
            4: ("zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "pipeline2_zero1_bf16 --tensor=2",
@@ -65,15 +69,17 @@ DEGREE_KEYS: dict[str, Callable[[int], dict[str, Any]]] = {
 Case = tuple[int, str]  # (ranks, name)
 
 
-def stages_of(path: Path) -> int:
-    return int(read_ds_config(str(path)).get("pipeline.stages", 1))
+def ranks_of_replica(path: Path) -> int:
+    """Return the number of ranks that the file needs at least."""
+    file = read_ds_config(str(path))
+    return math.prod(int(file.get(key, 1)) for key in ("pipeline.stages", TENSOR, SEQUENCE))
 
 
 def params(quick: dict[int, tuple[str, ...]]) -> list[Any]:
     """Return every file with every possible number of ranks. Cases that are not in `quick` are marked as slow."""
     return [pytest.param((ranks, path.stem), id=f"{path.stem}-{ranks}",
                          marks=[] if path.stem in quick[ranks] else [pytest.mark.slow])
-            for ranks in (1, 2, 4) for path in FILES if ranks % stages_of(path) == 0]
+            for ranks in (1, 2, 4) for path in FILES if ranks % ranks_of_replica(path) == 0]
 
 
 CASES, SIMULATED_CASES = params(MEASURED), params(SIMULATED)
@@ -88,8 +94,7 @@ def arguments(name: str, folder: Path) -> RunArguments:
     micro_batch_size = 16 if given else 2
     for degree in given.keys() & DEGREE_KEYS.keys():
         path = _with_degree(path, degree, int(given.pop(degree)), folder)
-    if "recompute_every" in given:
-        given["recompute_every"] = int(given["recompute_every"])
+    given |= {key: int(value) for key, value in given.items() if key in ("recompute_every", "mlp_tiles")}
     if name == "zero3_offload_all_nvme":  # this file has buffers of 1 GB, which take seconds to fill
         text = path.read_text().replace('"buffer_size": 1e8', '"buffer_size": 2e6')
         path = folder / path.name
