@@ -19,7 +19,9 @@ TWO, FOUR, EIGHT = ({"world_size": ranks} for ranks in (2, 4, 8))
 GROUPED = {"model_type": "llama", "vocab_size": 256, "hidden_size": 96, "intermediate_size": 192,
            "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 256,
            "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
-_LLAMA = {"model": "{world}/grouped.json"}
+MIXTURE = {**GROUPED, "model_type": "mixtral", "num_key_value_heads": 6, "num_local_experts": 4,
+           "num_experts_per_tok": 2}
+_LLAMA, _MIXTURE = {"model": "{world}/grouped.json"}, {"model": "{world}/mixture.json"}
 _STAGE = "zero_optimization.stage"
 _MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
@@ -55,6 +57,21 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (_tensor(8), EIGHT, "tensor_parallel.autotp_size", "each rank computes some of the heads"),
     (TENSOR, TWO | _LLAMA, "tensor_parallel.autotp_size", "each rank computes some of the heads"),
     ({"sequence_parallel_size": 8}, EIGHT, "sequence_parallel_size", "each rank computes some of the heads"),
+    (EXPERTS, TWO, "expert_parallel.autoep_size", "choose a mixture-of-experts model"),
+    ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, {"world_size": 3} | _MIXTURE,
+     "expert_parallel.autoep_size", "the model's 4 experts"),
+    (TENSOR, TWO | _MIXTURE, "tensor_parallel.autotp_size", "use expert_parallel or ZeRO instead"),
+    (SEQUENCE, TWO | _MIXTURE, "sequence_parallel_size", "use expert_parallel or ZeRO instead"),
+    (EXPERTS | {_STAGE: 0}, TWO | _MIXTURE, "zero_optimization.stage", "stage 1 also needs less memory"),
+    (EXPERTS | z("zero_hpz_partition_size", 2), FOUR | _MIXTURE, "zero_optimization.zero_hpz_partition_size",
+     "remove the key"),
+    (EXPERTS | z("zero_quantized_weights", True), TWO | _MIXTURE | {"device": "cuda"},
+     "zero_optimization.zero_quantized_weights", "remove the key"),
+    (EXPERTS | z("offload_optimizer", NVME), TWO | _MIXTURE | {"nvme_path": "{world}"},
+     "zero_optimization.offload_optimizer.device", "DeepSpeed does not save experts"),
+    (EXPERTS | _MUON, TWO | _MIXTURE, "optimizer.type", "use AdamW"),
+    (EXPERTS, TWO | _MIXTURE | {"noise_scale_interval": 2, "gradient_accumulation_steps": 4}, "--noise_scale_interval",
+     "leave the flag out"),
     # lengths
     (TENSOR, TWO | {"seq_length": 63}, "--seq_length", "divides each sequence evenly"),
     (TENSOR, TWO | {"seq_length": 60, "seq_length_schedule": "0:15,4096:60"}, "--seq_length_schedule",
@@ -103,6 +120,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, 
     world = tmp_path_factory.mktemp("world")
     make_world(world)
     (world / "grouped.json").write_text(json.dumps(GROUPED))
+    (world / "mixture.json").write_text(json.dumps(MIXTURE))
     lines = []
     for number, (changes, flags, _, _) in enumerate(REJECTED):
         line = words(world, changes, flags)

@@ -18,8 +18,8 @@ from pretrain.config.rules import (
 )
 
 RULES: tuple[Callable[[ResolvedConfig], None], ...] = (
-    parallel_rules.degrees_together, parallel_rules.experts_need_sequences, parallel_rules.tensor_parallel_shares,
-    parallel_rules.optimizer_of_parts, parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
+    parallel_rules.degrees_together, parallel_rules.tensor_parallel_shares, parallel_rules.optimizer_of_parts,
+    parallel_rules.zero_plus_plus_of_parts, parallel_rules.compiled_parts,
     expert_rules.flags_of_experts, expert_rules.experts_on_shards, expert_rules.compiled_experts,
     expert_rules.experts_without_mup, expert_parallel_rules.experts_of_model, expert_parallel_rules.zero_of_experts,
     expert_parallel_rules.noise_scale_of_experts,

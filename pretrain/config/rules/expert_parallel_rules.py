@@ -31,7 +31,8 @@ def zero_of_experts(run: ResolvedConfig) -> None:
             raise run.error(f"{_ZERO}.{block}.device", expected='"cpu" or "none" with expert parallelism',
                             remedy="DeepSpeed does not save experts that are on NVMe")
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"):
-        if run.get(f"{_ZERO}.{name}", 0) not in (False, 0, 1):  # runtime/engine.py, _validate_zero3_moe_compatibility
+        value = run.get(f"{_ZERO}.{name}", False)
+        if value is True or value > 1:  # runtime/engine.py, _validate_zero3_moe_compatibility
             raise run.error(f"{_ZERO}.{name}", problem="DeepSpeed's ZeRO++ does not support expert parallelism",
                             remedy="remove the key")
     for name in ("contiguous_gradients", "reduce_scatter"):  # runtime/zero/stage_1_and_2.py, _configure_moe_settings

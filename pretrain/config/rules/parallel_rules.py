@@ -19,7 +19,7 @@ def degrees_together(run: ResolvedConfig) -> None:
                         remedy="DeepSpeed's pipelines ignore it; use ZeRO stage 1, 2 or 3 without stages")
     if layout.sequence_parallel_size > 1 and layout.tensor_parallel_size > 1:
         raise run.error(SEQUENCE, expected="1 with tensor parallelism",
-                        remedy=f'tensor-parallel ranks already share the sequences; set one of "{SEQUENCE}" and '
+                        remedy=f'Tensor-parallel ranks already share the sequences; set one of "{SEQUENCE}" and '
                                f'"{TENSOR}" to 1')
     if layout.expert_parallel_size > 1 and layout.pipeline_stages > 1:
         raise run.error(EXPERT, expected="1 with pipeline stages", remedy="use ZeRO stage 1 or 2 without stages")
@@ -27,16 +27,6 @@ def degrees_together(run: ResolvedConfig) -> None:
         if layout.expert_parallel_size > 1 and size > 1:
             raise run.error(EXPERT, expected=f'1 with "{key}": {size}',
                             remedy="no engine here supports both; set one of the two degrees to 1")
-
-
-def experts_need_sequences(run: ResolvedConfig) -> None:
-    """Reject mixture-of-experts models on ranks that share sequences."""
-    layout = run.layout
-    for key, size in ((TENSOR, layout.tensor_parallel_size), (SEQUENCE, layout.sequence_parallel_size)):
-        if run.model.num_experts and size > 1:
-            raise run.error(key, expected="1 for a mixture-of-experts model",
-                            remedy="its router does not support shards of sequences; divide the experts with "
-                                   f'"{EXPERT}", or the model with pipeline stages or ZeRO-3')
 
 
 def tensor_parallel_shares(run: ResolvedConfig) -> None:
