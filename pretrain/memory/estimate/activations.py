@@ -68,10 +68,8 @@ def uses_c_norm(batch: MicroBatch) -> bool:
 def column_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
 
-    0 without tensor parallelism. model/tensor_parallel.py copies gradients of several samples in the order of shards.
+    model/tensor_parallel.py copies gradients of several samples in the order of the shards.
     """
-    if batch.tensor_parallel_size == 1:
-        return 0
     complete = batch.tokens * shape.hidden_size * batch.element_bytes
     return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(shape, batch)
 

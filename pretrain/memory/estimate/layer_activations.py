@@ -146,9 +146,12 @@ def block_backward(shape: ModelShape, batch: MicroBatch, window: int = 0, part: 
         freed += linear_saved(query_width(shape, batch), batch)
     on_cpu_in_fp32 = shape.post_norm and shape.norm == "rmsnorm" and not batch.cuda and not uses_c_norm(batch)
     post_norm = 4 * batch.shard_tokens * shape.hidden_size * FP32 if on_cpu_in_fp32 else 0
-    columns = column_backward(shape, batch)  # when the gradients of the inner tensors exist
-    mlp = max(mlp, (2 if shape.gated_mlp else 1) * inner + columns)
-    attention = max(attention_backward(shape, batch, window), qkv_bytes(shape, batch) + columns) - freed
+    attention = attention_backward(shape, batch, window)
+    if batch.tensor_parallel_size > 1:  # when the gradients of the inner tensors exist
+        columns = column_backward(shape, batch)
+        mlp = max(mlp, (2 if shape.gated_mlp else 1) * inner + columns)
+        attention = max(attention, qkv_bytes(shape, batch) + columns)
+    attention -= freed
     recomputed = _recomputed(shape, batch, part, window, experts=shape.num_experts > 0)
     if part == "mlp":  # its tensors are freed before attention's phase, but were not there before its own
         return residual + max(mlp + recomputed, post_norm + recomputed, attention + recomputed)
