@@ -13,7 +13,7 @@ PAGES = [README, *(ROOT / name for name in (
     "tools/weights.md", "tools/memory.md", "tools/step_time.md", "tools/checkpoints.md", "tools/evaluation.md",
     "tools/gpu.md", "tools/performance.md", "tools/optimizations.md", "tools/costs.md",
     "tools/metrics.md", "tools/report.md", "tools/profiling.md", "tools/sanity_check.md",
-    "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md",
+    "ds_configs/README.md", "ds_configs/optimizers.md", "ds_configs/recomputation.md", "ds_configs/long_sequences.md",
     "ds_configs/schedules.md", "ds_configs/loss.md", "ds_configs/parallelism.md", "ds_configs/features.md",
     "launch/README.md", "launch/unattended.md", "launch/right_results.md",
     "pretrain/README.md", "tests/README.md"))]
@@ -69,6 +69,11 @@ COVERED: dict[str, tuple[str, str]] = {
     "deepspeed --num_accelerators 2 tools/find_lr.py --from 1e-6 --to 1 --steps 100 --plot runs/lr.svg "
     "--config launch/quickstart.yaml --save runs/checked":
         ("tests/distributed/test_sanity.py", '"find_lr.py"'),
+    # long sequences: the tests train a smaller model
+    "ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
+    "--deepspeed_config ds_configs/sequence2_zero3_bf16.json --recompute blocks --mlp_tiles 4 --train_steps 4 "
+    "--save runs/long":
+        ("tests/distributed/test_model_parallel.py", '"sequence2_zero3_tiled_offload"'),
     # faults: the test runs the same program with a smaller model
     "python tools/chaos.py --faults 20 --seed 1 -- ds-pretrain --num_accelerators 2 --config launch/quickstart.yaml "
     "--deepspeed_config ds_configs/zero1_bf16.json --gradient_accumulation_steps 2 --train_steps 60 --save_interval 4 "
