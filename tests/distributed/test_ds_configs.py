@@ -11,6 +11,7 @@ from tests.support.cases import case, flags
 from tests.support.launch import ROOT, run_cases
 
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+EXPERTS = {"model": "tiny-moe", "model_overrides": "vocab_size=256"}
 NO_NVME = why_not_compilable("AsyncIOBuilder")
 
 
@@ -26,9 +27,9 @@ def results(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (folder / "swap").mkdir()
     found = {}
     for ranks in sorted({ranks_of(path) for path in FILES}):
-        cases = [case(path.stem, "two_steps", str(path), flags(
-                     corpus, steps=2, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3,
-                     emulate_fp16="fp16" in path.stem))
+        cases = [case(path.stem, "two_steps", str(path), {
+                     **flags(corpus, steps=2, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3,
+                             emulate_fp16="fp16" in path.stem), **(EXPERTS if "experts" in path.stem else {})})
                  for path in FILES if ranks_of(path) == ranks and not (NO_NVME and "nvme" in path.stem)]
         found.update(run_cases(cases, ranks, folder / str(ranks),
                                environ={"DS_PRETRAIN_NVME_PATH": str(folder / "swap")}))
@@ -55,6 +56,6 @@ def test_each_layout_has_a_file() -> None:
     for word in ("zero0", "zero1", "zero2", "zero3", "fp16", "fp32", "static", "offload_optimizer_cpu",
                  "offload_all_cpu", "offload_optimizer_nvme", "offload_all_nvme", "pipeline2", "pipeline4",
                  "fp32_accumulation", "activation_checkpointing", "tensor2_zero1", "tensor2_zero3",
-                 "tensor2_pipeline2"):
+                 "tensor2_pipeline2", "experts2_zero2"):
         assert word in text, word
     assert len(FILES) >= 24

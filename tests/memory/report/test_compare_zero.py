@@ -132,9 +132,11 @@ def test_the_plot_can_be_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_every_json_of_ds_configs_is_accepted_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     paths = sorted(map(str, (ROOT / "ds_configs").glob("*.json")))
-    found = as_json(capsys, "--model", "gpt2", "--world_size", "4", "--gpu", "h100", "--configs", *paths)
-    assert len(found["rows"]) == len(paths)
-    assert {row["name"]: row["refusal"] for row in found["rows"] if row["refusal"]} == {}
+    for model, suited in (("gpt2", [path for path in paths if "experts" not in path]),
+                          ("olmoe-1b-7b", [path for path in paths if "experts" in path])):
+        found = as_json(capsys, "--model", model, "--world_size", "4", "--gpu", "h100", "--configs", *suited)
+        assert len(found["rows"]) == len(suited) > 0
+        assert {row["name"]: row["refusal"] for row in found["rows"] if row["refusal"]} == {}
 
 
 def test_a_json_for_transformers_is_estimated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
