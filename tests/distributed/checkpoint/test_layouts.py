@@ -82,7 +82,7 @@ MODEL_PARALLEL = ("tensor2_zero0", "tensor2_zero1", "tensor2_zero2", "tensor2_ze
 FAST_PAIRS = [("zero0", "zero3"), ("zero0", "pipeline4"), ("zero1", "zero2"), ("zero1", "pipeline2_data2"),
               ("zero2", "zero0"), ("zero2", "nvme"), ("zero3", "zero1"), ("zero3", "pipeline2"),
               ("nvme", "pipeline2_data2"), ("pipeline2", "zero3"), ("pipeline2_data2", "zero0"), ("pipeline4", "nvme"),
-              ("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"), ("tensor2_zero1", "sequence2_zero3"),
+              ("zero0", "tensor2_zero1"), ("tensor2_zero1", "tensor2_pipeline2"),
               ("tensor2_pipeline2", "zero3"), ("sequence2_zero3", "tensor2_zero3"),
               ("whole_experts", "experts2_zero2"), ("experts2_zero2", "experts2_data2")]
 WITH_EXPERTS = ("whole_experts", "whole_experts_zero3", "experts2_zero1", "experts2_zero2", "experts2_zero3",
@@ -216,6 +216,7 @@ CHANGES = {
                                   dp2(3)),
     "before_the_first_step": Change(dp2(1), dp2(3), saved_step=0),
     "padding": Change(dp2(3), dp2(1), model={"overrides": "n_inner=33"}),
+    "tensor2_bf16_stage0": Change(tensor2(0, precision="bf16"), dp2(3, precision="bf16"), 5e-3),
 }
 
 
