@@ -101,6 +101,8 @@ REJECTED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (SEQUENCE | z("zero_quantized_gradients", True), TWO | {"device": "cuda"},
      "zero_optimization.zero_quantized_gradients", "remove the key"),
     (z("zero_quantized_weights", True), TWO, "zero_optimization.zero_quantized_weights", "need CUDA"),
+    (z("zero_quantized_weights", True), {"world_size": 128, "device": "cuda", "model": "gpt2"},
+     "zero_optimization.zero_quantized_weights", "pad the vocabulary"),
     (z("zero_hpz_partition_size", 3), FOUR, "zero_optimization.zero_hpz_partition_size", "a divisor of the 4 ranks"),
     # flags
     (SEQUENCE, TWO | {"compile_blocks": True}, "--compile_blocks", "leave --compile_blocks out"),

@@ -71,6 +71,23 @@ def zero_plus_plus(run: ResolvedConfig) -> None:
                             remedy="DeepSpeed's quantization kernels need CUDA")
 
 
+def quantized_weights(run: ResolvedConfig) -> None:
+    """Reject matrices of which a rank's part is not a multiple of 8 elements: DeepSpeed's quantizer would fail.
+
+    (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, CUDAQuantizer.quantize)
+    """
+    model, key, ranks = run.model, f"{_ZERO}.zero_quantized_weights", run.layout.zero_size
+    if not run.get(key):
+        return
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
+    for rows in (model.vocab_size, model.intermediate_size, qkv, model.num_heads * model.head_size):
+        if -(-rows * model.hidden_size // ranks) % 8:
+            raise run.error(key, problem=f"each of the {ranks} ranks has a part of a matrix of {rows} x "
+                            f"{model.hidden_size}, and its elements are not a multiple of 8",
+                            remedy="remove the key, or use another number of ranks; --model_overrides can pad the "
+                                   "vocabulary to a multiple of 128")
+
+
 def even_allgather_bucket(run: ResolvedConfig) -> None:
     if run.layout.zero_stage in (1, 2) and run.get(f"{_ZERO}.allgather_bucket_size", 0) % 2:
         raise run.error(f"{_ZERO}.allgather_bucket_size", expected="an even number")
