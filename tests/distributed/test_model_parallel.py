@@ -5,13 +5,15 @@ Cases that are not in QUICK are marked as slow.
 """
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import selected_params
-from tests.support.cases import CPU, case, config, flags
+from tests.support.cases import CPU, DROPOUT, case, config, flags
 from tests.support.launch import run_cases
 
 STEPS = 10
@@ -32,6 +34,12 @@ Cases = dict[str, tuple[str, dict[str, Any]]]
 def _tensor(stage: int, **settings: Any) -> dict[str, Any]:
     """Return a DeepSpeed JSON with two tensor-parallel ranks. The global batch is 16."""
     return {**config(stage, **settings), "tensor_parallel": {"autotp_size": 2}}
+
+
+def _with_torch_adam(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON with torch's Adam, for which DeepSpeed has another fp16 optimizer."""
+    optimizer = values["optimizer"]
+    return {**values, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True}}}
 
 
 def _sequence(stage: int, **settings: Any) -> dict[str, Any]:
@@ -58,6 +66,10 @@ TWO_RANKS: Cases = {
     "tensor2_zero2_documents": ("documents", _tensor(2, accumulation=4)),
     "tensor2_zero0_bf16": ("tied", _tensor(0, accumulation=4, precision="bf16")),
     "tensor2_zero1_bf16": ("tied", _tensor(1, accumulation=4, precision="bf16")),
+    "tensor2_zero0_fp16": ("emulated", _tensor(0, accumulation=4, precision="fp16")),
+    "tensor2_zero0_unfused_fp16": ("emulated", _with_torch_adam(_tensor(0, accumulation=4, precision="fp16"))),
+    "tensor2_zero1_fp16": ("emulated", _tensor(1, accumulation=4, precision="fp16")),
+    "tensor2_zero1_dropout": ("dropout", _tensor(1, accumulation=4)),
     **{f"sequence2_zero{stage}": ("tied", _sequence(stage, accumulation=4)) for stage in (0, 1, 2, 3)},
     "sequence2_zero1_masked": ("masked", _sequence(1, accumulation=4)),
     "sequence2_zero3_documents": ("documents", _sequence(3, accumulation=4)),
@@ -118,6 +130,8 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
     tied_experts.write_text(json.dumps(TIED_EXPERTS))
     return {
         "tied": flags(corpus, layers=2, steps=STEPS),
+        "emulated": flags(corpus, layers=2, steps=STEPS, emulate_fp16=True),
+        "dropout": flags(corpus, layers=2, steps=STEPS, overrides=DROPOUT),
         "masked": flags(corpus, layers=2, steps=STEPS, eod_mask_loss=True, overrides="tie_word_embeddings=false"),
         "documents": flags(corpus, layers=2, steps=STEPS, document_attention=True, eod_mask_loss=True),
         "grouped": {**flags(corpus, layers=2, steps=STEPS), "model": str(grouped), "model_overrides": "vocab_size=251"},
@@ -133,9 +147,9 @@ def _variants(corpus: str, folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _params(precision: str) -> list[Any]:
+def _params(*precisions: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES
-            if name.endswith("bf16") == (precision == "bf16")]
+            if _precision(name) in precisions and not name.endswith("dropout")]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +169,7 @@ def results(request: pytest.FixtureRequest, corpus: str,
 
 
 def _precision(name: str) -> str:
-    return "bf16" if name.endswith("bf16") else "fp32"
+    return next((precision for precision in ("bf16", "fp16") if name.endswith(precision)), "fp32")
 
 
 def _reference(name: str) -> str:
@@ -189,6 +203,15 @@ def test_fp32_losses_and_gradient_norms_are_those_of_one_rank(name: str, results
     _assert_close(name, results, FP32_TOLERANCE, 10 * FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", _params("bf16"))
-def test_bf16_losses_are_close_to_those_of_one_rank(name: str, results: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", _params("bf16", "fp16"))
+def test_16bit_losses_are_close_to_those_of_one_rank(name: str, results: dict[str, dict[str, Any]]) -> None:
     _assert_close(name, results, BF16_TOLERANCE, 2e-2)
+
+
+@pytest.mark.parametrize("name", ["tensor2_zero1_dropout"])
+def test_dropout_has_other_masks_and_the_same_mean_loss(name: str, results: dict[str, dict[str, Any]]) -> None:
+    differences = [found - expected for found, expected in
+                   zip(results[name]["loss"], results[_reference(name)]["loss"], strict=True)]
+    assert min(map(abs, differences)) > 0
+    spread = statistics.stdev(differences) / math.sqrt(STEPS)
+    assert abs(statistics.mean(differences)) < 4 * spread < 0.01
