@@ -221,7 +221,8 @@ TREE: Tree = {
     "tensor_parallel": TENSOR_PARALLEL,
     "expert_parallel": EXPERT_PARALLEL,
     "sequence_parallel_size": _POSITIVE,
-    "use_data_before_expert_parallelism": _rejected(f"mixture-of-experts models are {_NOT_YET}; remove the key"),
+    "use_data_before_expert_parallelism": _rejected("neighboring ranks share the experts, so that tokens travel "
+                                                    "inside of a host; remove the key"),
     "datastates_ckpt": _rejected("this checkpoint engine cannot be imported in DeepSpeed 0.19.8; remove the block"),
 }
 
