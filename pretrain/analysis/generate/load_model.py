@@ -17,6 +17,8 @@ from pretrain.analysis.generate.source import GenerationSource
 from pretrain.cli import say
 from pretrain.errors import ConfigError
 from pretrain.model.dtypes import DTYPES
+from pretrain.model.families.family import TensorRule
+from pretrain.model.hf_names import name_in_module, stacked_in_module
 from pretrain.model.hf_weights import to_theirs
 from pretrain.terminal.progress import ProgressBar
 
@@ -193,14 +195,32 @@ def _fill(model: Any, source: GenerationSource, placement: torch.device | Device
                                   remedy="use another checkpoint")
             ours = buffer[:prod(rule.shape)]
             reader.copy(rule.ours, FP32, 0, ours)
-            for name, tensor in zip(rule.theirs, to_theirs(rule, ours.view(rule.shape), source.config), strict=True):
-                parent, _, leaf = name.rpartition(".")
-                filled = torch.empty(tensor.shape, dtype=model.dtype, device=_device_of(name, placement)).copy_(tensor)
-                model.get_submodule(parent)._parameters[leaf] = nn.Parameter(filled, requires_grad=False)
+            if rule.is_stacked:
+                _fill_stacked(model, rule, ours.view(rule.shape), placement)
+            else:
+                theirs = to_theirs(rule, ours.view(rule.shape), source.config)
+                for name, tensor in zip(map(name_in_module, rule.theirs), theirs, strict=True):
+                    _empty_parameter(model, name, tensor.shape, placement).copy_(tensor)
             progress.advance(4 * ours.numel(), rule.ours)
     model.tie_weights()
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not empty, f"no tensor of the family's rules fills {empty}"
+
+
+def _fill_stacked(model: Any, rule: TensorRule, ours: torch.Tensor, placement: torch.device | DeviceMap) -> None:
+    """Fill the part of a parameter of all experts: transformers has `gate` and `up` in one parameter."""
+    name, is_second = stacked_in_module(rule.theirs[0])
+    shape = model.get_parameter(name).shape
+    parameter = model.get_parameter(name) if is_second else _empty_parameter(model, name, shape, placement)
+    parameter.narrow(1, ours.shape[1] if is_second else 0, ours.shape[1]).copy_(ours)
+
+
+def _empty_parameter(model: Any, name: str, shape: torch.Size, placement: torch.device | DeviceMap) -> torch.Tensor:
+    """Replace a parameter on the meta device by an uninitialized one, and return it."""
+    parent, _, leaf = name.rpartition(".")
+    empty = torch.empty(shape, dtype=model.dtype, device=_device_of(name, placement))
+    model.get_submodule(parent)._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+    return empty
 
 
 def _device_of(name: str, placement: torch.device | DeviceMap) -> torch.device:
