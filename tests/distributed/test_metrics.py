@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pretrain.model.moe.router_losses import STATISTICS
 from tests.support.cases import CPU, case, config, flags
 from tests.support.launch import ROOT, run_worker
 
@@ -81,7 +82,7 @@ def test_rows_equal_what_full_parameters_and_every_step_give(results: dict[str, 
 
 def test_the_page_defines_every_key(results: dict[str, Any], folder: Path) -> None:
     table = (ROOT / "tools" / "metrics.md").read_text().partition("| key |")[2].partition("\n\n")[0]
-    optional = {"z_loss", "noise_scale"}  # with their flags only
+    optional = {"z_loss", "noise_scale", *STATISTICS}  # with their flags, or for models with experts, only
     assert {key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split("|")[1])} - optional == \
         training_rows(folder, "zero0")[0].keys()
 

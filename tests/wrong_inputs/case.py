@@ -50,6 +50,7 @@ _ZEROS = {  # flags for which 0 is valid
                           "adam_epsilon", "embedding_dropout", "attention_dropout", "residual_dropout",
                           "rollback_skip_steps", "max_rollbacks", "step_timeout", "first_step_timeout",
                           "replica_check_interval", "first_sample", "label_smoothing", "z_loss",
+                          "router_z_loss", "expert_capacity_factor",
                           "gradient_value_clipping", "adaptive_clipping", "noise_scale_interval",
                           "early_stopping_patience", "early_stopping_min_delta"),
 }

@@ -219,6 +219,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "seq_length": 128},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 512, "max_seq_len": 128},
     "phi": _LLAMA, "stablelm": {**_LLAMA, "num_key_value_heads": 2}, "starcoder2": _LLAMA,
+    "mixtral": {**_LLAMA, "num_local_experts": 4, "num_key_value_heads": 2},
+    "olmoe": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_LLAMA, "num_key_value_heads": 2}, "qwen3_moe": {**_LLAMA, "num_key_value_heads": 2},
 }
 _ALL_KEYS = ("gpt2", "gpt_neox", "llama")
 _READ_DIFFERENTLY = {("gemma3_text", "rope_parameters"), ("qwen2", "sliding_window")}

@@ -234,6 +234,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # loss and gradients
     ({}, {"label_smoothing": 1.5}, "--label_smoothing: found 1.5; expected at most 1"),
     ({}, {"z_loss": -1e-4}, "--z_loss"),
+    ({}, {"router_z_loss": 1e-3}, "--router_z_loss: the model has no experts"),
+    ({}, {"expert_capacity_factor": 1.25}, "--expert_capacity_factor: the model has no experts"),
+    ({}, {"model": "tiny-moe", "compile_blocks": True}, "--compile_blocks: found a model with experts"),
+    ({}, {"model": "tiny-moe", "mup_base_width": 64}, "--mup_base_width: found a model with experts"),
+    ({"tensor_parallel": {"autotp_size": 2}}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
+    ({"sequence_parallel_size": 2}, {"model": "tiny-moe", "world_size": 2}, "model with experts"),
     ({}, {"adaptive_clipping": 101}, "--adaptive_clipping: found 101.0; expected at most 100"),
     ({}, {"adaptive_clipping_window": 50}, "it has no effect without --adaptive_clipping"),
     ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}, "zero_optimization.stage": 2},

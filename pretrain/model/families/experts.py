@@ -48,13 +48,15 @@ def _read_olmoe(values: Values, where: str) -> dict[str, Any]:
 
 
 def _read_qwen2(values: Values, where: str) -> dict[str, Any]:
-    first = values["max_window_layers"]
+    first, shared = values["max_window_layers"], values["shared_expert_intermediate_size"]
+    if shared < 1:
+        raise ConfigError(f"{where}: shared_expert_intermediate_size", found=shared, expected="at least 1")
     values = {**values, "sliding_window": values["sliding_window"] or None}  # transformers 5 saves 0 for none
     # transformers 5 (configuration_qwen2_moe.py): only even layers below max_window_layers have a window
     windows = read_windows(values, where, enabled=values["use_sliding_window"],
                            slides=lambda index: index % 2 == 0 and index < first)
     return {**read_llama_like(values, where, qkv_bias=values["qkv_bias"], windows=windows),
-            **_qwen_experts(values, where), "shared_expert_size": values["shared_expert_intermediate_size"],
+            **_qwen_experts(values, where), "shared_expert_size": shared,
             "shared_expert_gate": True}
 
 
@@ -70,8 +72,9 @@ def _qwen_experts(values: Values, where: str) -> dict[str, Any]:
     step, mlp_only, layers = values["decoder_sparse_step"], values["mlp_only_layers"] or [], values["num_hidden_layers"]
     if step < 1:
         raise ConfigError(f"{where}: decoder_sparse_step", found=step, expected="at least 1")
-    if any(isinstance(index, bool) or not isinstance(index, int) for index in mlp_only):
-        raise ConfigError(f"{where}: mlp_only_layers", found=str(mlp_only), expected="a list of layers, from 0")
+    if any(isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < layers for index in mlp_only):
+        raise ConfigError(f"{where}: mlp_only_layers", found=str(mlp_only),
+                          expected=f"a list of layers, from 0 to {layers - 1}")
     dense = {index for index in range(min(layers, LARGEST_LAYERS)) if index in mlp_only or (index + 1) % step}
     key = "num_experts"
     if values["num_local_experts"] is not None:  # transformers 5 reads both names
