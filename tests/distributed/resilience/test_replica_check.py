@@ -14,6 +14,11 @@ from pretrain.resilience.run_lock import find_owner
 from tests.support.cases import case, config, flags
 from tests.support.launch import WORKERS, run_cases, run_ranks
 
+
+def _tensor(stage: int, **settings: Any) -> dict[str, Any]:
+    return {**config(stage, **settings), "tensor_parallel": {"autotp_size": 2}}
+
+
 EMBEDDING = "embed.embedding (tied)"
 # name of the case -> (DeepSpeed JSON, end of the tensor's name, bit)
 FLIPS: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -23,6 +28,9 @@ FLIPS: dict[str, tuple[dict[str, Any], str, int]] = {
     "zero2": (config(2, precision="bf16"), "mlp.up.weight", 0),
     "zero3_persistent": (config(3, precision="bf16"), "norm1.weight", 3),
     "pipeline2_zero1_tied": (config(1, precision="bf16", stages=2, accumulation=4), EMBEDDING, 7),
+    "tensor2_zero0_optimizer": (_tensor(0), "norm1.weight (exp_avg)", 4),
+    "tensor2_zero1": (_tensor(1, precision="bf16"), "mlp.down.bias", 15),
+    "tensor2_zero3": (_tensor(3, precision="bf16", param_persistence_threshold=0), "norm2.weight", 0),  # a partition
 }
 
 
