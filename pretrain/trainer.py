@@ -24,9 +24,9 @@ from pretrain.distributed.collectives import call_after_polls, from_rank_0, gath
 from pretrain.distributed.process_group import init_process_group
 from pretrain.distributed.world import World
 from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_output, remove_swap_files
-from pretrain.engine.early_stopping import EarlyStopping
-from pretrain.engine.layer_times import plan_as_built
 from pretrain.engine.loaders import open_loader
+from pretrain.engine.measure.layer_times import plan_as_built
+from pretrain.engine.recipe.early_stopping import EarlyStopping
 from pretrain.engine.update_guard import guard_updates
 from pretrain.errors import FINISHED, STOPPED
 from pretrain.monitor.announce import EARLY_STOP, announce_start, early_end_line

@@ -22,7 +22,6 @@ from pretrain.config.weight_decay import undecayed_names
 from pretrain.distributed.allocator import keep_freed_memory
 from pretrain.distributed.collectives import gather
 from pretrain.distributed.parallel_groups import ParallelGroups
-from pretrain.engine.choose_kernels import choose_kernels
 from pretrain.engine.eight_bit import eight_bit_optimizer
 from pretrain.engine.expert_parallelism import (
     announced_experts,
@@ -31,13 +30,14 @@ from pretrain.engine.expert_parallelism import (
     with_expert_groups,
 )
 from pretrain.engine.group_settings import remember_settings
-from pretrain.engine.layer_times import with_layer_times
-from pretrain.engine.operators import operators_on_cuda
+from pretrain.engine.measure.layer_times import with_layer_times
+from pretrain.engine.measure.profiled_flops import count_flops_of_engine
+from pretrain.engine.measure.router_statistics import add_router_losses
+from pretrain.engine.operators.choose_kernels import choose_kernels
+from pretrain.engine.operators.operators_on_cuda import operators_on_cuda
 from pretrain.engine.parallelism import Mpu, create_mpu, create_parallel_groups, without_own_blocks
 from pretrain.engine.parameter_groups import is_matrix, mup_parameter_groups, parameter_groups
-from pretrain.engine.profiled_flops import count_flops_of_engine
-from pretrain.engine.recipe import add_recipe
-from pretrain.engine.router_statistics import add_router_losses
+from pretrain.engine.recipe.add_recipe import add_recipe
 from pretrain.engine.update_passes import pass_over_gradients_in_c
 from pretrain.errors import ConfigError
 from pretrain.model.init import initialize_parameters

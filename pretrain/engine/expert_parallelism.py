@@ -1,9 +1,9 @@
 """Expert parallelism on DeepSpeed's engine: its expert groups, and parameters that it treats as experts.
 
-The layers of the model send the tokens (model/token_exchange.py). DeepSpeed 0.19.8 does the rest for parameters that
-have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the ranks with the
-same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py, average_tensor), and
-ZeRO divides them over the ranks with the same experts. Norms and overflows are those of all ranks.
+The layers of the model send the tokens (model/parallel/token_exchange.py). DeepSpeed 0.19.8 does the rest for
+parameters that have `allreduce` False and a `group_name` (moe/utils.py, is_moe_param): it sums their gradients over the
+ranks with the same experts, divides them by the number of all data-parallel ranks (runtime/zero/stage_1_and_2.py,
+average_tensor), and ZeRO divides them over the ranks with the same experts. Norms and overflows are those of all ranks.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import nn
 
 from pretrain.config.layout import Layout
 from pretrain.distributed.parallel_groups import ALONE, RankGroup
-from pretrain.model.parts import part_of
+from pretrain.model.parallel.parts import part_of
 
 
 def create_expert_group(layout: Layout) -> RankGroup:

@@ -20,7 +20,7 @@ def prepare_deepspeed(device: Device) -> None:
     """
     if device.kind == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # read at the first allocation
-    from pretrain.engine.operator_cache import cache_operators
+    from pretrain.engine.operators.operator_cache import cache_operators
 
     silence_renamed_collectives()
     read_features_from_proc()

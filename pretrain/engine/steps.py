@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, phase_timers
+from pretrain.engine.measure.phases import BACKWARD, FORWARD, OPTIMIZER, phase_timers
 
 
 def train_batch(engine: DeepSpeedEngine, micro_batches: list[MicroBatch]) -> torch.Tensor:

@@ -21,16 +21,16 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
-from pretrain.model.layers import Block
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
+from pretrain.model.layers.rope import Rope
+from pretrain.model.layers.vocabulary import Head, LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import CROSS_ENTROPY, Labels, LossTerms, TrainingLoss
-from pretrain.model.norm import EmbeddingNorm, FinalNorm
+from pretrain.model.parallel.sequence_shards import sum_of_shards
+from pretrain.model.parallel.shared_tensors import own_shard
 from pretrain.model.partition import layer_costs, stage_bounds
 from pretrain.model.recompute import Recompute
-from pretrain.model.rope import Rope
 from pretrain.model.run_layers import Layer, run_layers
-from pretrain.model.sequence_shards import sum_of_shards
-from pretrain.model.shared_tensors import own_shard
-from pretrain.model.vocabulary import Head, LossHead, PositionEmbedding, TokenEmbedding
 
 _KEEP_ALL = Recompute()
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.host_offload import HostOffload
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.layers import Block
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.vocabulary import PositionEmbedding
 from pretrain.model.recompute import Recompute
-from pretrain.model.vocabulary import PositionEmbedding
 
 Layer = Callable[..., torch.Tensor]  # the last layer also accepts Labels
 

@@ -13,9 +13,9 @@ from deepspeed.accelerator import get_accelerator
 
 from pretrain.config.validate import Plan
 from pretrain.data.loader import MicroBatch
-from pretrain.engine.gradient_stats import GradientStats
-from pretrain.engine.phases import time_phases
-from pretrain.engine.update_size import OwnedWeights, UpdateSize
+from pretrain.engine.measure.gradient_stats import GradientStats
+from pretrain.engine.measure.phases import time_phases
+from pretrain.engine.measure.update_size import OwnedWeights, UpdateSize
 from pretrain.monitor.all_ranks import HighestLoss, combine_ranks
 from pretrain.monitor.device_values import power_watts
 from pretrain.monitor.goodput import Goodput

@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from pretrain.config.profiles import parse_steps
 from pretrain.config.validate import Plan
 from pretrain.distributed.collectives import gather
-from pretrain.engine.pipeline_timeline import InstructionRecorder
+from pretrain.engine.measure.pipeline_timeline import InstructionRecorder
 from pretrain.monitor.timeline_files import summary_line, svg_of, text_of, trace_of
 from pretrain.monitor.timeline_summary import RankInstructions, StepTimeline, step_timelines
 from pretrain.monitor.write_run_folder import RunFolder

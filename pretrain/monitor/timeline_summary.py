@@ -8,7 +8,7 @@ optimizer's step (it begins with the norm of all gradients) wait until all ranks
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pretrain.engine.pipeline_timeline import Instruction
+from pretrain.engine.measure.pipeline_timeline import Instruction
 
 FORWARD, BACKWARD, TRANSFER, LOAD = "forward", "backward", "transfers", "data"
 REDUCE, OPTIMIZER, BUBBLE = "reduce", "optimizer", "bubble"

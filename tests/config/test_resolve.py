@@ -287,7 +287,7 @@ def test_deepspeed_accepts_every_resolved_file_of_ds_configs(tmp_path: Path) -> 
 
 
 def test_pipeline_stages_can_be_split_by_blocks(tmp_path: Path) -> None:
-    from pretrain.model.layers import Block
+    from pretrain.model.layers.block import Block
     pipeline = {"stages": 2, "partition_method": f"type:{Block.__name__}"}
     resolved = resolve(tmp_path, {"pipeline": pipeline}, world_size=2)
     assert resolved.layout.partition_method == "type:Block"

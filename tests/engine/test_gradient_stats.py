@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pretrain.engine.gradient_stats import GradientStats
+from pretrain.engine.measure.gradient_stats import GradientStats
 
 
 def fake_engine(limit: float) -> SimpleNamespace:

@@ -5,9 +5,9 @@ import types
 import pytest
 import torch
 
-from pretrain.engine import update_size
-from pretrain.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, PhaseTimers
-from pretrain.engine.update_size import SAMPLE_ELEMENTS, UpdateSize, _stride
+from pretrain.engine.measure import update_size
+from pretrain.engine.measure.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, PhaseTimers
+from pretrain.engine.measure.update_size import SAMPLE_ELEMENTS, UpdateSize, _stride
 
 
 class Device:

@@ -7,11 +7,11 @@ import torch
 from torch.nn.functional import linear, silu
 
 from pretrain.model.config import ModelConfig, model_config_from
-from pretrain.model.moe import experts as experts_module
-from pretrain.model.moe.experts import Experts
-from pretrain.model.moe.grouped import to_slots
-from pretrain.model.moe.layer import MoE, train_routers
-from pretrain.model.moe.routing import expert_capacity, plan_dispatch, route
+from pretrain.model.layers.moe import experts as experts_module
+from pretrain.model.layers.moe.experts import Experts
+from pretrain.model.layers.moe.grouped import to_slots
+from pretrain.model.layers.moe.layer import MoE, train_routers
+from pretrain.model.layers.moe.routing import expert_capacity, plan_dispatch, route
 from tests.support.model_shapes import SHAPES
 
 ROWS = torch.tensor([3, 0, 7, 1, 0, 5])  # of each expert

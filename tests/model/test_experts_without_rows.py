@@ -3,7 +3,7 @@
 import torch
 
 from pretrain.model.config import load_model_config
-from pretrain.model.moe.experts import Experts
+from pretrain.model.layers.moe.experts import Experts
 
 
 def test_matrices_without_rows_have_gradients_of_zero() -> None:

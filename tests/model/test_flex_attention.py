@@ -9,7 +9,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from pretrain.model import attention
 from pretrain.model.config import load_model_config
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels import flex_attention, torch_attention
@@ -24,6 +23,7 @@ from pretrain.model.kernels.flex_attention import (
 )
 from pretrain.model.kernels.torch_attention import torch_causal_attention
 from pretrain.model.layer_specs import as_module, compile_blocks
+from pretrain.model.layers import attention
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.tensors import relative_error
 

@@ -10,7 +10,7 @@ from pretrain.config.initialization import DROPOUTS
 from pretrain.model.config import ModelConfig, load_model_config
 from pretrain.model.init import initial_value, initialize_parameters
 from pretrain.model.layer_specs import CausalLM, as_module
-from pretrain.model.rope import Rope, inverse_frequencies
+from pretrain.model.layers.rope import Rope, inverse_frequencies
 from tests.support.model_shapes import SHAPES, write_config
 from tests.support.reference_loss import token_weighted_cross_entropy
 

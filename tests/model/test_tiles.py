@@ -12,9 +12,9 @@ from pretrain.memory.measure.storage_tracker import StorageTracker
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
-from pretrain.model.layers import Block
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.rope import Rope
 from pretrain.model.recompute import Recompute
-from pretrain.model.rope import Rope
 from tests.support.model_shapes import SHAPES
 
 NAMES = ("gpt2", "llama", "gemma2", "gptj")  # norms before, after and shared; with and without a gate

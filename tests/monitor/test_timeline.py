@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from pretrain.engine.pipeline_timeline import Instruction
+from pretrain.engine.measure.pipeline_timeline import Instruction
 from pretrain.monitor.timeline import write_timelines
 from pretrain.monitor.timeline_files import text_of
 from pretrain.monitor.timeline_summary import (

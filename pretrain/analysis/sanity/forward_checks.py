@@ -19,9 +19,9 @@ from pretrain.data.loader import MicroBatch
 from pretrain.distributed.collectives import gather
 from pretrain.engine.steps import eval_batch, train_batch
 from pretrain.model.init_methods import initial_std
-from pretrain.model.layers import Block
-from pretrain.model.norm import EmbeddingNorm, FinalNorm
-from pretrain.model.vocabulary import PositionEmbedding, TokenEmbedding
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.norm import EmbeddingNorm, FinalNorm
+from pretrain.model.layers.vocabulary import PositionEmbedding, TokenEmbedding
 
 _LOSS_MARGIN = 0.25  # nats
 _LARGEST_LOSS = 1.5  # times ln(V)

@@ -46,7 +46,7 @@ def disk(job: BaselineJob, requests: RequestLoop) -> NoReturn:
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    from pretrain.engine.build_ops import why_not_compilable
+    from pretrain.engine.operators.build_ops import why_not_compilable
     from pretrain.errors import ConfigError
 
     reason = why_not_compilable("AsyncIOBuilder")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.engine import steps
-from pretrain.engine.phases import PhaseTimers
-from pretrain.engine.update_size import UpdateSize
+from pretrain.engine.measure.phases import PhaseTimers
+from pretrain.engine.measure.update_size import UpdateSize
 from pretrain.monitor.meter import Meter
 
 _FUNCTIONS: tuple[tuple[Any, tuple[str, ...]], ...] = (

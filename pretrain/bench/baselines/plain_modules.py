@@ -19,7 +19,7 @@ from pretrain.engine.parameter_groups import parameter_groups
 from pretrain.model.config import ModelConfig
 from pretrain.model.init import initialize_parameters
 from pretrain.model.layer_specs import as_module
-from pretrain.model.rope import inverse_frequencies
+from pretrain.model.layers.rope import inverse_frequencies
 
 
 def plain_loop(job: BaselineJob, requests: RequestLoop) -> NoReturn:

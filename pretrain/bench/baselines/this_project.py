@@ -22,7 +22,7 @@ from pretrain.engine.build import DeepSpeedEngine, build_engine, deepspeed_outpu
 from pretrain.engine.steps import data_parallel_rank, data_parallel_size, train_batch
 from pretrain.memory.report.memory_watch import MemoryWatch
 from pretrain.model.flops import block_flops_per_token, head_flops_per_token
-from pretrain.model.layers import Block
+from pretrain.model.layers.block import Block
 from pretrain.resilience.launcher_watch import LauncherWatch
 from pretrain.resilience.rank_guards import rank_guards
 from pretrain.resilience.watchdog import NO_LIMITS

@@ -33,7 +33,7 @@ def main() -> None:
         prepare_deepspeed(job.device)
 
     from pretrain.bench.processes.request_loop import NoMoreRequests, RequestLoop  # imports torch
-    from pretrain.engine.operator_cache import cache_operators
+    from pretrain.engine.operators.operator_cache import cache_operators
 
     cache_operators()  # all baselines use the same compiled operators
     module, function = MAIN_FUNCTIONS[job.baseline].split(".")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from safetensors import safe_open
 
-    from pretrain.model.parts import Part
+    from pretrain.model.parallel.parts import Part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "*.gguf",

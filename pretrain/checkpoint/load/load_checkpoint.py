@@ -20,7 +20,7 @@ from pretrain.checkpoint.load.resume import same_layout
 from pretrain.checkpoint.save.file_engine import FileEngine
 from pretrain.config.validate import Plan
 from pretrain.engine.group_settings import restore_settings
-from pretrain.engine.recipe import set_recipe_states
+from pretrain.engine.recipe.add_recipe import set_recipe_states
 from pretrain.patches import checkpoint as checkpoint_patch
 
 # attributes of DeepSpeed's optimizer that come from the JSON; its load_state_dict overwrites them with saved values

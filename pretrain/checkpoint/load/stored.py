@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.checkpoint.format.fragments import FileLocation
 from pretrain.checkpoint.format.shard_index import FORMAT_WITH_PARTS
 from pretrain.errors import ConfigError
-from pretrain.model.parts import Part
+from pretrain.model.parallel.parts import Part
 
 # class name of an optimizer -> name of its family; optimizers of one family have the same states
 _FAMILIES = {"FusedAdam": "Adam", "DeepSpeedCPUAdam": "Adam", "AdamW": "Adam", "FusedLion": "Lion",

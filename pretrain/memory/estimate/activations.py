@@ -68,7 +68,7 @@ def uses_c_norm(batch: MicroBatch) -> bool:
 def column_backward(shape: ModelShape, batch: MicroBatch) -> int:
     """Bytes of a column-parallel layer's backward pass: the gathered input [N, D], its gradient, and their shards.
 
-    model/tensor_parallel.py copies gradients of several samples in the order of the shards.
+    model/layers/tensor_parallel.py copies gradients of several samples in the order of the shards.
     """
     complete = batch.tokens * shape.hidden_size * batch.element_bytes
     return complete * (3 if batch.samples > 1 else 2) + 2 * hidden_states_bytes(shape, batch)

@@ -1,7 +1,8 @@
 """Bytes that a layer keeps for the backward pass, with and without recomputation, and its backward pass's own memory.
 
-A part of a block that is recomputed (model/layers.py, Block) keeps only its input. The rest is allocated again when the
-backward pass reaches the part. tests/memory/estimate/test_activations.py compares this file with autograd on a CPU.
+A part of a block that is recomputed (model/layers/block.py, Block) keeps only its input. The rest is allocated again
+when the backward pass reaches the part. tests/memory/estimate/test_activations.py compares this file with autograd
+on a CPU.
 
 Shapes in docstrings: N tokens of the micro-batch, D hidden_size.
 """

@@ -39,7 +39,7 @@ from pretrain.model.kernels.cpu.gradients import multiply_
 from pretrain.model.kernels.cpu.losses import cross_entropy_
 from pretrain.model.kernels.cpu.matrices import transposed
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard, cross_entropy_over_shards_
-from pretrain.model.shared_tensors import gather
+from pretrain.model.parallel.shared_tensors import gather
 
 _TOKENS = 1024  # per chunk: enough for efficient matrix products
 _CPU_ELEMENTS = 2**20  # of the fp32 softmax per thread and iteration: they stay in the cache

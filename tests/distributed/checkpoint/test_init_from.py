@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from pretrain.checkpoint.format.manifest import read_manifest
 from pretrain.checkpoint.load.hf_folder import HFWeights, check_hf_folder
 from pretrain.checkpoint.load.reader import CheckpointReader
-from pretrain.engine.build_ops import why_not_compilable
+from pretrain.engine.operators.build_ops import why_not_compilable
 from tests.support.cases import CPU, case, config, flags, nvme, nvme_param
 from tests.support.first_batch import first_batch
 from tests.support.layouts import dp2, fp16, pp2, relative_difference, run_layouts, tensor2

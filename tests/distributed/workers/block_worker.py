@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, RankOrder, create_group
-from pretrain.model import shared_tensors
-from pretrain.model.attention import Attention
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.layer_specs import CausalLM, as_module
-from pretrain.model.layers import Block
-from pretrain.model.parts import part_of
+from pretrain.model.layers.attention import Attention
+from pretrain.model.layers.block import Block
+from pretrain.model.parallel import shared_tensors
+from pretrain.model.parallel.parts import part_of
+from pretrain.model.parallel.shared_tensors import own_shard
 from pretrain.model.recompute import Recompute
-from pretrain.model.shared_tensors import own_shard
 from tests.support.model_shapes import SHAPES
 
 ROWS, TOKENS, SEED = 3, 20, 3

@@ -9,8 +9,8 @@ from torch import nn
 
 from pretrain.engine.loaders import open_loader
 from pretrain.engine.steps import train_batch
-from pretrain.model import attention as attention_layer
 from pretrain.model.kernels.cpu_attention import causal_attention
+from pretrain.model.layers import attention as attention_layer
 from tests.distributed.workers.worker import Case, end, engine_of, plan_of
 from tests.support.cases_loop import each_case
 

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.utils import groups
 
 from pretrain.engine.build import build_engine
-from pretrain.engine.layer_times import layer_times_record, plan_as_built
+from pretrain.engine.measure.layer_times import layer_times_record, plan_as_built
 from pretrain.memory.estimate.model_shape import shape_of
 from pretrain.memory.estimate.pipeline_stages import pipeline_stage_bounds, pipeline_stage_tensors
 from tests.distributed.workers.worker import Case, end, plan_of, steps

@@ -70,7 +70,8 @@ def no_causal_mask() -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    return mock.patch.multiple("pretrain.model.attention", causal_attention=attend, can_attend_in_c=lambda *_: False)
+    return mock.patch.multiple("pretrain.model.layers.attention", causal_attention=attend,
+                               can_attend_in_c=lambda *_: False)
 
 
 def wrong_vocabulary() -> Any:

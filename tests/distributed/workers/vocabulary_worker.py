@@ -9,10 +9,10 @@ from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups, Rank
 from pretrain.model.config import ModelConfig, model_config_from
 from pretrain.model.init import initialize_parameters
 from pretrain.model.kernels.documents import Documents
+from pretrain.model.layers.vocabulary import LossHead, PositionEmbedding, TokenEmbedding
 from pretrain.model.loss import LossTerms, TrainingLoss
-from pretrain.model.parts import part_of
-from pretrain.model.shared_tensors import own_shard
-from pretrain.model.vocabulary import LossHead, PositionEmbedding, TokenEmbedding
+from pretrain.model.parallel.parts import part_of
+from pretrain.model.parallel.shared_tensors import own_shard
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 48, "n_layer": 1, "n_head": 4, "n_positions": 64,
         "embd_pdrop": 0.0, "tie_word_embeddings": False}

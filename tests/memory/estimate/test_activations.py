@@ -26,10 +26,10 @@ from pretrain.model.kernels.cpu.choice import KernelChoice, set_choice
 from pretrain.model.kernels.cpu.library import has_library
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.layer_specs import as_module
-from pretrain.model.layers import Block
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.rope import Rope
 from pretrain.model.loss import LossTerms, linear_cross_entropy
 from pretrain.model.recompute import Recompute
-from pretrain.model.rope import Rope
 from tests.support.model_shapes import SHAPES
 
 # models that save different tensors; other models of SHAPES differ in biases, sizes and positions

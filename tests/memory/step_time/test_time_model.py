@@ -12,8 +12,8 @@ from pretrain.memory.step_time.recomputed_work import recomputed_fraction
 from pretrain.memory.step_time.time_model import model_flops_per_token
 from pretrain.model.config import load_model_config, model_config_from, preset_names
 from pretrain.model.flops import flops_per_token
-from pretrain.model.layers import Block
-from pretrain.model.rope import Rope
+from pretrain.model.layers.block import Block
+from pretrain.model.layers.rope import Rope
 from tests.support.model_shapes import SHAPES
 
 

@@ -1,7 +1,8 @@
 """KernelChoice: which families of operators are computed in C on this CPU, and which by torch.
 
-A run makes the choice once, at its start, for all ranks (engine/choose_kernels.py), because the variants differ in the
-last bits of their results. Processes that make no choice use each family in C whose results are right on this CPU.
+A run makes the choice once, at its start, for all ranks (engine/operators/choose_kernels.py), because the variants
+differ in the last bits of their results. Processes that make no choice use each family in C whose results
+are right on this CPU.
 """
 
 import functools

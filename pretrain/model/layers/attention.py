@@ -16,10 +16,10 @@ from pretrain.model.kernels.cpu.attention import AttentionSettings, attention
 from pretrain.model.kernels.cpu_attention import can_attend_in_c, causal_attention
 from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.torch_attention import make_mask
-from pretrain.model.norm import Norm, SplitNorm
-from pretrain.model.rope import Rope
-from pretrain.model.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
-from pretrain.model.tensor_parallel import ColumnLinear, RowLinear
+from pretrain.model.layers.norm import Norm, SplitNorm
+from pretrain.model.layers.rope import Rope
+from pretrain.model.layers.tensor_parallel import ColumnLinear, RowLinear
+from pretrain.model.parallel.sequence_shards import heads_for_positions, local_kv_heads, positions_for_heads
 
 
 class Attention(nn.Module):

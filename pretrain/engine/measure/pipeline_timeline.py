@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from pretrain.distributed.collectives import gather
-from pretrain.engine.phases import HostEvent
+from pretrain.engine.measure.phases import HostEvent
 
 _CLOCK_READINGS = 9
 

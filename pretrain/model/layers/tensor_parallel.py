@@ -22,9 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.distributed.parallel_groups import ALONE, RankGroup
 from pretrain.model.kernels.linear import bias_gradient, linear, product, weight_gradient
-from pretrain.model.linear import Linear
-from pretrain.model.parts import Part, set_part, split_range, split_segments
-from pretrain.model.shared_tensors import begin_gather, begin_sum_and_scatter, gather, sum_and_scatter, sum_gradient
+from pretrain.model.layers.linear import Linear
+from pretrain.model.parallel.parts import Part, set_part, split_range, split_segments
+from pretrain.model.parallel.shared_tensors import (
+    begin_gather,
+    begin_sum_and_scatter,
+    gather,
+    sum_and_scatter,
+    sum_gradient,
+)
 
 
 class ColumnLinear(Linear):

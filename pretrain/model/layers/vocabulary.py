@@ -16,8 +16,8 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.fused_loss import carry
 from pretrain.model.kernels.vocabulary_shards import VocabularyShard
 from pretrain.model.loss import Labels, TrainingLoss
-from pretrain.model.parts import Part, set_part
-from pretrain.model.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
+from pretrain.model.parallel.parts import Part, set_part
+from pretrain.model.parallel.shared_tensors import gather, own_shard, sum_and_scatter, sum_gradient
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from pretrain.model.moe.routing import Dispatch, Routing
+from pretrain.model.layers.moe.routing import Dispatch, Routing
 
 STATISTICS = ("load_balancing_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "router_entropy")
 

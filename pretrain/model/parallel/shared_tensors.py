@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.distributed.parallel_groups import RankGroup
-from pretrain.model import traced_collectives as traced
+from pretrain.model.parallel import traced_collectives as traced
 
 # torch 2.13 has renamed both, and warns about the names of earlier versions
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

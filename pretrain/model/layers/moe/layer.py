@@ -8,10 +8,10 @@ from torch import nn
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
 from pretrain.model.config import ModelConfig
-from pretrain.model.linear import Linear
-from pretrain.model.moe.experts import Experts
-from pretrain.model.moe.router_losses import RouterLosses, add_router_losses
-from pretrain.model.moe.routing import combine, expert_capacity, plan_dispatch, route, send
+from pretrain.model.layers.linear import Linear
+from pretrain.model.layers.moe.experts import Experts
+from pretrain.model.layers.moe.router_losses import RouterLosses, add_router_losses
+from pretrain.model.layers.moe.routing import combine, expert_capacity, plan_dispatch, route, send
 
 
 class MoE(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.profiling.flops_profiler import profiler as flops_profiler
 
-from pretrain.model import attention as attention_layers
 from pretrain.model.kernels.cpu import matrices
 from pretrain.model.kernels.cpu.attention import AttentionSettings
+from pretrain.model.layers import attention as attention_layers
 
 
 def count_functions_in_c(profiler: Any) -> None:

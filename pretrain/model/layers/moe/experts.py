@@ -11,9 +11,9 @@ from pretrain.distributed.parallel_groups import ALONE, RankGroup
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
 from pretrain.model.kernels.linear import linear
-from pretrain.model.moe.grouped import activated_expert_linear, can_group, expert_linear, to_slots
-from pretrain.model.parts import Part, set_part, split_range
-from pretrain.model.token_exchange import (
+from pretrain.model.layers.moe.grouped import activated_expert_linear, can_group, expert_linear, to_slots
+from pretrain.model.parallel.parts import Part, set_part, split_range
+from pretrain.model.parallel.token_exchange import (
     plan_equal_exchange,
     plan_exchange,
     return_from_experts,

@@ -12,9 +12,9 @@ from torch import nn
 from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.activation import activated_linear, plain_activated_linear
-from pretrain.model.moe.layer import MoE
-from pretrain.model.tensor_parallel import ColumnLinear, RowLinear, column_products
-from pretrain.model.tiles import in_tiles
+from pretrain.model.layers.moe.layer import MoE
+from pretrain.model.layers.tensor_parallel import ColumnLinear, RowLinear, column_products
+from pretrain.model.layers.tiles import in_tiles
 
 
 class ActivatedLinear(RowLinear):

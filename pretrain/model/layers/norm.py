@@ -8,8 +8,8 @@ from torch import nn
 from pretrain.distributed.parallel_groups import ALONE, NO_GROUPS, ParallelGroups, RankGroup
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.norm import NormSettings, norm, residual_norm
-from pretrain.model.parts import Part, set_part, split_range
-from pretrain.model.shared_tensors import sum_gradient, sum_over_ranks
+from pretrain.model.parallel.parts import Part, set_part, split_range
+from pretrain.model.parallel.shared_tensors import sum_gradient, sum_over_ranks
 
 
 class Norm(nn.Module):

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from pretrain.config.validate import Plan
-from pretrain.model.moe.layer import train_routers
-from pretrain.model.moe.router_losses import STATISTICS, RouterLosses
+from pretrain.model.layers.moe.layer import train_routers
+from pretrain.model.layers.moe.router_losses import STATISTICS, RouterLosses
 
 _LARGEST = "expert_load_max"  # over the layers; of the other statistics the mean
 

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 from deepspeed import DeepSpeedEngine
 
 from pretrain.config.flags.arguments import RunArguments
-from pretrain.engine.adaptive_clipping import AdaptiveClipping
-from pretrain.engine.early_stopping import EarlyStopping
-from pretrain.engine.loss_terms import loss_term_values
-from pretrain.engine.noise_scale import NoiseScale
+from pretrain.engine.recipe.adaptive_clipping import AdaptiveClipping
+from pretrain.engine.recipe.early_stopping import EarlyStopping
+from pretrain.engine.recipe.loss_terms import loss_term_values
+from pretrain.engine.recipe.noise_scale import NoiseScale
 from pretrain.engine.steps import loss_scale
 from pretrain.patches.value_clipping import clip_gradient_values
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.distributed.parallel_groups import NO_GROUPS, ParallelGroups
-from pretrain.model.attention import Attention
 from pretrain.model.config import ModelConfig
 from pretrain.model.kernels.documents import Documents
-from pretrain.model.mlp import MLP, build_mlp
-from pretrain.model.norm import Norm
-from pretrain.model.rope import Rope
-from pretrain.model.tensor_parallel import column_products
+from pretrain.model.layers.attention import Attention
+from pretrain.model.layers.mlp import MLP, build_mlp
+from pretrain.model.layers.norm import Norm
+from pretrain.model.layers.rope import Rope
+from pretrain.model.layers.tensor_parallel import column_products
 
 
 class Block(nn.Module):

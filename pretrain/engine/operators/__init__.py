@@ -1,0 +1,1 @@
+"""Choice and compilation of operators."""

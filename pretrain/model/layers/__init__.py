@@ -1,0 +1,1 @@
+"""Layers of the model: blocks, embeddings and head."""

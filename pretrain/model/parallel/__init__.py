@@ -1,0 +1,1 @@
+"""Parts of parameters, and collective operations on the tensors that ranks share."""
