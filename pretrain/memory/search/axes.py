@@ -91,7 +91,10 @@ def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[st
     """
     sizes = tuple(2**power for power in range(1, 11)
                   if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
-    precision, seq_length = axes.precisions[0], max(axes.seq_lengths)
+    seq_lengths = [length for length in axes.seq_lengths if shape.position != "learned" or length <= shape.position_rows]
+    if not seq_lengths:
+        return {}
+    precision, seq_length = axes.precisions[0], max(seq_lengths)
     one_sample = Layout(world_size=cluster.world_size, zero_stage=3, precision=precision, seq_length=seq_length,
                         activation_checkpoint_interval=1)
     found: dict[str, tuple[int, ...]] = {}

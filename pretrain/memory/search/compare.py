@@ -124,12 +124,15 @@ def complexity(layout: Layout) -> int:
     """Return how many steps a layout is away from the simplest one: ZeRO-1 without anything else.
 
     Each ZeRO stage, each doubling of a parallel degree, each destination of an offload and recomputation count as one.
+    Tensor and sequence parallelism count as two more, and thus at least as ZeRO-3: they depend on the model's heads and
+    the sequence length, and they communicate in every layer, where ZeRO alone changes nothing but the JSON's stage.
     """
     degrees = (layout.pipeline_stages, layout.tensor_parallel_size, layout.sequence_parallel_size,
                layout.expert_parallel_size)
+    divides_layers = layout.tensor_parallel_size * layout.sequence_parallel_size > 1
     places = ("none", "cpu", "nvme")
     return (_SIMPLEST_STAGES.index(layout.zero_stage) + sum(math.ceil(math.log2(degree)) for degree in degrees)
-            + places.index(layout.offload_optimizer) + places.index(layout.offload_param)
+            + (2 if divides_layers else 0) + places.index(layout.offload_optimizer) + places.index(layout.offload_param)
             + int(layout.recomputation.is_on) + int(layout.recomputation.offload))
 
 

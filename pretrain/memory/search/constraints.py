@@ -11,9 +11,9 @@ def impossible_reason(choice: Combination, cluster: Cluster, shape: ModelShape |
     Args:
         shape: None if the model's sizes are unknown. Then only DeepSpeed's and the cluster's constraints are checked.
     """
-    checks = (*_deepspeed_constraints(choice), *_cluster_constraints(choice, cluster))
-    if shape is not None:
-        checks += _model_constraints(choice, shape)
+    # the model first: its constraints remain whatever else the user changes
+    checks = () if shape is None else _model_constraints(choice, shape)
+    checks += (*_deepspeed_constraints(choice), *_cluster_constraints(choice, cluster))
     return next((reason for broken, reason in checks if broken), "")
 
 

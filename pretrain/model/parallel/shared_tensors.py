@@ -55,6 +55,8 @@ def sum_gradient(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 def own_shard(x: torch.Tensor, group: RankGroup, dim: int = 1) -> torch.Tensor:
     """Return this rank's shard of a tensor that all ranks have: a view. Its size must be divisible by the ranks."""
+    if group.size == 1:
+        return x
     size = x.shape[dim] // group.size
     return x.narrow(dim, group.rank * size, size)
 
