@@ -34,7 +34,9 @@ from tests.conftest import selected_params
 from tests.support.launch import ROOT, FailedCase, free_port, run_worker
 
 NO_NVME = why_not_compilable("AsyncIOBuilder")
-FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json")) if not (NO_NVME and "nvme" in path.stem)]
+NOT_MEASURED = {"pipeline2_zero1_bf16_time": "measured times of the layers decide which layers a rank holds"}
+FILES = [path for path in sorted((ROOT / "ds_configs").glob("*.json"))
+         if path.stem not in NOT_MEASURED and not (NO_NVME and "nvme" in path.stem)]
 MEASURED = {  # number of ranks -> names of the files
     1: ("zero0_bf16", "zero1_bf16_fp32_accumulation", "zero1_fp16_static", "zero2_fp16", "zero3_fp16",
         "zero3_activation_checkpointing", "zero3_activation_offload", "zero3_offload_optimizer_cpu",
@@ -144,7 +146,10 @@ def simulated(request: pytest.FixtureRequest, folder: Path) -> dict[Case, Simula
 
 
 def test_every_file_is_measured() -> None:
-    assert {name for names in MEASURED.values() for name in names} >= {path.stem for path in FILES}
+    files, measured = {path.stem for path in FILES}, {name for names in MEASURED.values() for name in names}
+    assert measured >= files
+    assert not measured & set(NOT_MEASURED)
+    assert all((ROOT / "ds_configs" / f"{name}.json").exists() for name in NOT_MEASURED)
 
 
 def layout_of(case: Case, folder: Path) -> tuple[ModelShape, Layout]:
