@@ -91,7 +91,8 @@ def proposed_degrees(axes: Axes, cluster: Cluster, shape: ModelShape) -> dict[st
     """
     sizes = tuple(2**power for power in range(1, 11)
                   if 2**power <= cluster.gpus_per_node and cluster.world_size % 2**power == 0)
-    seq_lengths = [length for length in axes.seq_lengths if shape.position != "learned" or length <= shape.position_rows]
+    seq_lengths = [length for length in axes.seq_lengths
+                   if shape.position != "learned" or length <= shape.position_rows]
     if not seq_lengths:
         return {}
     precision, seq_length = axes.precisions[0], max(seq_lengths)
