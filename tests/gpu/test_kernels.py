@@ -8,6 +8,9 @@ from pretrain.model.kernels.documents import Documents
 from pretrain.model.kernels.flex_attention import flex_causal_attention, why_not_flex
 from pretrain.model.kernels.fused_loss import CROSS_ENTROPY, LossTerms, fused_linear_cross_entropy
 from pretrain.model.kernels.torch_attention import torch_causal_attention
+from pretrain.model.layers.moe.experts import Experts
+from pretrain.model.layers.moe.grouped import can_group
+from tests.model.test_experts import filled, reference, small
 from tests.support.tensors import relative_error
 
 
@@ -54,3 +57,28 @@ def test_the_fused_loss_waits_for_nothing_and_is_precise(terms):
     assert torch.isclose(results[1][0], results[0][0], rtol=1e-3)
     for found, expected in zip(results[1][1:], results[0][1:], strict=True):
         assert relative_error(found, expected) < 0.02
+
+
+def test_grouped_experts_wait_for_nothing_and_are_precise():
+    """Eight experts, of which one has no rows."""
+    rows_E = torch.tensor([300, 0, 17, 1, 512, 64, 5, 125], device="cuda")
+    config = small(num_experts=8, hidden_size=256, moe_intermediate_size=384)
+    experts = filled(Experts(config), torch.float32).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    x_RD, grad_RD = (torch.randn(1024, 256, generator=generator, device="cuda") for _ in range(2))
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [x_RD.to(dtype, copy=True).requires_grad_(), *experts.to(dtype).parameters()]
+        if dtype == torch.float32:
+            out = reference(experts, leaves[0], rows_E)
+            results.append([out, *torch.autograd.grad(out, leaves, grad_RD)])
+            continue
+        assert can_group(leaves[0], experts.up)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = experts(leaves[0], rows_E)
+            results.append([out, *torch.autograd.grad(out, leaves, grad_RD.to(dtype))])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert relative_error(found.float(), expected) < 0.02

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretrain.distributed.device import nvcc_fits_torch
-from tests.distributed.test_ds_configs import FILES, ranks_of
+from tests.distributed.test_ds_configs import EXPERTS, FILES, ranks_of
 from tests.gpu.runs import Run, start
 from tests.support.cases import config, flags
 from tests.support.launch import ROOT
@@ -33,13 +33,15 @@ def write(tmp_path: Path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_layout_trains(path: Path, corpus: str, tmp_path: Path) -> None:
     """The training loss of the small corpus falls within 20 steps."""
-    ranks = 1 if "pipeline" not in path.stem else ranks_of(path)
+    shares_model = any(word in path.stem for word in ("pipeline", "tensor", "sequence", "experts"))
+    ranks = ranks_of(path) if shares_model else 1
     if ranks > torch.cuda.device_count():
-        pytest.skip(f"{ranks} pipeline stages need as many GPUs")
+        pytest.skip(f"{ranks} ranks that share a model need as many GPUs")
     if "nvme" in path.stem and not nvcc_fits_torch():
         pytest.skip("NVMe offload compiles an operator with nvcc, which is missing")
-    run = start(tmp_path / "run", path, flags(corpus, steps=20, micro_batch_size=2, gradient_accumulation_steps=4,
-                                              learning_rate=1e-3), ranks=ranks, DS_PRETRAIN_NVME_PATH=str(tmp_path))
+    own = {**flags(corpus, steps=20, micro_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-3),
+           **(EXPERTS if "experts" in path.stem else {})}
+    run = start(tmp_path / "run", path, own, ranks=ranks, DS_PRETRAIN_NVME_PATH=str(tmp_path))
     assert len(run.losses) == 20
     assert run.losses[-1] < run.losses[0] - 0.1
 
@@ -61,6 +63,17 @@ def test_a_resumed_run_has_the_same_bits(stage: int, corpus: str, tmp_path: Path
     start(tmp_path / "parts", path, {**own, "exit_step": 4}, program=program)
     parts = start(tmp_path / "parts", path, {**own, "resume": "required"}, program=program)
     assert parts.losses == complete.losses
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_with_experts_trains_as_on_the_cpu(stage: int, corpus: str, tmp_path: Path, write) -> None:
+    """In fp32 the experts are one batched product; in bf16 they are one grouped product."""
+    own = {**flags(corpus, steps=6), **EXPERTS}
+    path = write(config(stage))
+    runs = [start(tmp_path / kind, path, own, DS_ACCELERATOR=kind) for kind in ("cpu", "cuda")]
+    assert relative_difference(runs[1].losses, runs[0].losses) < 1e-4
+    grouped = start(tmp_path / "bf16", write(config(stage, precision="bf16"), "bf16"), own)
+    assert relative_difference(grouped.losses, runs[0].losses) < 5e-3
 
 
 def predicted_and_measured(run: Run) -> list[float]:

@@ -39,8 +39,8 @@ def compute(experts: Experts, x_RD: torch.Tensor, way: str) -> torch.Tensor:
     return experts(x_RD, ROWS)
 
 
-def reference(experts: Experts, x_RD: torch.Tensor) -> torch.Tensor:
-    parts = zip(x_RD.split(ROWS.tolist()), experts.gate, experts.up, experts.down, strict=True)
+def reference(experts: Experts, x_RD: torch.Tensor, rows_E: torch.Tensor = ROWS) -> torch.Tensor:
+    parts = zip(x_RD.split(rows_E.tolist()), experts.gate, experts.up, experts.down, strict=True)
     return torch.cat([linear(silu(linear(x, gate)) * linear(x, up), down) for x, gate, up, down in parts])
 
 
