@@ -15,6 +15,7 @@ from pretrain.bench.sections.pipeline import STAGES, pipeline
 from pretrain.bench.sections.profile import profile
 from pretrain.bench.sections.recompute import recompute
 from pretrain.bench.sections.scaling import scaling
+from pretrain.bench.sections.schedule import schedule
 from pretrain.bench.sections.section import BenchSection, ReportProgress
 from pretrain.bench.sections.startup import startup
 from pretrain.bench.sections.step import training_step
@@ -22,7 +23,7 @@ from pretrain.bench.settings import BenchSettings
 
 _MEASURE: dict[str, Callable[[BenchContext, ReportProgress], BenchSection]] = {
     "step": training_step, "overhead": overhead, "guards": guards, "pipeline": pipeline, "checkpoint": checkpoint_rates,
-    "startup": startup, "scaling": scaling, "host": host, "offload": offload,
+    "startup": startup, "scaling": scaling, "host": host, "offload": offload, "schedule": schedule,
     "recompute": recompute, "data": data, "profile": profile,
 }
 
@@ -46,7 +47,7 @@ def run_sections(settings: BenchSettings, report: ReportProgress, *, devices: in
 
 def _missing(name: str, settings: BenchSettings, devices: int) -> str:
     """Return why a section cannot be measured on this machine or with these flags; "" if it can."""
-    too_few = (name == "pipeline" and devices < STAGES) or (name == "guards" and devices < RANKS)
+    too_few = (name in ("pipeline", "schedule") and devices < STAGES) or (name == "guards" and devices < RANKS)
     if too_few or (name == "scaling" and len(settings.rank_counts) < 2):
         return "it needs two GPUs, or two cores of a CPU"
     return "it needs --nvme_path" if name == "offload" and settings.nvme_path is None else ""

@@ -205,10 +205,10 @@ def test_tables_are_written_between_the_two_markers(tmp_path: Path) -> None:
 
 
 def test_the_pages_have_the_markers_of_their_commands() -> None:
-    """Each command with --write on the two pages finds its markers."""
-    commands = [line.split() for page in ("performance.md", "costs.md") for line in
-                (ROOT / "tools" / page).read_text().splitlines() if line.startswith("python ") and "--write" in line]
-    assert len(commands) == 5
+    """Each command with --write on these pages finds its markers."""
+    commands = [line.split() for page in ("tools/performance.md", "tools/costs.md", "ds_configs/pipelines.md") for line
+                in (ROOT / page).read_text().splitlines() if line.startswith("python ") and "--write" in line]
+    assert len(commands) == 7
     for words in commands:
         parser = Parser()
         add_flags(parser)
@@ -280,6 +280,17 @@ def test_all_other_sections_run(context: BenchContext, tmp_path: Path) -> None:
     assert list(modes) == list(MODES)
     assert len({mode["first_loss"] for mode in modes.values()}) == 1
     assert all(figure["ratio"] > 0 for figure in found["data"]["figures"].values())
+
+
+@pytest.mark.slow
+def test_both_pipeline_schedules_have_the_same_gradients() -> None:
+    done = bench(*SMALL, "--what", "schedule", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    schedules = json.loads(done.stdout)["sections"]["schedule"]["micro_batches"]
+    assert {count: len(values["ratios"]) for count, values in schedules.items()} == {"4": 2, "8": 2, "16": 2}
+    for values in schedules.values():  # 2 repetitions of 4 requests of 2 steps
+        assert (len(values["losses"]), len(set(values["losses"])), len(set(values["grad_norms"]))) == (16, 1, 1)
+    assert len({values["grad_norms"][0] for values in schedules.values()}) == 3  # other samples, other gradients
 
 
 def test_the_performance_pages_name_files_and_flags_that_exist() -> None:

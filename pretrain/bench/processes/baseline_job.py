@@ -10,7 +10,7 @@ from pretrain.distributed.device import Device, cpu_device, cuda_device
 
 LEARNING_RATE = 1e-4
 # baselines that run this project's code
-PROJECT_BASELINES = ("project", "bare_engine", "loop", "guarded_loop", "checkpoint", "profile")
+PROJECT_BASELINES = ("project", "bare_engine", "loop", "guarded_loop", "two_schedules", "checkpoint", "profile")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pretrain.engine.prepare import prepare_deepspeed
 MAIN_FUNCTIONS = {
     "project": "this_project.project", "bare_engine": "this_project.bare_engine", "loop": "this_project.loop",
     "guarded_loop": "guarded_loop.guarded_loop",
+    "two_schedules": "two_schedules.two_schedules",
     "checkpoint": "checkpoints.checkpoint", "profile": "this_project.profile",
     "trainer": "peers.trainer", "deepspeed": "peers.deepspeed_loop", "torch": "peers.torch_loop",
     "plain": "plain_modules.plain_loop", "plain_profile": "plain_modules.plain_profile",
