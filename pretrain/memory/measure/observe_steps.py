@@ -96,8 +96,8 @@ def time_steps(engine: DeepSpeedEngine, plan: Plan, steps: int) -> list[float]:
 def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> None:
     """Call `action` in every later step after the last backward pass.
 
-    A pipeline engine (ZeRO stages 0 and 1) calls `action` before it reduces gradients. The plain engine (stages 2 and
-    3) calls `action` before the optimizer step, after the backward pass has reduced the gradients.
+    At ZeRO stages 0 and 1, a pipeline engine and a plain one (with sequence or expert parallelism) call `action` before
+    they reduce gradients. At stages 2 and 3 the backward pass reduces, and `action` is called before the step.
     """
     if isinstance(engine, PipelineEngine):
         original_reduce = engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
@@ -107,6 +107,16 @@ def call_after_backward(engine: DeepSpeedEngine, action: Callable[[], None]) -> 
             original_reduce(self)
 
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: reduce_tied_grads}
+        return
+    if engine.zero_optimization_stage() < 2:
+        original_allreduce = engine.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> None:
+            if engine.is_gradient_accumulation_boundary():
+                action()
+            original_allreduce(*args, **kwargs)
+
+        engine.allreduce_gradients = allreduce_gradients
         return
     original_step = engine._take_model_step
 

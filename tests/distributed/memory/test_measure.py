@@ -59,7 +59,7 @@ RECOMPUTED = {1: ("zero1_bf16 --recompute=attention", "zero3_bf16 --recompute=ml
                   "sequence2_zero3_bf16 --mlp_tiles=4")}
 # parallel degrees that are added to a file; with larger micro-batches too
 DEGREES = {2: ("zero0_fp32 --tensor=2", "zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "zero2_bf16 --sequence=2",
-               "zero3_bf16 --experts=2"),
+               "zero1_bf16 --experts=2", "zero3_bf16 --experts=2"),
            4: ("zero1_bf16 --tensor=2", "zero3_bf16 --tensor=2", "pipeline2_zero1_bf16 --tensor=2",
                "zero3_bf16 --sequence=2", "zero2_bf16 --experts=2", "zero2_bf16 --experts=4")}
 SMALL = "vocab_size=256,n_layer=4,n_embd=64"
